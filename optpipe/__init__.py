@@ -1,0 +1,61 @@
+"""OptPipe: schedules for pipeline-parallel training that are as short as possible and never need more memory than there is.
+
+problem = optpipe.Problem.load("problem.json")
+result = optpipe.solve(problem, time_limit=20)
+print(result.makespan_ms, result.gap)
+result.schedule.save("schedule.json")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optpipe.anytime import Result, improve, solve
+    from optpipe.deadlock import DeadlockError
+    from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
+    from optpipe.files import ScheduleFile
+    from optpipe.memory import Certificate, certify
+    from optpipe.ops import Kind, Op, Pair
+    from optpipe.problem import Device, Problem, Stage
+    from optpipe.program import Program
+    from optpipe.schedule import Schedule
+    from optpipe.timeline import Timeline, simulate
+    from optpipe.validity import check
+
+# Each name with its module: imported when first used, so that `optpipe --help` does not wait for numpy.
+_HOME = {
+    "Certificate": "memory",
+    "DeadlockError": "deadlock",
+    "Device": "problem",
+    "InputError": "errors",
+    "Kind": "ops",
+    "Op": "ops",
+    "OptPipeError": "errors",
+    "Pair": "ops",
+    "Problem": "problem",
+    "Program": "program",
+    "Result": "anytime",
+    "Schedule": "schedule",
+    "ScheduleError": "errors",
+    "ScheduleFile": "files",
+    "SolverError": "errors",
+    "Stage": "problem",
+    "Timeline": "timeline",
+    "certify": "memory",
+    "check": "validity",
+    "improve": "anytime",
+    "simulate": "timeline",
+    "solve": "anytime",
+}
+__all__ = list(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'optpipe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"optpipe.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,171 @@
+"""`improve` and `solve`: better and better schedules from a solver in a process of its own, each verified before anyone sees it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Objective, Programs, Request
+from optpipe.errors import InputError, SolverError, input_error
+from optpipe.files import Status
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+
+GRACE_S = 3.0  # a solver that has not ended this long after its time limit is ended
+SOLVER = "optpipe_solver"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known at some moment: the best schedule and the best lower bound so far. Times in ms, `time_s` since the search began."""
+
+    status: Status
+    schedule: Schedule | None = None
+    objective: Objective = "makespan"
+    lower_bound_ms: float | None = None
+    method: str = ""
+    time_s: float = 0.0
+    reason: str | None = None  # why there is no schedule
+    notes: tuple[str, ...] = ()  # what went wrong on the way, such as an engine that crashed
+
+    @property
+    def makespan_ms(self) -> float | None:
+        return self.schedule.makespan_ms if self.schedule else None
+
+    @property
+    def span_ms(self) -> float | None:
+        return self.schedule.span_ms if self.schedule else None
+
+    @property
+    def objective_ms(self) -> float | None:
+        return self.makespan_ms if self.objective == "makespan" else self.span_ms
+
+    @property
+    def gap(self) -> float | None:
+        """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal."""
+        value = self.objective_ms
+        if value is None or self.lower_bound_ms is None:
+            return None
+        return max(0.0, 1.0 - self.lower_bound_ms / value) if value else 0.0
+
+
+class Search:
+    """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it with the best so far."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._began = time.monotonic()
+        self._child = Child(SOLVER, request)
+        self._timer = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
+        self._timer.daemon = True
+        self._timer.start()
+        self._results = self._run()
+
+    def __iter__(self) -> Iterator[Result]:
+        return self
+
+    def __next__(self) -> Result:
+        return next(self._results)
+
+    def cancel(self) -> None:
+        self._child.stop()
+
+    def _run(self) -> Iterator[Result]:
+        best = shown = Result("unknown", objective=self._request.objective, reason="no schedule was found within the time limit")
+        try:
+            for frame in self._child.frames():
+                best = replace(self._after(best, frame), time_s=time.monotonic() - self._began)
+                if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
+                    yield best
+                    shown = best
+        except SolverError as error:
+            best = replace(best, notes=(*best.notes, str(error)))
+            if best.schedule is None and best.status == "unknown":
+                best = replace(best, reason=str(error))
+        finally:
+            self._timer.cancel()
+            self._child.stop()
+        yield replace(best, time_s=time.monotonic() - self._began)
+
+    def _after(self, best: Result, frame: object) -> Result:
+        if isinstance(frame, Incumbent):
+            return self._with_incumbent(best, frame)
+        if isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or 0.0):
+            return _judged(replace(best, lower_bound_ms=frame.lower_bound_ms))
+        if isinstance(frame, Infeasible) and best.schedule is None:
+            return replace(best, status="infeasible", reason=frame.reason)
+        if isinstance(frame, Note):
+            return replace(best, notes=(*best.notes, frame.text))
+        return best
+
+    def _with_incumbent(self, best: Result, frame: Incumbent) -> Result:
+        try:
+            schedule = frame.schedule.schedule(self._request.problem, frame.method)
+            wrong = check(self._request.problem, schedule)
+        except InputError as error:
+            wrong = [str(error)]
+        if wrong:
+            return replace(best, notes=(*best.notes, f"a schedule of {frame.method} was rejected: {wrong[0]}"))
+        better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None)
+        if best.objective_ms is not None and better.objective_ms is not None and better.objective_ms >= best.objective_ms:
+            return best
+        return _judged(better)
+
+
+def _judged(result: Result) -> Result:
+    """`optimal` only where the bound proves it."""
+    value, bound = result.objective_ms, result.lower_bound_ms
+    proven = value is not None and bound is not None and value <= bound * (1 + 1e-9) + 1e-9
+    return replace(result, status="optimal") if proven else result
+
+
+def improve(
+    problem: Problem,
+    *,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    threads: int | None = None,
+    objective: Objective = "makespan",
+    warm_start: Schedule | None = None,
+    seed: int = 0,
+) -> Search:
+    """Better and better schedules: the first within moments, from a heuristic, then what the engines find until `time_limit` (seconds).
+
+    Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have since changed.
+    Raises `InputError` for an argument out of range.
+    """
+    try:
+        request = Request(
+            problem=problem,
+            method=method,
+            objective=objective,
+            time_limit_s=time_limit,
+            threads=threads or os.cpu_count() or 1,
+            seed=seed,
+            warm_start=Programs.of(warm_start) if warm_start else None,
+        )
+    except ValidationError as error:
+        raise input_error(error, "improve") from None
+    return Search(request)
+
+
+def solve(
+    problem: Problem,
+    *,
+    method: str = "auto",
+    time_limit: float = 60.0,
+    threads: int | None = None,
+    objective: Objective = "makespan",
+    warm_start: Schedule | None = None,
+    seed: int = 0,
+) -> Result:
+    """The best schedule within the time; arguments as `improve`. A problem without one ends with status `infeasible` and the reason."""
+    search = improve(problem, method=method, time_limit=time_limit, threads=threads, objective=objective, warm_start=warm_start, seed=seed)
+    *_, last = search
+    return last

@@ -1,0 +1,181 @@
+"""The anytime protocol: a solver is a process of its own that reads one request and writes JSON lines, one line an incumbent or a bound.
+
+The same protocol joins the caller to `python -m optpipe_solver` and that portfolio to each of its engines. The child's standard input stays
+open as long as somebody wants an answer: when it closes, by `stop` or by the parent's death however sudden, the child ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from optpipe.errors import SolverError, input_error
+from optpipe.problem import Ms, Problem, Record
+from optpipe.schedule import Schedule
+
+Objective = Literal["makespan", "span"]
+LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
+
+
+class Programs(Record):
+    """A schedule on the wire: each device's program and each shared link's order as one text of ops between spaces."""
+
+    programs: tuple[str, ...]
+    links: dict[str, str] = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Programs:
+        return cls(
+            programs=tuple(" ".join(program.texts()) for program in schedule.programs),
+            links={link: " ".join(order.texts()) for link, order in schedule.links.items()},
+        )
+
+    def schedule(self, problem: Problem, method: str) -> Schedule:
+        """Raises `InputError` for an op that cannot be read; `check` says whether it is a schedule."""
+        links = {link: texts.split() for link, texts in self.links.items()}
+        return Schedule.parse(problem, (texts.split() for texts in self.programs), links, method)
+
+
+class Request(Record):
+    """What a solver is asked: the problem, how, and for how long."""
+
+    problem: Problem
+    method: str = "auto"
+    objective: Objective = "makespan"
+    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    warm_start: Programs | None = None
+
+
+class Incumbent(Record):
+    """A schedule better than those before it."""
+
+    type: Literal["incumbent"] = "incumbent"
+    method: str
+    schedule: Programs
+
+
+class Bound(Record):
+    """No schedule is shorter than this."""
+
+    type: Literal["bound"] = "bound"
+    method: str
+    lower_bound_ms: Ms
+
+
+class Infeasible(Record):
+    """Proof that memory admits no schedule: which device, what it needs, what it has."""
+
+    type: Literal["infeasible"] = "infeasible"
+    reason: str
+
+
+class Note(Record):
+    """Something to tell, such as an engine that crashed; the search goes on."""
+
+    type: Literal["note"] = "note"
+    text: str
+
+
+class End(Record):
+    """The last line of a search that ended by itself."""
+
+    type: Literal["end"] = "end"
+
+
+Frame = Incumbent | Bound | Infeasible | Note | End
+_FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="type")])
+
+
+class Child:
+    """A solver process. Iterate `frames()`; `stop()` from any thread ends it, within moments and with its whole process group."""
+
+    def __init__(self, module: str, request: Request) -> None:
+        self.module = module
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
+        )
+        self._stopped = threading.Event()
+        threading.Thread(target=self._send, args=(request.model_dump_json(exclude_none=True),), daemon=True).start()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` tells
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def frames(self) -> Iterator[Frame]:
+        """The frames as they come, until `End`. Raises `SolverError` where the child breaks the protocol or dies unasked."""
+        assert self._process.stdout is not None
+        try:
+            while line := self._process.stdout.readline(LONGEST_LINE):
+                if not line.endswith(b"\n"):
+                    break
+                frame = _frame(line)
+                yield frame
+                if isinstance(frame, End):
+                    return
+            if not self._stopped.is_set():
+                raise SolverError(f"{self.module} ended with exit code {self._process.wait(5)}: {self._last_words()}")
+        finally:
+            self.stop()
+            for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+    def stop(self) -> None:
+        """Ends the child and all that it started."""
+        self._stopped.set()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        lines = self._stderr.read()[-2000:].decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+def _frame(line: bytes) -> Frame:
+    try:
+        return _FRAME.validate_json(line)
+    except ValidationError as error:
+        raise SolverError(str(input_error(error, "the solver's answer"))) from None
+
+
+def read_request() -> Request:
+    """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
+    line = sys.stdin.buffer.readline()
+    request = Request.model_validate_json(line)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return request
+
+
+def _end_with_parent() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgrp() == os.getpid():  # a child of `Child` leads its own group: nothing it started stays behind
+            os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+_writing = threading.Lock()
+
+
+def write_frame(frame: Frame) -> None:
+    """In a child: one line to the parent."""
+    with _writing:
+        sys.stdout.buffer.write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
+        sys.stdout.buffer.flush()

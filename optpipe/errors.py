@@ -1,0 +1,59 @@
+"""The errors a user can meet. Each message is one sentence: the field, its value, and what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+
+class OptPipeError(Exception):
+    """Base of every error that OptPipe raises on purpose."""
+
+
+class InputError(OptPipeError, ValueError):
+    """What was handed in is not what the format or the call asks for."""
+
+
+class ScheduleError(OptPipeError, ValueError):
+    """A schedule that cannot be simulated: an op is missing, stands twice, or waits for itself (`DeadlockError`)."""
+
+
+class SolverError(OptPipeError, RuntimeError):
+    """The solver's process failed in a way that is not the problem's fault."""
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """`("stages", 2, "forward_ms")` as `stages[2].forward_ms`."""
+    path = ""
+    for key in location:
+        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
+    return path
+
+
+def input_error(error: ValidationError, what: str) -> InputError:
+    """The first of pydantic's complaints as one sentence, with the number of the others."""
+    complaints = error.errors(include_url=False)
+    first = complaints[0]
+    path = field_path(first["loc"])
+    message = f"{what}: {path}" if path else what
+    if first["type"] == "missing":
+        message += " is missing"
+    elif first["type"] == "extra_forbidden":
+        message += " is not a field of this format"
+    elif first["type"] == "value_error":
+        message += f": {first['msg'].removeprefix('Value error, ')}"
+    else:
+        text = first["msg"][0].lower() + first["msg"][1:]
+        message += f" = {_shown(first['input'])}: {text}" if path else f": {text}"
+    if len(complaints) > 1:
+        message += f" (and {len(complaints) - 1} more)"
+    return InputError(message)
+
+
+def _shown(value: Any) -> str:
+    """A value short enough for a sentence: hostile input is not echoed back whole."""
+    if isinstance(value, dict | list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,26 @@
+"""Inner loops that start as plain Python and become machine code once there is enough work to pay for importing numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+ENOUGH = 20_000  # ops handled in plain Python (about 0.1 s) before numba is imported (about as long, compiled code cached on disk)
+
+
+class LazyJit:
+    """Calls `function(*args)`; after `ENOUGH` units of `work` it is compiled, by the same source and with the same results."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._compiled = False
+        self._work = 0
+
+    def __call__(self, work: int, *args: Any) -> Any:
+        self._work += work
+        if not self._compiled and self._work > ENOUGH:
+            import numba
+
+            self._function = numba.njit(cache=True)(self._function)
+            self._compiled = True
+        return self._function(*args)

@@ -1,0 +1,72 @@
+"""Ops and their text form, PyTorch's: `{stage}{kind}{microbatch}`, e.g. `0F3`, `2BW0`, `1O4.2`; a pair is `0F3+4BW1`."""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from typing import NamedTuple
+
+from optpipe.errors import InputError
+
+
+class Kind(IntEnum):
+    """What an op does. PyTorch writes I for our B and B for our BW."""
+
+    F = 0  # forward
+    B = 1  # input gradient
+    W = 2  # weight gradient
+    BW = 3  # both gradients, fused
+    C = 4  # recompute
+    O = 5  # offload to the host
+    D = 6  # drop the device copy of what was offloaded
+    R = 7  # reload from the host
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C})
+BACKWARD = frozenset({Kind.B, Kind.BW})
+TRANSFERS = frozenset({Kind.O, Kind.R})
+
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+OP = re.compile(rf"({_NUMBER})(?:(BW|[FBWC])({_NUMBER})|([ODR])({_NUMBER})(?:\.({_NUMBER}))?)")  # only O, D and R have parts
+
+
+class Op(NamedTuple):
+    """One op. `part` is 0 unless a stage's activation leaves in several parts (`offload_parts`)."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    part: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Op:
+        """Reads `0F3`; raises `InputError` for anything that `str(op)` would not print (`.0` is read, too)."""
+        match = OP.fullmatch(text)
+        if not match:
+            raise InputError(
+                f"op {text[:40]!r}: expected stage, kind (F, B, W, BW, C, O, D, R), micro-batch and, for O, D, R, a part, like 0F3 or 1O4.2"
+            )
+        stage, compute, j, transfer, k, part = match.groups()
+        return cls(Kind[compute or transfer], int(stage), int(j or k), int(part or 0))
+
+    def __str__(self) -> str:
+        part = f".{self.part}" if self.part else ""
+        return f"{self.stage}{self.kind.name}{self.microbatch}{part}"
+
+
+class Pair(NamedTuple):
+    """Two compute ops that run together (DualPipe): a forward and a backward of another micro-batch."""
+
+    first: Op
+    second: Op
+
+    def __str__(self) -> str:
+        return f"{self.first}+{self.second}"
+
+
+def parse_item(text: str) -> Op | Pair:
+    """An entry of a program: an op, or two joined by `+`."""
+    ops = [Op.parse(part) for part in text.split("+")]
+    if len(ops) > 2:
+        raise InputError(f"program entry {text[:40]!r}: at most two ops can run together")
+    return ops[0] if len(ops) == 1 else Pair(*ops)

@@ -1,0 +1,217 @@
+"""`Problem`: what is to be scheduled. Times are milliseconds (float), sizes are bytes (int); file format `optpipe.problem/1`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from optpipe.costs import Costs
+from optpipe.errors import InputError, input_error
+
+Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
+
+
+class Record(BaseModel):
+    """Strict and frozen: unknown fields, NaN, infinity and negative numbers are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Device(Record):
+    """A GPU: its activation budget, the host link it shares, and its share of pinned host memory."""
+
+    memory_bytes: Bytes
+    link: Name | None = None
+    host_memory_bytes: Bytes | None = None
+
+
+class StageCosts(Record):
+    """What one stage (or one layer) costs per micro-batch. Only with `offload_ms` can it leave, only with `recompute_ms` be dropped."""
+
+    forward_ms: Ms
+    backward_input_ms: Ms
+    backward_weight_ms: Ms
+    activation_bytes: Bytes
+    weight_grad_bytes: Bytes
+    offload_ms: Ms | None = None
+    reload_ms: Ms | None = None
+    offload_bytes: Bytes | None = None
+    offload_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    recompute_ms: Ms | None = None
+    checkpoint_bytes: Bytes | None = None
+
+    @property
+    def can_offload(self) -> bool:
+        return self.offload_ms is not None
+
+    @property
+    def can_recompute(self) -> bool:
+        return self.recompute_ms is not None
+
+    def complaint(self) -> str | None:
+        """The first thing wrong between the fields, as `field = value: what would be right`."""
+        offload = {"offload_ms": self.offload_ms, "reload_ms": self.reload_ms, "offload_bytes": self.offload_bytes}
+        recompute = {"recompute_ms": self.recompute_ms, "checkpoint_bytes": self.checkpoint_bytes}
+        for group in (offload, recompute):
+            missing = [name for name, value in group.items() if value is None]
+            if 0 < len(missing) < len(group):
+                given = next(name for name in group if name not in missing)
+                return f"{missing[0]} is missing: a stage with {given} needs {' and '.join(missing)}, too"
+        if self.offload_parts > 1 and not self.can_offload:
+            return f"offload_parts = {self.offload_parts}: only a stage with offload_ms can leave in parts"
+        for name, value in (("offload_bytes", self.offload_bytes), ("checkpoint_bytes", self.checkpoint_bytes)):
+            if value is not None and value > self.activation_bytes:
+                return f"{name} = {value}: must be at most activation_bytes = {self.activation_bytes}"
+        return None
+
+
+class Stage(StageCosts):
+    """A piece of the model on one device."""
+
+    device: Index
+
+
+class Problem(Record):
+    """The pipeline to schedule. Read one with `Problem.load(path)` or `Problem.from_json(text)`; both raise `InputError`."""
+
+    format: Literal["optpipe.problem/1"] = "optpipe.problem/1"
+    name: Annotated[str, Field(max_length=200)] = ""
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
+    p2p_ms: Ms = 0.0
+    transfer_mode: Literal["half_duplex", "full_duplex"] = "half_duplex"
+    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=4096)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=4096)]
+    routes: Annotated[tuple[tuple[Index, ...], ...], Field(min_length=1, max_length=256)] | None = None
+    microbatch_routes: tuple[Index, ...] | None = None
+    overlap_factor: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] | None = None
+    layers: Annotated[tuple[StageCosts, ...], Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Problem:
+        for message in (self._stage_complaint(), self._route_complaint(), self._size_complaint()):
+            if message:
+                raise ValueError(message)
+        return self
+
+    def _stage_complaint(self) -> str | None:
+        for s, stage in enumerate(self.stages):
+            if stage.device >= len(self.devices):
+                return f"stages[{s}].device = {stage.device}: there are {len(self.devices)} devices, numbered from 0"
+        for name, records in (("stages", self.stages), ("layers", self.layers or ())):
+            for i, record in enumerate(records):
+                if complaint := record.complaint():
+                    return f"{name}[{i}].{complaint}"
+        return None
+
+    def _route_complaint(self) -> str | None:
+        for r, route in enumerate(self.all_routes):
+            if not route:
+                return f"routes[{r}] is empty: a micro-batch passes at least one stage"
+            for k, s in enumerate(route):
+                if s >= len(self.stages):
+                    return f"routes[{r}][{k}] = {s}: there are {len(self.stages)} stages, numbered from 0"
+            if len(set(route)) < len(route):
+                return f"routes[{r}] = {list(route)}: a stage stands on a route once"
+        on_a_route = {s for route in self.all_routes for s in route}
+        for s in range(len(self.stages)):
+            if s not in on_a_route:
+                return f"stages[{s}] is on no route: routes name every stage"
+        chosen = self.microbatch_routes
+        if chosen is None:
+            if len(self.all_routes) > 1:
+                return f"microbatch_routes is missing: with {len(self.all_routes)} routes every micro-batch says which one it takes"
+            return None
+        if len(chosen) != self.microbatches:
+            return f"microbatch_routes has {len(chosen)} entries: there are {self.microbatches} microbatches"
+        for j, r in enumerate(chosen):
+            if r >= len(self.all_routes):
+                return f"microbatch_routes[{j}] = {r}: there are {len(self.all_routes)} routes, numbered from 0"
+        return None
+
+    def _size_complaint(self) -> str | None:
+        if len(self.stages) * self.microbatches > MAX_FORWARDS:
+            return f"microbatches = {self.microbatches}: times {len(self.stages)} stages, at most {MAX_FORWARDS} forward passes"
+        total = sum(stage.activation_bytes + stage.weight_grad_bytes for stage in self.stages) * self.microbatches
+        if total >= 2**62:
+            return f"stages: {total} bytes of activations over all micro-batches, more than can be counted (2^62)"
+        return None
+
+    @property
+    def all_routes(self) -> tuple[tuple[int, ...], ...]:
+        """The routes; by default one, over all stages in order."""
+        return self.routes if self.routes is not None else (tuple(range(len(self.stages))),)
+
+    def route(self, microbatch: int) -> tuple[int, ...]:
+        """The stages that a micro-batch passes, in order."""
+        return self.all_routes[self.microbatch_routes[microbatch] if self.microbatch_routes else 0]
+
+    def stages_on(self, device: int) -> list[int]:
+        """The stages that a device runs."""
+        return [s for s, stage in enumerate(self.stages) if stage.device == device]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The same figures as numpy arrays."""
+        return Costs.of(self)
+
+    @cached_property
+    def shared_links(self) -> dict[str, tuple[int, ...]]:
+        """Links that more than one device shares, with those devices."""
+        members: dict[str, tuple[int, ...]] = {}
+        for d, device in enumerate(self.devices):
+            if device.link is not None:
+                members[device.link] = (*members.get(device.link, ()), d)
+        return {link: devices for link, devices in members.items() if len(devices) > 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The problem file's content; what is not set is left out."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of what is to be scheduled, in canonical JSON; the name is only a label and stays out."""
+        content = {key: value for key, value in self.to_dict().items() if key != "name"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str | bytes, what: str = "problem") -> Problem:
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+
+    @classmethod
+    def from_dict(cls, content: Any, what: str = "problem") -> Problem:
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Problem:
+        """Reads a problem file."""
+        return cls.from_json(read_file(path), str(path))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+
+def read_file(path: str | Path) -> bytes:
+    """A file's bytes; `InputError` where it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
