@@ -1,0 +1,164 @@
+"""`lift`: from times to programs. A solver that thinks in start times hands them in and gets a schedule that runs no later.
+
+All ops are put in one global order, by start, that keeps precedence. Whatever a program adds (a transfer waits for the compute op before
+it, a compute op for the drop before it) points forward in that order, so the programs cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.graph import Flags, Floats, Ints, Table, Where, is_transfer
+from optpipe.ops import BACKWARD, COMPUTE, Kind, Op
+from optpipe.problem import Problem
+from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program
+from optpipe.schedule import Schedule
+
+TOLERANCE_MS = 1e-6  # times closer than this are the same moment
+
+
+def lift(problem: Problem, starts: Mapping[Op, float], method: str = "") -> Schedule:
+    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O and R; an F and a backward that start together
+    on one device become a pair where the problem has an `overlap_factor`. Drops are derived: each as early as its offload has ended,
+    and never so that compute waits for it. The schedule is free of deadlock, and no later than the times given if they are valid.
+    """
+    table = np.array([(*op, 0) for op in starts], dtype=np.int32).reshape(-1, 5)
+    return lift_table(problem, table, np.fromiter(starts.values(), dtype=np.float64, count=len(table)), method)
+
+
+def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") -> Schedule:
+    """As `lift`, from rows of a program's table (n, 5) and their starts (n,)."""
+    table = table.copy()
+    first, second = _pairs(problem, table, start)
+    table[first, JOINED] = 1
+    duration = problem.costs.ms[table[:, KIND], table[:, STAGE]]
+    together = duration[first] + duration[second]
+    duration[first] = duration[second] = (problem.overlap_factor or 1.0) * together
+
+    offloads = np.flatnonzero(table[:, KIND] == Kind.O)
+    drops = np.arange(len(table), len(table) + len(offloads))
+    table = np.concatenate([table, table[offloads]])
+    table[drops, KIND] = Kind.D
+    duration = np.r_[duration, np.zeros(len(drops))]
+    start, phase = _forward_in_time(problem, table, np.r_[start, np.full(len(drops), -np.inf)], duration)
+    start[first] = start[second] = np.maximum(start[first], start[second])
+
+    moment = np.rint(start / _grain(start))
+    lasts = duration > 2 * _grain(start)  # at one moment, what takes no time comes first
+    order = np.lexsort((table[:, PART], table[:, MICROBATCH], phase, lasts, moment))
+    rank = np.empty(len(table), dtype=np.int64)
+    rank[order] = np.arange(len(table))
+    rank[second] = rank[first]
+
+    device = problem.costs.device[table[:, STAGE]]
+    joins = np.zeros(len(table), dtype=np.bool_)
+    joins[second] = True
+    slot = _slots(table, device, start, start + duration, rank, joins)
+    slot[second] = slot[first]
+    in_program = np.lexsort((joins, rank, np.isin(table[:, KIND], list(COMPUTE)), slot, device))
+    ends = np.searchsorted(device[in_program], np.arange(len(problem.devices) + 1))
+    programs = tuple(Program(table[in_program[a:b]]) for a, b in pairwise(ends))
+    transfers = in_program[is_transfer(table[in_program])]
+    transfers = transfers[np.argsort(rank[transfers], kind="stable")]
+    links = {link: Program(table[transfers[np.isin(device[transfers], sharers)]]) for link, sharers in problem.shared_links.items()}
+    return Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, method)
+
+
+def _grain(start: Floats) -> float:
+    """What is one moment: the tolerance, or float noise where times are huge."""
+    return TOLERANCE_MS + 1e-12 * float(np.abs(start[np.isfinite(start)]).max(initial=0.0))
+
+
+def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
+    """Rows of the ops that run together: a forward and a backward of another micro-batch that start at one moment on one device."""
+    nothing = np.empty(0, dtype=np.int64)
+    if problem.overlap_factor is None or len(table) == 0:
+        return nothing, nothing
+    moment = np.rint(start / _grain(start))
+    lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * _grain(start)) & np.isin(table[:, KIND], list(COMPUTE))
+    rows = np.flatnonzero(lasting)
+    device = problem.costs.device[table[rows, STAGE]]
+    by_time = np.lexsort((table[rows, KIND], moment[rows], device))
+    rows, device = rows[by_time], device[by_time]
+    a, b = rows[:-1], rows[1:]
+    together = (device[:-1] == device[1:]) & (moment[a] == moment[b]) & (table[a, MICROBATCH] != table[b, MICROBATCH])
+    together &= (table[a, KIND] == Kind.F) & np.isin(table[b, KIND], list(BACKWARD))
+    return a[together], b[together]
+
+
+def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Floats, Ints]:
+    """Each op's start, moved behind what it depends on where float noise or a drop's unknown time had it before that, and its phase:
+    how far along its micro-batch's way it stands, for ties."""
+    costs, where = problem.costs, Where(problem, table)
+    at = {kind: where.of(kind) for kind in (Kind.F, Kind.C)} | {Kind.B: where.of(Kind.B, Kind.BW), Kind.W: where.of(Kind.W)}
+    parts = {kind: where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R)}
+    start, duration = np.r_[start, -np.inf], np.r_[duration, 0.0]  # row -1, no op, ends before all time
+    phase = np.zeros(len(start), dtype=np.int64)
+
+    def move(rows: Ints, after: Floats, step: int) -> Floats:
+        start[rows] = np.where(rows >= 0, np.maximum(start[rows], after), -np.inf)
+        phase[rows] = step
+        ended: Floats = start[rows] + duration[rows]
+        return ended
+
+    grain = _grain(start)
+    for r, route in enumerate(problem.all_routes):
+        passing = np.flatnonzero(costs.route == r)
+        reached = np.full(len(passing), -np.inf)
+        returned: dict[int, Floats] = {}  # when a stage's activation is there for its backward
+        for k, s in enumerate(route):
+            delay = problem.p2p_ms if k and costs.device[route[k - 1]] != costs.device[s] else 0.0
+            reached = move(at[Kind.F][s, passing], reached + delay, 4 * k)
+            recomputed = move(at[Kind.C][s, passing], reached, 4 * (2 * len(route) - k) - 1)
+            reloaded = recomputed[:, None]
+            if costs.can_offload[s]:
+                offloads = parts[Kind.O][s, passing]
+                left = move(offloads, reached[:, None], 4 * k + 1)
+                move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - grain), 4 * k + 2)  # noise must not push it on
+                reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 1)
+            returned[s] = np.maximum(np.maximum(recomputed, reached), reloaded.max(axis=1))
+        gradient = np.full(len(passing), -np.inf)
+        for k, s in reversed(list(enumerate(route))):
+            delay = problem.p2p_ms if k + 1 < len(route) and costs.device[route[k + 1]] != costs.device[s] else 0.0
+            gradient = move(at[Kind.B][s, passing], np.maximum(gradient + delay, returned[s]), 4 * (2 * len(route) - k))
+            move(at[Kind.W][s, passing], gradient, 4 * (2 * len(route) - k) + 1)
+    return start[:-1], phase[:-1]
+
+
+def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, joins: Flags) -> Ints:
+    """Where each op stands: compute ops are numbered along their device, the others stand before the compute op with their number.
+
+    A transfer stands behind the compute ops that have ended at its start, a drop before the first that starts when its offload has ended.
+    """
+    slot = np.zeros(len(table), dtype=np.int64)
+    compute = np.isin(table[:, KIND], list(COMPUTE))
+    for d in np.unique(device):
+        own = np.flatnonzero(compute & ~joins & (device == d))
+        own = own[np.argsort(rank[own])]
+        slot[own] = np.arange(len(own))
+        others = np.flatnonzero(~compute & (device == d))
+        slot[others] = np.searchsorted(rank[own], rank[others])
+        moving = others[is_transfer(table[others])]
+        ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + _grain(start), side="right")
+        slot[moving] = np.minimum(slot[moving], ended)
+    _keep_order(table, device, rank, slot)
+    return slot
+
+
+def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
+    """Where a compute op spans the time from an offload's end to its reload's start, the reload stands behind it, as its drop does, and
+    the device's later transfers behind the reload."""
+    others = np.flatnonzero(np.isin(table[:, KIND], [Kind.O, Kind.D, Kind.R]))
+    others = others[np.argsort(rank[others])]
+    reached: dict[int, int] = {}
+    stands: dict[tuple[int, ...], int] = {}  # of the step before of the same activation
+    rows = zip(others.tolist(), device[others].tolist(), table[others, :4].tolist(), slot[others].tolist(), strict=True)
+    for row, d, (kind, *activation), s in rows:
+        s = max(s, stands.get(tuple(activation), 0))
+        if kind != Kind.D:
+            s = reached[d] = max(s, reached.get(d, 0))
+        stands[tuple(activation)] = slot[row] = s
