@@ -173,6 +173,11 @@ class Problem(Record):
                 members[device.link] = (*members.get(device.link, ()), d)
         return {link: devices for link, devices in members.items() if len(devices) > 1}
 
+    def replace(self, **changes: Any) -> Problem:
+        """The same problem with other fields, validated again."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return Problem.from_dict(fields | changes)
+
     def to_dict(self) -> dict[str, Any]:
         """The problem file's content; what is not set is left out."""
         return self.model_dump(mode="json", exclude_none=True)

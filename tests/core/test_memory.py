@@ -1,0 +1,83 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import clock
+from support.strategies import problems_with_schedules
+
+from optpipe import Device, Problem, Schedule, Stage, certify, check
+
+durations = st.floats(0.0, 20.0, allow_subnormal=False)
+
+
+@given(problems_with_schedules(), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
+    """Thousands of random durations of every op and delays of every message: 150 schedules × 20 clocks."""
+    problem, schedule = pair
+    certificate = certify(problem, schedule)
+    for _ in range(20):
+        seen = clock.run(problem, schedule, lambda op: random.choice([0.0, random.uniform(0, 20)]), lambda op: random.uniform(0, 30))
+        for d in range(len(problem.devices)):
+            assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
+            assert seen.peak(seen.host_events[d]) <= certificate.host[d].bytes
+
+
+@given(problems_with_schedules())
+def test_the_peak_is_exact(pair):
+    """Where transfers take no time and the host enqueues at once, the clock reaches what the scan says, on the device at least."""
+    problem, schedule = pair
+    seen = clock.run(problem, schedule, lambda op: 1.0, lambda op: 0.0)
+    certificate = certify(problem, schedule)
+    for d in range(len(problem.devices)):
+        assert seen.peak(seen.device_events[d]) == certificate.device[d].bytes
+
+
+def one_device(memory: int, host: int | None = None, **stage: object) -> Problem:
+    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+    return Problem(
+        microbatches=2, devices=[Device(memory_bytes=memory, host_memory_bytes=host)], stages=[Stage(device=0, **(costs | stage))]
+    )
+
+
+OFFLOAD = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 8}
+RECOMPUTE = {"recompute_ms": 1.0, "checkpoint_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    ("stage", "program", "peak", "at"),
+    [
+        ({}, "0F0 0BW0 0F1 0BW1", 10, "0F0"),
+        ({}, "0F0 0F1 0BW0 0BW1", 20, "0F1"),
+        ({}, "0F0 0B0 0F1 0B1 0W0 0W1", 14, "0F1"),
+        ({"weight_grad_bytes": 13}, "0F0 0B0 0W0 0F1 0BW1", 13, "0B0"),
+        (OFFLOAD, "0F0 0O0 0F1 0D0 0BW1 0R0 0BW0", 20, "0F1"),
+        (OFFLOAD, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0", 12, "0F1"),
+        (OFFLOAD, "0F0 0O0 0D0 0F1 0R0 0BW1 0BW0", 20, "0R0"),
+        ({**OFFLOAD, "offload_parts": 3}, "0F0 0O0 0O0.1 0D0 0D0.1 0F1 0BW1 0R0 0R0.1 0BW0", 15, "0F1"),
+        (RECOMPUTE, "0F0 0F1 0C0 0BW0 0BW1", 20, "0C0"),
+        (RECOMPUTE, "0F0 0F1 0C0 0BW0 0C1 0BW1", 11, "0F1"),
+    ],
+)
+def test_by_hand(stage, program, peak, at):
+    problem = one_device(peak, **stage)
+    schedule = Schedule.parse(problem, [program.split()])
+    found = certify(problem, schedule).device[0]
+    assert (found.bytes, found.at) == (peak, at)
+    assert check(problem, schedule) == []
+    tight = one_device(peak - 1, **stage)
+    assert check(tight, schedule) == [f"device 0 needs {peak} bytes during {at} and has {peak - 1}"]
+
+
+def test_host_memory_is_held_until_the_backward():
+    program = [["0F0", "0O0", "0D0", "0F1", "0O1", "0D1", "0R0", "0BW0", "0R1", "0BW1"]]
+    enough, less = one_device(100, host=16, **OFFLOAD), one_device(100, host=15, **OFFLOAD)
+    assert check(enough, Schedule.parse(enough, program)) == []
+    assert check(less, Schedule.parse(less, program)) == ["device 0 needs 16 bytes of host memory during 0O1 and has 15"]
+
+
+def test_parts_add_up_to_the_whole():
+    problem = one_device(100, **{**OFFLOAD, "offload_bytes": 10, "offload_parts": 3})
+    parts = " ".join(f"0O0.{k} 0D0.{k}" for k in range(3)) + " " + " ".join(f"0R0.{k}" for k in range(3))
+    schedule = Schedule.parse(problem, [f"0F0 {parts} 0BW0 0F1 0BW1".split()])
+    assert certify(problem, schedule).host[0].bytes == 10
+    assert check(one_device(10, **{**OFFLOAD, "offload_bytes": 10, "offload_parts": 3}), schedule) == []

@@ -1,0 +1,41 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import InputError, Kind, Op, Pair, Program
+from optpipe.ops import parse_item
+
+numbers = st.integers(0, 10**9 - 1)
+compute = st.builds(Op, st.sampled_from([Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C]), numbers, numbers, st.just(0))
+transfers = st.builds(Op, st.sampled_from([Kind.O, Kind.D, Kind.R]), numbers, numbers, st.integers(0, 63))
+items = st.one_of(compute, transfers, st.builds(Pair, compute, compute))
+
+
+@given(items)
+def test_parsing_reverses_printing(item):
+    assert parse_item(str(item)) == item
+
+
+@given(st.lists(items, max_size=30))
+def test_a_program_reads_back_what_it_prints(listed):
+    program = Program.of(listed)
+    assert Program.parse(program.texts()) == program
+    assert list(program) == listed
+    assert program.texts() == [str(item) for item in listed]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X0", "00F1", "0F01", "-1F0", "0F3.1", "0f3", "0F3 ", "0F3+", "0F3+0B1+0F2", "0O1.", "٣F0"]
+)
+def test_what_is_no_op_is_refused_by_name(text):
+    with pytest.raises(InputError, match=r"op '|program entry"):
+        Program.parse(["0F0", text])
+
+
+def test_the_entry_at_fault_is_named():
+    with pytest.raises(InputError, match=r"0F1 0F2"):
+        Program.parse(["0F0", "0F1 0F2"])
+
+
+def test_part_0_may_be_written():
+    assert Op.parse("0O3.0") == Op.parse("0O3") == Op(Kind.O, 0, 3, 0)

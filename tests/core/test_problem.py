@@ -1,0 +1,119 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from support.strategies import problems
+
+from optpipe import InputError, Problem
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "device": 0,
+        "forward_ms": 10,
+        "backward_input_ms": 10.0,
+        "backward_weight_ms": 8.0,
+        "activation_bytes": 50,
+        "weight_grad_bytes": 20,
+        "offload_ms": 12.0,
+        "reload_ms": 12.0,
+        "offload_bytes": 50,
+    }
+    return {
+        "format": "optpipe.problem/1",
+        "microbatches": 2,
+        "devices": [{"memory_bytes": 100}, {"memory_bytes": 100}],
+        "stages": [stage, {**stage, "device": 1}],
+    } | changes
+
+
+def with_stage(**changes: Any) -> dict[str, Any]:
+    base = content()
+    base["stages"][1] |= changes
+    return base
+
+
+def without(field: str) -> dict[str, Any]:
+    base = content()
+    del base["stages"][1][field]
+    return base
+
+
+WRONG = [
+    (with_stage(forward_ms=float("nan")), r"stages\[1\]\.forward_ms = nan"),
+    (with_stage(forward_ms=float("inf")), r"stages\[1\]\.forward_ms = inf"),
+    (with_stage(forward_ms=-1.0), r"stages\[1\]\.forward_ms = -1\.0"),
+    (with_stage(forward_ms="10"), r"stages\[1\]\.forward_ms = '10'"),
+    (with_stage(forward_ms=True), r"stages\[1\]\.forward_ms = True"),
+    (with_stage(forward_ms=None), r"stages\[1\]\.forward_ms = None"),
+    (with_stage(activation_bytes=1.5), r"stages\[1\]\.activation_bytes = 1\.5"),
+    (with_stage(activation_bytes=-1), r"stages\[1\]\.activation_bytes = -1"),
+    (with_stage(activation_bytes=10**30), r"stages\[1\]\.activation_bytes"),
+    (with_stage(offload_bytes=51), r"stages\[1\]\.offload_bytes = 51: must be at most activation_bytes = 50"),
+    (with_stage(device=2), r"stages\[1\]\.device = 2: there are 2 devices"),
+    (with_stage(device=-1), r"stages\[1\]\.device = -1"),
+    (with_stage(offload_parts=0), r"stages\[1\]\.offload_parts = 0"),
+    (with_stage(recompute_ms=1.0), r"stages\[1\]\.checkpoint_bytes is missing"),
+    (with_stage(recompute_ms=1.0, checkpoint_bytes=51), r"stages\[1\]\.checkpoint_bytes = 51"),
+    (with_stage(surprise=1), r"stages\[1\]\.surprise is not a field"),
+    (without("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
+    (without("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
+    (content(microbatches=0), r"microbatches = 0"),
+    (content(microbatches=2.0), r"microbatches = 2\.0"),
+    (content(microbatches=2**16, stages=[content()["stages"][0]] * 100), r"microbatches = 65536"),
+    (content(p2p_ms=-0.5), r"p2p_ms = -0\.5"),
+    (content(transfer_mode="duplex"), r"transfer_mode = 'duplex'"),
+    (content(format="optpipe.problem/2"), r"format = 'optpipe.problem/2'"),
+    (content(devices=[]), r"devices = a list of 0"),
+    (content(stages=[]), r"stages = a list of 0"),
+    (content(overlap_factor=1.5), r"overlap_factor = 1\.5"),
+    (content(surprise=1), r"surprise is not a field"),
+    (content(routes=[[0]]), r"stages\[1\] is on no route"),
+    (content(routes=[[0, 1, 0]]), r"routes\[0\] = \[0, 1, 0\]: a stage stands on a route once"),
+    (content(routes=[[0, 1, 2]]), r"routes\[0\]\[2\] = 2: there are 2 stages"),
+    (content(routes=[[0, 1], []], microbatch_routes=[0, 0]), r"routes\[1\] is empty"),
+    (content(routes=[[0, 1], [1, 0]]), r"microbatch_routes is missing"),
+    (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0]), r"microbatch_routes has 1 entries"),
+    (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0, 2]), r"microbatch_routes\[1\] = 2"),
+    (content(layers=[{"forward_ms": 1.0}]), r"layers\[0\]"),
+    (content(devices=[{"memory_bytes": 100, "link": ""}, {"memory_bytes": 100}]), r"devices\[0\]\.link = ''"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_every_bad_value_is_named(wrong, message):
+    for read in (lambda: Problem.from_dict(wrong), lambda: Problem.from_json(json.dumps(wrong))):
+        with pytest.raises(InputError, match=message) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"microbatches": 1e999}', "\ud800".encode("utf-8", "surrogatepass"), b"\xff", "[" * 9999]
+)
+def test_what_is_no_problem_is_refused(text):
+    with pytest.raises(InputError, match="problem"):
+        Problem.from_json(text)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path):
+    with pytest.raises(InputError, match=r"nothing\.json: No such file"):
+        Problem.load(tmp_path / "nothing.json")
+
+
+@given(problems())
+def test_files_read_back(problem):
+    again = Problem.from_json(problem.to_json())
+    assert again == problem
+    assert again.sha256 == problem.sha256
+    assert Problem.from_dict(json.loads(problem.to_json())) == problem
+
+
+def test_the_hash_knows_every_figure_but_not_the_name():
+    base = Problem.from_dict(content())
+    assert Problem.from_dict(content(name="other")).sha256 == base.sha256
+    assert Problem.from_dict(content(p2p_ms=0.1)).sha256 != base.sha256
+    assert Problem.from_dict(with_stage(forward_ms=10.0)).sha256 == base.sha256  # 10 and 10.0 are one number
+    assert Problem.from_dict(with_stage(weight_grad_bytes=21)).sha256 != base.sha256

@@ -1,0 +1,151 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support import clock
+from support.strategies import AMPLE, problems_with_schedules
+
+from optpipe import DeadlockError, Device, Op, Problem, Schedule, ScheduleError, Stage, check, simulate
+from optpipe import timeline as timeline_module
+from optpipe.ops import Kind
+from optpipe.program import KIND
+
+
+def chain(devices: int = 2, microbatches: int = 2, **changes: object) -> Problem:
+    costs = {"forward_ms": 3.0, "backward_input_ms": 4.0, "backward_weight_ms": 2.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+    offload = {"offload_ms": 5.0, "reload_ms": 6.0, "offload_bytes": 8}
+    return Problem(
+        microbatches=microbatches,
+        p2p_ms=1.0,
+        devices=[Device(memory_bytes=AMPLE)] * devices,
+        stages=[Stage(device=d, **costs, **offload) for d in range(devices)],
+        **changes,
+    )
+
+
+@given(problems_with_schedules())
+def test_it_agrees_with_an_independent_event_clock(pair):
+    problem, schedule = pair
+    assert check(problem, schedule) == []
+    seen = clock.run(problem, schedule, lambda op: float(problem.costs.ms[op.kind, op.stage]), lambda op: problem.p2p_ms)
+    timeline = simulate(problem, schedule)
+    ops = [op for program in schedule.programs for op in program.ops()]
+    assert [seen.start[op] for op in ops] == pytest.approx(list(timeline.start))
+    assert [seen.end[op] for op in ops] == pytest.approx(list(timeline.end))
+    assert timeline.makespan_ms == pytest.approx(seen.makespan)
+    assert timeline.span_ms <= timeline.makespan_ms
+
+
+@given(problems_with_schedules())
+@settings(max_examples=60)
+def test_compiled_and_plain_loops_are_one(pair):
+    problem, schedule = pair
+    plain = simulate(problem, schedule)
+    loop = timeline_module._longest_path
+    try:
+        timeline_module._longest_path = _compiled
+        compiled = simulate(problem, schedule)
+    finally:
+        timeline_module._longest_path = loop
+    assert np.array_equal(plain.start, compiled.start)
+    assert np.array_equal(plain.end, compiled.end)
+
+
+_compiled = timeline_module.LazyJit(timeline_module.longest_path)
+_compiled._work = 10**9
+
+
+def test_by_hand():
+    schedule = Schedule.parse(chain(), [["0F0", "0O0", "0F1", "0D0", "0R0", "0B0", "0W0", "0BW1"], ["1F0", "1BW0", "1F1", "1B1", "1W1"]])
+    times = dict(zip([op for p in schedule.programs for op in p.ops()], schedule.timeline.start.tolist(), strict=True))
+    assert times[Op(Kind.O, 0, 0)] == 3.0  # when its forward has ended
+    assert times[Op(Kind.D, 0, 0)] == 8.0  # when the offload has
+    assert times[Op(Kind.R, 0, 0)] == 8.0  # after the drop
+    assert times[Op(Kind.F, 1, 0)] == 4.0  # a message later
+    assert times[Op(Kind.B, 0, 0)] == 14.0  # the reload ends at 14, the gradient is there at 14
+    assert schedule.timeline.end[-1] == pytest.approx(22.0)
+    assert schedule.makespan_ms == pytest.approx(27.0)
+    assert schedule.span_ms == pytest.approx(27.0)
+
+
+def test_a_pair_lasts_the_factor_times_the_sum():
+    problem = chain(overlap_factor=0.5)
+    schedule = Schedule.parse(problem, [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1F1+1BW0", "1BW1"]])
+    timeline = simulate(problem, schedule)
+    paired = np.flatnonzero(np.isin(timeline.table[:, KIND], [Kind.F, Kind.BW]) & (timeline.device == 1))[1:3]
+    assert timeline.start[paired].tolist() == [7.0, 7.0]
+    assert timeline.end[paired].tolist() == [11.5, 11.5]
+    assert timeline.busy_ms() == pytest.approx([18.0, 3.0 + 4.5 + 6.0])
+
+
+def test_a_shared_link_is_one_queue():
+    problem = chain(4)
+    shared = problem.replace(devices=[Device(memory_bytes=AMPLE, link="pcie0")] * 4)
+    programs = [[f"{s}F0", f"{s}O0", f"{s}D0", f"{s}R0", f"{s}BW0", f"{s}F1", f"{s}BW1"] for s in range(4)]
+    order = [f"{s}O0" for s in range(4)] + [f"{s}R0" for s in reversed(range(4))]
+    alone = Schedule.parse(problem, programs).makespan_ms
+    together = Schedule.parse(shared, programs, {"pcie0": order})
+    assert check(shared, together) == []
+    assert together.makespan_ms > alone
+    for wrong, message in [
+        ({}, "is missing"),
+        ({"pcie0": order[:-1]}, "has 7 entries"),
+        ({"pcie0": [*order[:-1], order[0]]}, "each to be named once"),
+        ({"pcie0": [*order[:-1], "0O1"]}, "is in no program"),
+        ({"pcie0": ["0R0", *order[:-1]]}, "stands before"),
+        ({"pcie0": [*order[:-1], "0F0"]}, "is in no program"),
+        ({"pcie0": order, "pcie1": []}, "no two devices share"),
+    ]:
+        assert any(message in text for text in check(shared, Schedule.parse(shared, programs, wrong))), message
+
+
+def test_full_duplex_lets_both_directions_run_at_once():
+    programs = [["0F0", "0O0", "0F1", "0D0", "0O1", "0R0", "0D1", "0R1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
+    half = Schedule.parse(chain(), programs).makespan_ms
+    full = Schedule.parse(chain(transfer_mode="full_duplex"), programs).makespan_ms
+    assert full < half
+
+
+def test_a_deadlock_is_shown_on_the_grid():
+    programs = [["0F0", "0F1", "0BW1", "0BW0"], ["1F0", "1BW0", "1F1", "1BW1"]]
+    assert check(chain(), Schedule.parse(chain(), programs)) == []
+    programs[0] = ["0F0", "0BW0", "0F1", "0BW1"]
+    programs[1] = ["1F0", "1F1", "1BW0", "1BW1"]
+    with pytest.raises(DeadlockError) as caught:
+        simulate(chain(), Schedule.parse(chain(), programs))
+    cycle = caught.value.cycle
+    assert set(cycle) == {Op.parse(text) for text in ("0BW0", "1BW0", "1F1", "0F1")}
+    grid = str(caught.value).splitlines()
+    assert grid[0].startswith("deadlock: ")
+    assert "waits for" in grid[0]
+    assert all(f"[{op}]" in str(caught.value) for op in cycle)
+    assert "[0F0]" not in str(caught.value)
+    assert sum(line.startswith("device") for line in grid) == 2
+
+
+def test_a_deadlock_deep_in_a_large_grid_stays_readable():
+    problem = chain(40, 200)
+    programs = [[f"{s}F{j}" for j in range(200)] + [f"{s}BW{j}" for j in range(200)] for s in range(40)]
+    programs[20] = [f"20BW{j}" for j in range(200)] + [f"20F{j}" for j in range(200)]
+    with pytest.raises(DeadlockError) as caught:
+        simulate(problem, Schedule.parse(problem, programs))
+    assert len(str(caught.value)) < 6000
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        ([["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1BW1"]], "1BW1 in the program of device 1 has no forward"),
+        ([["0F0", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]], "0BW1 in the program of device 0 has no forward"),
+        ([["0F0", "1F0"], []], "1F0 in the program of device 0: the stage is on another device"),
+        ([["2F0"], []], "2F0 in the program of device 0: there are 2 stages"),
+        ([["0F2"], []], "0F2 in the program of device 0: there are 2 micro-batches"),
+        ([["0F0", "0D0"], []], "0D0 in the program of device 0 has no offload"),
+        ([["0F0", "0O0.1"], []], "0O0.1 in the program of device 0: the stage has fewer parts"),
+        ([["0F0", "0C0"], []], "0C0 in the program of device 0: the stage has no recompute_ms"),
+        ([["0F0+0BW1"], []], "ops run together only where the problem has overlap_factor"),
+        ([[], [], ["0F0"]], "there is a program for device 2, but the problem has 2 devices"),
+    ],
+)
+def test_programs_of_another_problem_are_refused(programs, message):
+    with pytest.raises(ScheduleError, match=message.replace(".", r"\.").replace("+", r"\+")):
+        simulate(chain(), Schedule.parse(chain(), programs))

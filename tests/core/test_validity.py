@@ -1,0 +1,187 @@
+from random import Random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.strategies import problems_with_schedules
+
+from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
+
+
+def items(schedule: Schedule) -> list[list[Op | Pair]]:
+    return [list(program) for program in schedule.programs]
+
+
+def rebuilt(problem: Problem, programs: list[list[Op | Pair]], schedule: Schedule) -> Schedule:
+    return Schedule(problem, tuple(Program.of(program) for program in programs), schedule.links)
+
+
+@given(problems_with_schedules())
+def test_what_check_accepts_survives_simulation(pair):
+    problem, schedule = pair
+    assert check(problem, schedule) == []
+    assert simulate(problem, schedule).makespan_ms >= 0
+    assert certify(problem, schedule).fits
+
+
+@given(problems_with_schedules())
+def test_schedule_files_read_back(pair):
+    _, schedule = pair
+    file = ScheduleFile.of(schedule)
+    again = ScheduleFile.from_json(file.to_json())
+    assert again == file
+    assert again.schedule() == schedule
+    assert again.schedule().makespan_ms == file.makespan_ms
+    assert len(file.ops) == sum(op.kind is not Kind.D for program in schedule.programs for op in program.ops())
+
+
+DEPENDENT = [
+    ("F", "B"),
+    ("F", "BW"),
+    ("B", "W"),
+    ("F", "O"),
+    ("O", "D"),
+    ("D", "R"),
+    ("R", "B"),
+    ("R", "BW"),
+    ("F", "C"),
+    ("C", "B"),
+    ("C", "BW"),
+]
+
+
+@given(problems_with_schedules(), st.randoms(use_true_random=False))
+def test_two_dependent_ops_swapped_are_caught(pair, random: Random):
+    problem, schedule = pair
+    programs = items(schedule)
+    candidates = [
+        (d, a, b)
+        for d, program in enumerate(programs)
+        for a, first in enumerate(program)
+        for b, second in enumerate(program)
+        if isinstance(first, Op) and isinstance(second, Op) and (first.kind.name, second.kind.name) in DEPENDENT
+        if first[1:3] == second[1:3] and (first.part == second.part or not {"F", "B", "BW"}.isdisjoint({first.kind.name, second.kind.name}))
+    ]
+    assume(candidates)
+    d, a, b = random.choice(candidates)
+    programs[d][a], programs[d][b] = programs[d][b], programs[d][a]
+    assert check(problem, rebuilt(problem, programs, schedule))
+
+
+@given(problems_with_schedules(), st.randoms(use_true_random=False))
+def test_an_op_removed_or_doubled_is_caught(pair, random: Random):
+    problem, schedule = pair
+    for change in ("remove", "double"):
+        programs = items(schedule)
+        d = random.choice([d for d, program in enumerate(programs) if program])
+        i = random.randrange(len(programs[d]))
+        if change == "remove" and isinstance(programs[d][i], Op) and programs[d][i].kind is Kind.C:
+            continue  # without its recompute a forward keeps all it saved: another valid schedule
+        if change == "remove":
+            del programs[d][i]
+        else:
+            programs[d].insert(random.randrange(len(programs[d]) + 1), programs[d][i])
+        assert check(problem, rebuilt(problem, programs, schedule))
+
+
+@given(problems_with_schedules(), st.randoms(use_true_random=False))
+def test_a_reload_removed_is_caught(pair, random: Random):
+    problem, schedule = pair
+    programs = items(schedule)
+    reloads = [(d, i) for d, program in enumerate(programs) for i, op in enumerate(program) if isinstance(op, Op) and op.kind is Kind.R]
+    assume(reloads)
+    d, i = random.choice(reloads)
+    gone = programs[d].pop(i)
+    assert any("has no reload" in text for text in check(problem, rebuilt(problem, programs, schedule))), gone
+
+
+def test_a_drop_behind_the_forward_that_needs_its_bytes_is_caught():
+    stage = {
+        "device": 0,
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 10,
+        "weight_grad_bytes": 5,
+    }
+    problem = Problem(
+        microbatches=2, devices=[{"memory_bytes": 10}], stages=[{**stage, "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 10}]
+    )
+    assert check(problem, Schedule.parse(problem, [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])) == []
+    late = Schedule.parse(problem, [["0F0", "0O0", "0F1", "0D0", "0BW1", "0R0", "0BW0"]])
+    assert check(problem, late) == ["device 0 needs 20 bytes during 0F1 and has 10"]
+
+
+@given(problems_with_schedules())
+def test_less_memory_than_certified_is_caught(pair):
+    problem, schedule = pair
+    certificate = certify(problem, schedule)
+    d = max(range(len(problem.devices)), key=lambda d: certificate.device[d].bytes)
+    assume(certificate.device[d].bytes > 0)
+    for spare, fits in ((0, True), (-1, False)):
+        devices = list(problem.devices)
+        devices[d] = devices[d].model_copy(update={"memory_bytes": certificate.device[d].bytes + spare})
+        tight = problem.replace(devices=devices)
+        assert (check(tight, schedule) == []) is fits
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("0F0 0BW0", "0F1 is missing"),
+        ("0F0 0F1 0BW0", "stage 0, micro-batch 1 has no backward"),
+        ("0F0 0F1 0BW0 0B1", "0B1 has no 0W1"),
+        ("0F0 0F1 0BW0 0BW1 0W1", "0W1 has no 0B1"),
+        ("0F0 0F1 0BW0 0BW1 0B1 0W1", "either split or fused"),
+        ("0F0 0F1 0BW0 0BW1 0BW1", "0BW1 stands 2 times"),
+        ("0F0 0O0 0F1 0R0 0BW0 0BW1", "0O0.0 has no drop"),
+        ("0F0 0D0 0F1 0BW0 0BW1", "0D0.0 has no offload"),
+        ("0F0 0F1 0O0 0D0 0R0 0C0 0BW0 0BW1", "offloaded or recomputed, not both"),
+        ("0F0 0F1+0BW0 0BW1", ""),
+        ("0F0+0BW0 0F1 0BW1", "another micro-batch"),
+        ("0F0+0F1 0BW0 0BW1", "only a forward and a backward"),
+    ],
+)
+def test_by_hand(program, message):
+    problem = Problem(
+        microbatches=2,
+        overlap_factor=0.9,
+        devices=[{"memory_bytes": 100}],
+        stages=[
+            {
+                "device": 0,
+                "forward_ms": 1.0,
+                "backward_input_ms": 1.0,
+                "backward_weight_ms": 1.0,
+                "activation_bytes": 10,
+                "weight_grad_bytes": 5,
+                "offload_ms": 1.0,
+                "reload_ms": 1.0,
+                "offload_bytes": 10,
+                "recompute_ms": 1.0,
+                "checkpoint_bytes": 1,
+            }
+        ],
+    )
+    wrong = check(problem, Schedule.parse(problem, [program.split()]))
+    assert any(message in text for text in wrong) if message else wrong == []
+
+
+def test_a_program_too_few_is_named():
+    problem = Problem.from_dict(
+        {
+            "microbatches": 1,
+            "devices": [{"memory_bytes": 1}, {"memory_bytes": 1}],
+            "stages": [
+                {
+                    "device": 0,
+                    "forward_ms": 1.0,
+                    "backward_input_ms": 1.0,
+                    "backward_weight_ms": 1.0,
+                    "activation_bytes": 1,
+                    "weight_grad_bytes": 1,
+                }
+            ],
+        }
+    )
+    assert check(problem, Schedule.parse(problem, [["0F0", "0BW0"]])) == ["there are 1 programs: the problem has 2 devices"]

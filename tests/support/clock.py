@@ -1,0 +1,154 @@
+"""A second simulator, written from the rules of the design and not from the core's code: an event clock with any durations and delays.
+
+It knows when each byte is held, so it shows what a certificate promises: never more bytes at any moment than certified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from optpipe import Kind, Op, Pair, Problem, Schedule
+
+BACKWARD = (Kind.B, Kind.BW)
+
+
+@dataclass
+class Clock:
+    """Start and end of every op, and what is held when: lists of (moment, bytes), a release counting before a grant of the same moment."""
+
+    start: dict[Op, float] = field(default_factory=dict)
+    end: dict[Op, float] = field(default_factory=dict)
+    device_events: list[list[tuple[float, int]]] = field(default_factory=list)
+    host_events: list[list[tuple[float, int]]] = field(default_factory=list)
+
+    @property
+    def makespan(self) -> float:
+        return max(self.end.values()) - min(self.start.values())
+
+    def peak(self, events: list[tuple[float, int]]) -> int:
+        held = most = 0
+        for _, amount in sorted(events):
+            held += amount
+            most = max(most, held)
+        return most
+
+
+def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], delay: Callable[[Op], float]) -> Clock:
+    """Runs the programs. `duration` of each op, `delay` of the message that an F or a backward waits for."""
+    clock = Clock(device_events=[[] for _ in problem.devices], host_events=[[] for _ in problem.devices])
+    programs = [list(program) for program in schedule.programs]
+    shared = {link: list(order) for link, order in schedule.links.items()}
+    compute_free = [0.0] * len(programs)
+    transfer_free: dict[tuple[str, Kind | None], float] = {}
+    waiting: list[list[tuple[Op, float]]] = [[] for _ in programs]  # transfers issued, not yet run, with the moment of their issue
+    issued: dict[Op, float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for d, program in enumerate(programs):
+            while program:
+                item = program[0]
+                ops = list(item) if isinstance(item, Pair) else [item]
+                if ops[0].kind in (Kind.O, Kind.R):
+                    issued[ops[0]] = compute_free[d]
+                    waiting[d].append((ops[0], compute_free[d]))
+                else:
+                    needs = [need for op in ops for need in _needs(problem, clock, op, delay)]
+                    if None in needs:
+                        break
+                    begin = max([compute_free[d], *(need for need in needs if need is not None)])
+                    length = 0.0 if ops[0].kind is Kind.D else _length(problem, ops, duration)
+                    for op in ops:
+                        clock.start[op], clock.end[op] = begin, begin + length
+                    compute_free[d] = begin + length
+                program.pop(0)
+                moved = True
+        for d, queue in enumerate(waiting):
+            link = problem.devices[d].link
+            for op, _ in list(queue):
+                order = shared.get(link or "", [])
+                if link in shared:
+                    rivals = [o for o in order if problem.transfer_mode == "half_duplex" or o.kind is op.kind]
+                    if rivals[0] != op:
+                        continue
+                elif any(o.kind is op.kind or problem.transfer_mode == "half_duplex" for o, _ in queue[: queue.index((op, issued[op]))]):
+                    continue
+                key = (link if link in shared else f"own {d}", op.kind if problem.transfer_mode == "full_duplex" else None)
+                begin = max(transfer_free.get(key, 0.0), issued[op])
+                clock.start[op], clock.end[op] = begin, begin + duration(op)
+                transfer_free[key] = clock.end[op]
+                queue.remove((op, issued[op]))
+                if link in shared:
+                    order.remove(op)
+                moved = True
+    assert not any(programs), "the programs got stuck"
+    assert not any(waiting), "transfers got stuck"
+    _book(problem, clock, issued)
+    return clock
+
+
+def _length(problem: Problem, ops: list[Op], duration: Callable[[Op], float]) -> float:
+    total = sum(duration(op) for op in ops)
+    return total * (problem.overlap_factor or 1.0) if len(ops) == 2 else total
+
+
+def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float]) -> list[float | None]:
+    """The moments that a compute op waits for; None where one has not come yet."""
+    stage, j = op.stage, op.microbatch
+    route = problem.route(j)
+    k = route.index(stage)
+    if op.kind is Kind.D:
+        return [clock.end.get(Op(Kind.O, stage, j, op.part))]
+    needs: list[float | None] = []
+    if op.kind is Kind.F and k > 0:
+        needs.append(_message(problem, clock, route[k - 1], op, (Kind.F,), delay))
+    if op.kind in BACKWARD:
+        if k + 1 < len(route):
+            needs.append(_message(problem, clock, route[k + 1], op, BACKWARD, delay))
+        for part in range(problem.stages[stage].offload_parts):
+            if Op(Kind.O, stage, j, part) in clock.end or Op(Kind.D, stage, j, part) in clock.end:
+                needs.append(clock.end.get(Op(Kind.R, stage, j, part)))
+    return needs
+
+
+def _message(problem: Problem, clock: Clock, sender: int, op: Op, kinds: tuple[Kind, ...], delay: Callable[[Op], float]) -> float | None:
+    sent = [clock.end[Op(kind, sender, op.microbatch)] for kind in kinds if Op(kind, sender, op.microbatch) in clock.end]
+    if not sent:
+        return None
+    local = problem.stages[sender].device == problem.stages[op.stage].device
+    return sent[0] + (0.0 if local else delay(op))
+
+
+def _book(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
+    """Who holds how many bytes from when to when. Transfers hold theirs from the moment of their issue."""
+    for op in clock.end:
+        stage = problem.stages[op.stage]
+        device, host = clock.device_events[stage.device], clock.host_events[stage.device]
+        begin, end = issued.get(op, clock.start[op]), clock.end[op]
+        recomputed = Op(Kind.C, op.stage, op.microbatch) in clock.end
+        size = 0
+        if stage.offload_bytes is not None:
+            n = stage.offload_parts
+            size = stage.offload_bytes * (op.part + 1) // n - stage.offload_bytes * op.part // n
+        if op.kind is Kind.F:
+            device.append((begin, stage.activation_bytes))
+            if recomputed:
+                device.append((end, (stage.checkpoint_bytes or 0) - stage.activation_bytes))
+        elif op.kind is Kind.C:
+            device.append((begin, stage.activation_bytes - (stage.checkpoint_bytes or 0)))
+        elif op.kind is Kind.B:
+            change = stage.weight_grad_bytes - stage.activation_bytes
+            device.append((begin if change > 0 else end, change))
+        elif op.kind is Kind.W:
+            device.append((end, -stage.weight_grad_bytes))
+        elif op.kind is Kind.BW:
+            device.append((end, -stage.activation_bytes))
+        elif op.kind is Kind.D:
+            device.append((end, -size))
+        elif op.kind is Kind.R:
+            device.append((begin, size))
+        elif op.kind is Kind.O:
+            host.append((begin, size))
+            last = [Op(kind, op.stage, op.microbatch) for kind in BACKWARD]
+            host.append((next(clock.end[b] for b in last if b in clock.end), -size))

@@ -1,0 +1,127 @@
+"""Hypothesis strategies: problems of every sort, and schedules that are valid by construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from optpipe import Device, Kind, Op, Pair, Problem, Program, Schedule, Stage
+
+times = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 7.25])
+AMPLE = 10**6
+
+
+@st.composite
+def stages(draw: Any, device: int) -> Stage:
+    activation = draw(st.integers(0, 20))
+    extra: dict[str, Any] = {}
+    if draw(st.booleans()):
+        extra = {"offload_ms": draw(times), "reload_ms": draw(times), "offload_bytes": draw(st.integers(0, activation))}
+        extra["offload_parts"] = draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        extra |= {"recompute_ms": draw(times), "checkpoint_bytes": draw(st.integers(0, activation))}
+    return Stage(
+        device=device,
+        forward_ms=draw(times),
+        backward_input_ms=draw(times),
+        backward_weight_ms=draw(times),
+        activation_bytes=activation,
+        weight_grad_bytes=draw(st.integers(0, 25)),
+        **extra,
+    )
+
+
+@st.composite
+def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4) -> Problem:
+    """Any placement, one or two routes, shared links, parts, recompute; memory is ample."""
+    count = draw(st.integers(1, max_devices))
+    placement = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=max_stages))
+    m = draw(st.integers(1, max_microbatches))
+    links = draw(st.sampled_from([None, "pcie0"]))
+    devices = [Device(memory_bytes=AMPLE, link=links if draw(st.booleans()) else None) for _ in range(count)]
+    routes: dict[str, Any] = {}
+    if draw(st.booleans()):
+        routes = {
+            "routes": [list(range(len(placement))), draw(st.permutations(range(len(placement))))],
+            "microbatch_routes": draw(st.lists(st.integers(0, 1), min_size=m, max_size=m)),
+        }
+    return Problem(
+        microbatches=m,
+        p2p_ms=draw(times),
+        transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
+        devices=devices,
+        stages=[draw(stages(device)) for device in placement],
+        overlap_factor=draw(st.sampled_from([None, 0.75])),
+        **routes,
+    )
+
+
+@st.composite
+def schedules(draw: Any, problem: Problem) -> Schedule:
+    """Ops in a random order that keeps every dependency, dealt out to the devices: valid whatever the durations are."""
+    after: dict[Op, set[Op]] = {}
+
+    def add(op: Op, *before: Op | None) -> Op:
+        after[op] = {b for b in before if b is not None}
+        return op
+
+    for j in range(problem.microbatches):
+        route = problem.route(j)
+        forwards: dict[int, Op] = {}
+        for k, s in enumerate(route):
+            forwards[s] = add(Op(Kind.F, s, j), forwards[route[k - 1]] if k else None)
+        upstream: Op | None = None
+        for s in reversed(route):
+            stage = problem.stages[s]
+            ready = [forwards[s]]
+            choice = draw(st.sampled_from(["keep", "offload", "recompute"]))
+            if choice == "offload" and stage.can_offload:
+                for part in draw(st.sets(st.integers(0, stage.offload_parts - 1))):
+                    out = add(Op(Kind.O, s, j, part), forwards[s])
+                    ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
+            elif choice == "recompute" and stage.can_recompute:
+                ready.append(add(Op(Kind.C, s, j), forwards[s]))
+            if draw(st.booleans()):
+                upstream = add(Op(Kind.BW, s, j), upstream, *ready)
+            else:
+                upstream = add(Op(Kind.B, s, j), upstream, *ready)
+                add(Op(Kind.W, s, j), upstream)
+    order: list[Op] = []
+    pending = dict(after)
+    while pending:
+        free = [op for op, before in pending.items() if not before & pending.keys()]
+        op = draw(st.sampled_from(free))
+        order.append(op)
+        del pending[op]
+    return deal(problem, order)
+
+
+def deal(problem: Problem, order: list[Op]) -> Schedule:
+    """Programs and link orders from one order of all ops; neighbours in it run together where they may."""
+    programs: list[list[Op | Pair]] = [[] for _ in problem.devices]
+    previous: Op | None = None
+    for op in order:
+        own = programs[problem.stages[op.stage].device]
+        if problem.overlap_factor and own and own[-1] is previous and previous is not None and _may_join(previous, op):
+            own[-1] = Pair(previous, op)
+            previous = None
+        else:
+            own.append(op)
+            previous = op
+    links = {
+        link: Program.of(op for op in order if op.kind in (Kind.O, Kind.R) and problem.stages[op.stage].device in devices)
+        for link, devices in problem.shared_links.items()
+    }
+    return Schedule(problem, tuple(Program.of(items) for items in programs), links)
+
+
+def _may_join(a: Op, b: Op) -> bool:
+    kinds = {a.kind, b.kind}
+    return Kind.F in kinds and bool(kinds & {Kind.B, Kind.BW}) and a.microbatch != b.microbatch
+
+
+@st.composite
+def problems_with_schedules(draw: Any, **limits: int) -> tuple[Problem, Schedule]:
+    problem = draw(problems(**limits))
+    return problem, draw(schedules(problem))
