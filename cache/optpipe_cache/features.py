@@ -1,0 +1,81 @@
+"""What a problem is like: its figures as proportions, on a coarse grid (OptPipe section 4.2, "discretize ... into proportional values").
+
+Times are shares of a stage's work, the mean F + B + W over all stages; a device's memory is the number of micro-batches whose
+activations it can hold. So the same model on a GPU twice as fast, or measured again on a noisy day, has the same features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.ops import Kind
+from optpipe.problem import Problem
+
+GRID = 20  # steps in a unit: differences below a twentieth are noise of the profile
+
+Features = dict[str, list[int]]  # name -> one figure per stage or device, in steps of 1/GRID
+
+
+def shape(problem: Problem) -> str:
+    """Hash of what must agree before a program of one problem means anything for another: which ops there are, and where they run."""
+    costs = problem.costs
+    content = {
+        "devices": len(problem.devices),
+        "placement": costs.device.tolist(),
+        "routes": problem.all_routes,
+        "microbatch_routes": costs.route.tolist(),
+        "transfer_mode": problem.transfer_mode,
+        "shared_links": problem.shared_links,
+        "offload_parts": costs.parts.tolist(),
+        "can_offload": costs.can_offload.tolist(),
+        "can_recompute": costs.can_recompute.tolist(),
+        "pairs": problem.overlap_factor is not None,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def features(problem: Problem) -> Features:
+    """The problem's proportions in steps of 1/GRID."""
+    costs, m = problem.costs, problem.microbatches
+    work = float(costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0).mean()) or 1.0
+    activation = np.maximum(costs.activation, 1)
+    memory, host = [], []
+    for d in range(len(problem.devices)):
+        own = problem.stages_on(d)
+        memory.append(_microbatches(costs.memory[d], costs.activation[own], m))
+        host.append(_microbatches(costs.host_memory[d], costs.offload[own], m))
+    proportions = {
+        "forward": costs.ms[Kind.F] / work,
+        "backward_input": costs.ms[Kind.B] / work,
+        "backward_weight": costs.ms[Kind.W] / work,
+        "p2p": [problem.p2p_ms / work],
+        "offload": costs.ms[Kind.O] * costs.parts / work,
+        "reload": costs.ms[Kind.R] * costs.parts / work,
+        "recompute": costs.ms[Kind.C] / work,
+        "overlap": [problem.overlap_factor or 1.0],
+        "memory": memory,
+        "host_memory": host,
+        "weight_grad": costs.weight_grad / activation,
+        "offload_bytes": costs.offload / activation,
+        "checkpoint": costs.checkpoint / activation,
+    }
+    return {name: [round(GRID * float(value)) for value in values] for name, values in proportions.items()}
+
+
+def _microbatches(limit: int, per_stage: NDArray[np.int64], m: int) -> float:
+    """How many micro-batches' bytes fit; all of them is as good as no limit."""
+    one = int(per_stage.sum())
+    return min(float(m), limit / one) if one else float(m)
+
+
+def distance(a: Features, b: Features) -> float:
+    """How unlike two problems of one shape are: per feature the mean |difference| over stages or devices, summed over the features.
+
+    0.1 is, for example, a forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation
+    less memory on every device. Below the grid everything is 0.
+    """
+    return sum(float(np.abs(np.subtract(a[name], b[name])).mean()) for name in a) / GRID

@@ -1,0 +1,260 @@
+"""The schedule cache: exact and nearest hits, both checked on the exact problem."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from support.strategies import problems
+
+from optpipe import InputError, Problem, Schedule, ScheduleError
+from optpipe_cache import Cache, default_path, distance, features, shape
+
+
+def chain(
+    memory: int = 2, m: int = 2, scale: float = 1.0, forward: float = 1.0, offload: float | None = 1.0, link: str | None = None
+) -> Problem:
+    """Two devices, one stage each, activations of 1000 bytes and memory for `memory` of them."""
+    leave = {} if offload is None else {"offload_ms": offload * scale, "reload_ms": offload * scale, "offload_bytes": 1000}
+    stage = {
+        "forward_ms": forward * scale,
+        "backward_input_ms": scale,
+        "backward_weight_ms": scale,
+        "activation_bytes": 1000,
+        "weight_grad_bytes": 500,
+        **leave,
+    }
+    return Problem.from_dict(
+        {
+            "microbatches": m,
+            "p2p_ms": 0.1 * scale,
+            "devices": [{"memory_bytes": memory * 1000, "link": link}] * 2,
+            "stages": [{**stage, "device": d} for d in range(2)],
+        }
+    )
+
+
+def gpipe(problem: Problem) -> Schedule:
+    """All forwards, then all backwards: needs memory for every micro-batch."""
+    m = range(problem.microbatches)
+    return Schedule.parse(problem, [[f"{s}F{j}" for j in m] + [f"{s}BW{j}" for j in m] for s in range(2)], method="gpipe")
+
+
+def one_by_one(problem: Problem) -> Schedule:
+    """One micro-batch at a time: needs memory for one."""
+    return Schedule.parse(
+        problem, [[f"{s}{op}{j}" for j in range(problem.microbatches) for op in ("F", "BW")] for s in range(2)], method="naive"
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "new folder" / "cache.sqlite")
+
+
+def test_an_empty_cache_has_no_hit(cache: Cache) -> None:
+    assert cache.lookup(chain()) is None
+    assert cache.entries() == []
+
+
+def test_exact_hit(cache: Cache) -> None:
+    problem = chain()
+    assert cache.add(gpipe(problem), "feasible", 5.0)
+    hit = Cache(cache.path).lookup(problem)
+    assert hit is not None
+    assert hit.exact
+    assert hit.distance == 0.0
+    assert hit.schedule.programs == gpipe(problem).programs
+    assert hit.schedule.method == "gpipe"
+    assert (hit.status, hit.lower_bound_ms) == ("feasible", 5.0)
+
+
+def test_the_better_schedule_is_kept(cache: Cache) -> None:
+    problem = chain()
+    assert gpipe(problem).makespan_ms < one_by_one(problem).makespan_ms
+    assert cache.add(one_by_one(problem), "feasible")
+    assert cache.add(gpipe(problem), "feasible", 3.0)
+    assert not cache.add(one_by_one(problem), "feasible")
+    assert not cache.add(gpipe(problem), "feasible", 2.0)
+    assert cache.add(gpipe(problem), "feasible", 4.0)
+    [entry] = cache.entries()
+    assert (entry.method, entry.lower_bound_ms) == ("gpipe", 4.0)
+
+
+def test_each_objective_has_its_own_schedule(cache: Cache) -> None:
+    problem = chain()
+    cache.add(gpipe(problem), "feasible", objective="span")
+    assert cache.lookup(problem) is None
+    hit = cache.lookup(problem, "span")
+    assert hit is not None
+    assert hit.entry.objective_ms == gpipe(problem).span_ms
+
+
+def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -> None:
+    cache.add(gpipe(chain()), "optimal", gpipe(chain()).makespan_ms)
+    twice = chain(scale=2.0)
+    hit = cache.lookup(twice)
+    assert hit is not None
+    assert not hit.exact
+    assert hit.distance == 0.0
+    assert hit.schedule.problem == twice
+    assert hit.schedule.makespan_ms == pytest.approx(2 * gpipe(chain()).makespan_ms)
+    assert (hit.status, hit.lower_bound_ms) == ("feasible", None), "what was proven of another problem says nothing of this one"
+
+
+def test_the_nearest_comes_first(cache: Cache) -> None:
+    for forward in (1.2, 2.0, 3.0):
+        cache.add(gpipe(chain(forward=forward)), "feasible")
+    hit = cache.lookup(chain(forward=2.6))
+    assert hit is not None
+    assert hit.entry.problem == chain(forward=3.0)
+    assert 0 < hit.distance < distance(features(chain(forward=2.6)), features(chain(forward=1.2)))
+
+
+def test_a_nearer_schedule_that_does_not_fit_is_skipped(cache: Cache) -> None:
+    cache.add(gpipe(chain(memory=2, forward=1.1)), "feasible")
+    cache.add(one_by_one(chain(memory=1, forward=9.0)), "feasible")
+    hit = cache.lookup(chain(memory=1))
+    assert hit is not None
+    assert hit.schedule.method == "naive"
+    near, far = (distance(features(chain(memory=1)), features(entry.problem)) for entry in reversed(cache.entries()))
+    assert near < far
+
+
+def test_nothing_that_fits_is_no_hit(cache: Cache) -> None:
+    cache.add(gpipe(chain(memory=2)), "feasible")
+    assert cache.lookup(chain(memory=1)) is None
+
+
+@pytest.mark.parametrize("other", [chain(m=3), chain(offload=None), chain(link="pcie0"), chain(m=3, memory=3)])
+def test_another_shape_is_never_a_hit(cache: Cache, other: Problem) -> None:
+    cache.add(gpipe(chain()), "feasible")
+    assert shape(other) != shape(chain())
+    assert cache.lookup(other) is None
+
+
+@given(problems())
+def test_distance_is_zero_to_oneself_and_scale_free(problem: Problem) -> None:
+    assume(any(problem.costs.ms[:3].ravel()))
+    content = problem.to_dict()
+    content["p2p_ms"] *= 4
+    for stage in content["stages"]:
+        stage |= {name: value * 4 for name, value in stage.items() if name.endswith("_ms")}
+    slower = Problem.from_dict(content)
+    assert shape(slower) == shape(problem)
+    assert distance(features(problem), features(slower)) == 0.0
+
+
+def test_distance_says_what_its_documentation_says() -> None:
+    shifted = Problem.from_dict({**chain().to_dict(), "p2p_ms": 0.1 + 0.3})
+    assert distance(features(chain()), features(shifted)) == pytest.approx(0.1)  # F + B + W is 3 ms
+    assert distance(features(chain(memory=1)), features(chain(memory=2))) == pytest.approx(1.0)
+    assert distance(features(chain(memory=2)), features(chain(memory=9))) == 0.0, "memory for all micro-batches is as good as any more"
+
+
+def test_an_invalid_schedule_is_not_added(cache: Cache) -> None:
+    with pytest.raises(ScheduleError, match="device 0 needs 2000 bytes"):
+        cache.add(gpipe(chain(memory=1)), "feasible")
+    with pytest.raises(InputError, match="lower_bound_ms = 99"):
+        cache.add(gpipe(chain()), "feasible", 99.0)
+    assert cache.entries() == []
+
+
+def test_export_and_import(cache: Cache, tmp_path: Path) -> None:
+    for forward in (1.0, 2.0):
+        cache.add(gpipe(chain(forward=forward)), "feasible", 2.0)
+    lines = [*cache.export_lines(), "", "\n"]
+    other = Cache(tmp_path / "other.sqlite")
+    assert other.import_lines(lines) == 2
+    assert other.import_lines(lines) == 0
+    assert set(other.export_lines()) == set(cache.export_lines())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda line: line[:-1], "line 2"),
+        (lambda line: line.replace("0F0 0F1", "0F0 0F0"), "line 2: the schedule is not valid"),
+        (lambda line: line.replace("0F0 0F1", "0F0 nonsense"), "line 2: programs\\[0\\]"),
+        (lambda line: line.replace('"lower_bound_ms":2.0', '"lower_bound_ms":1e9'), "line 2: lower_bound_ms"),
+    ],
+)
+def test_import_refuses_what_is_wrong(cache: Cache, tmp_path: Path, spoil: Any, message: str) -> None:
+    cache.add(gpipe(chain()), "feasible", 2.0)
+    [line] = cache.export_lines()
+    other = Cache(tmp_path / "other.sqlite")
+    with pytest.raises((InputError, ScheduleError), match=message):
+        other.import_lines(["", spoil(line)])
+    assert other.entries() == []
+
+
+def test_prune_keeps_the_newest(cache: Cache) -> None:
+    for forward in (1.0, 2.0, 3.0):
+        cache.add(gpipe(chain(forward=forward)), "feasible")
+    assert cache.prune(2) == 1
+    assert [entry.problem.stages[0].forward_ms for entry in cache.entries()] == [3.0, 2.0]
+    assert cache.prune(2) == 0
+    with pytest.raises(InputError, match="keep = -1"):
+        cache.prune(-1)
+
+
+def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache) -> None:
+    cache.add(gpipe(chain()), "feasible")
+    db = sqlite3.connect(cache.path)
+    with db:
+        db.execute("UPDATE schedules SET entry = replace(entry, '0F1', '0F7')")
+    db.close()
+    assert cache.lookup(chain()) is None
+    assert cache.lookup(chain(scale=2.0)) is None
+
+
+def test_files_that_are_no_cache_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("this is not a database " * 100)
+    with pytest.raises(InputError, match="cannot be used"):
+        Cache(text)
+    with pytest.raises(InputError, match="text/below"):
+        Cache(text / "below" / "cache.sqlite")
+    newer = tmp_path / "newer"
+    db = sqlite3.connect(newer)
+    db.execute("PRAGMA user_version = 7")
+    db.close()
+    with pytest.raises(InputError, match="version 7"):
+        Cache(newer)
+
+
+def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTPIPE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_path() == Path("/somewhere/optpipe/schedules.sqlite")
+    monkeypatch.setenv("OPTPIPE_CACHE", "/elsewhere/cache.sqlite")
+    assert default_path() == Path("/elsewhere/cache.sqlite")
+
+
+def _add_many(path: Path, first: int) -> None:
+    cache = Cache(path)
+    for k in range(first, first + 20):
+        cache.add(gpipe(chain(forward=1.0 + k)), "feasible")
+        cache.add((one_by_one if k % 2 else gpipe)(chain(forward=0.5)), "feasible")
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    spawn = multiprocessing.get_context("spawn")
+    writers = [spawn.Process(target=_add_many, args=(path, 20 * w)) for w in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+        writer.close()
+    cache = Cache(path)
+    assert len(cache.entries()) == 61
+    hit = cache.lookup(chain(forward=0.5))
+    assert hit is not None
+    assert hit.exact
+    assert hit.schedule.method == "gpipe"
