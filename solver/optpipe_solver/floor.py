@@ -1,0 +1,124 @@
+"""The least device memory with which any schedule exists.
+
+When the forward of stage b runs, every stage a before it on the route and on the same device is open, and holds at least its residual:
+its activation, or what offload or recompute leave of it. So every schedule needs max over b of activation_b + the residuals before b,
+and one micro-batch at a time needs no more. What remains is the choice per stage, under the limit of pinned host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optpipe.problem import Problem, Stage
+
+MOST_STATES = 2_000  # of the search over the choices; equal stages need a handful
+
+
+@dataclass(frozen=True)
+class Relief:
+    """What happens to a stage's activation between forward and backward: the parts that are offloaded, or recompute, or nothing."""
+
+    parts: tuple[int, ...] = ()
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class _State:
+    score: float  # the peak so far, or the time spent so far
+    residual: int  # device bytes that the stages so far hold on to
+    host: int  # host bytes that they took
+    chosen: tuple[Relief, ...] = ()
+
+
+def least_memory(problem: Problem) -> list[int]:
+    """(D,) the bytes below which no schedule exists, per device."""
+    return [max((_least(problem, d, route, host=True) for route in used_routes(problem)), default=0) for d in range(len(problem.devices))]
+
+
+def infeasibility(problem: Problem) -> str | None:
+    """Which device cannot hold even one micro-batch, what it needs and what it has; None where a schedule exists."""
+    for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
+        if needed > device.memory_bytes:
+            without_limit = max(_least(problem, d, route, host=False) for route in used_routes(problem))
+            why = f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload" if without_limit < needed else ""
+            return f"device {d} needs at least {needed} bytes for one micro-batch at a time and has {device.memory_bytes}{why}"
+    return None
+
+
+def reliefs(problem: Problem, route: tuple[int, ...]) -> dict[int, Relief]:
+    """For one micro-batch at a time on a route: what to offload or recompute, least time first, so that every device's memory suffices.
+
+    Where a device's memory does not suffice its stages keep everything; `infeasibility` says so beforehand.
+    """
+    found: dict[int, Relief] = {}
+    for d, device in enumerate(problem.devices):
+        own = [s for s in route if problem.stages[s].device == d]
+        states = _search([problem.stages[s] for s in own], device.host_memory_bytes, device.memory_bytes)[0]
+        best = min(states, key=lambda state: state.score, default=None)
+        found |= dict(zip(own, best.chosen if best else (Relief(),) * len(own), strict=True))
+    return found
+
+
+def used_routes(problem: Problem) -> list[tuple[int, ...]]:
+    """The routes that some micro-batch takes."""
+    return [problem.all_routes[r] for r in sorted(set(problem.costs.route.tolist()))]
+
+
+def _least(problem: Problem, device: int, route: tuple[int, ...], host: bool) -> int:
+    stages = [problem.stages[s] for s in route if problem.stages[s].device == device]
+    states, complete = _search(stages, problem.devices[device].host_memory_bytes if host else None, None)
+    if not complete:  # too many choices to try: what no limit of host memory would allow is a bound still
+        return _least(problem, device, route, host=False)
+    return int(min(state.score for state in states))
+
+
+def _search(stages: list[Stage], host: int | None, memory: int | None) -> tuple[list[_State], bool]:
+    """The choices for stages in route order that no other beats in all respects, and whether none of them was left out.
+
+    The score is the peak in bytes, or, where `memory` is given, the time in ms of the choices whose peak it admits.
+    """
+    states, complete = [_State(0, 0, 0)], True
+    unlimited = host is None or sum(stage.offload_bytes or 0 for stage in stages) <= host
+    for k, stage in enumerate(stages):
+        options = [(Relief(), stage.activation_bytes, 0, 0.0)] if k == len(stages) - 1 else list(_options(stage, unlimited))
+        following = []
+        for state in states:
+            peak = state.residual + stage.activation_bytes
+            if memory is not None and peak > memory:
+                continue
+            for relief, residual, taken, cost in options:
+                if host is None or state.host + taken <= host:
+                    score = max(state.score, peak) if memory is None else state.score + cost
+                    following.append(_State(score, state.residual + residual, state.host + taken, (*state.chosen, relief)))
+        states = _undominated(following, unlimited)
+        if len(states) > MOST_STATES:
+            states, complete = sorted(states, key=lambda state: state.residual)[:MOST_STATES], False
+    return states, complete
+
+
+def _options(stage: Stage, all_parts: bool) -> Iterator[tuple[Relief, int, int, float]]:
+    """A stage's choices: what it is, device bytes left, host bytes taken, ms."""
+    activation = stage.activation_bytes
+    yield Relief(), activation, 0, 0.0
+    if stage.can_recompute:
+        yield Relief(recompute=True), stage.checkpoint_bytes or 0, 0, stage.recompute_ms or 0.0
+    if stage.can_offload:
+        total, n = stage.offload_bytes or 0, stage.offload_parts
+        each = (stage.offload_ms or 0.0) / n + (stage.reload_ms or 0.0) / n
+        size = [total * (p + 1) // n - total * p // n for p in range(n)]
+        larger = [p for p in range(n) if size[p] > total // n]  # parts differ by a byte where n does not divide the total
+        smaller = [p for p in range(n) if size[p] == total // n]
+        for count in (n,) if all_parts else range(1, n + 1):
+            for large in range(max(0, count - len(smaller)), min(count, len(larger)) + 1):
+                taken = count * (total // n) + large
+                parts = tuple(sorted(larger[:large] + smaller[: count - large]))
+                yield Relief(parts), activation - taken, taken, count * each
+
+
+def _undominated(states: list[_State], host_is_free: bool) -> list[_State]:
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda state: (state.score, state.residual, state.host)):
+        if not any(other.residual <= state.residual and (host_is_free or other.host <= state.host) for other in kept):
+            kept.append(state)
+    return kept

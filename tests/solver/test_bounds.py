@@ -1,0 +1,59 @@
+"""The trivial bound holds for every schedule, and is what one computes by hand where that is easy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from support.strategies import problems_with_schedules
+
+from optpipe import Device, Problem, Stage
+from optpipe_solver.bounds import trivial_bound
+
+
+def pipeline(devices: int, microbatches: int, ms: tuple[float, float, float], p2p_ms: float, **changes: object) -> Problem:
+    forward, backward, weight = ms
+    costs = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight, "activation_bytes": 1}
+    return Problem(
+        microbatches=microbatches,
+        p2p_ms=p2p_ms,
+        devices=[Device(memory_bytes=1)] * devices,
+        stages=[Stage(device=d, weight_grad_bytes=1, **costs) for d in range(devices)],
+        **changes,
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems_with_schedules())
+def test_no_schedule_is_shorter(pair):
+    problem, schedule = pair
+    assert trivial_bound(problem, "makespan") <= schedule.makespan_ms + 1e-9
+    assert trivial_bound(problem, "span") <= schedule.span_ms + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "ms", "p2p_ms", "bound"),
+    [
+        (4, 8, (10.0, 10.0, 8.0), 1.0, 257.0),
+        (8, 16, (10.0, 10.0, 8.0), 1.0, 525.0),
+        (8, 32, (10.0, 10.0, 8.0), 1.0, 973.0),
+        (16, 64, (10.0, 10.0, 8.0), 1.0, 1957.0),
+        (8, 16, (10.0, 10.0, 10.0), 0.0, 550.0),
+        (8, 16, (12.0, 12.0, 11.0), 1.0, 651.0),
+    ],
+)
+def test_of_plain_pipelines_it_is_the_last_devices_wait_and_work(devices, microbatches, ms, p2p_ms, bound):
+    assert trivial_bound(pipeline(devices, microbatches, ms, p2p_ms)) == bound
+
+
+def test_one_micro_batch_goes_there_and_back():
+    assert trivial_bound(pipeline(3, 1, (10.0, 10.0, 8.0), 1.0)) == 3 * 10 + 3 * 10 + 4 * 1 + 8
+
+
+def test_span_is_a_devices_work_or_its_way_there_and_back():
+    assert trivial_bound(pipeline(2, 8, (10.0, 10.0, 8.0), 1.0), "span") == 8 * 28
+    assert trivial_bound(pipeline(8, 2, (10.0, 10.0, 8.0), 1.0), "span") == 16 * 10 + 14 * 1 + 8
+
+
+def test_pairs_take_their_share_but_the_first_forward_and_the_last_backward():
+    one = pipeline(1, 2, (10.0, 10.0, 8.0), 1.0, overlap_factor=0.5)
+    assert trivial_bound(one) == 10 + 0.5 * (10 + 10 + 8) + 10 + 8

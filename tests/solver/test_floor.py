@@ -1,0 +1,96 @@
+"""The least memory is exact: below it nothing runs, at it one micro-batch at a time does."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import problems_with_schedules
+
+from optpipe import Device, Problem, Stage, certify
+from optpipe_solver.floor import Relief, infeasibility, least_memory, reliefs
+
+TIMES = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0}
+
+
+def stage(activation: int, **extra: object) -> Stage:
+    return Stage(device=0, **TIMES, activation_bytes=activation, weight_grad_bytes=1, **extra)
+
+
+def on_one_device(stages: list[Stage], memory: int, host: int | None = None) -> Problem:
+    return Problem(microbatches=2, devices=[Device(memory_bytes=memory, host_memory_bytes=host)], stages=stages)
+
+
+def offload(size: int, parts: int = 1) -> dict[str, object]:
+    return {"offload_ms": 4.0, "reload_ms": 4.0, "offload_bytes": size, "offload_parts": parts}
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems_with_schedules())
+def test_no_schedule_needs_less(pair):
+    problem, schedule = pair
+    for needed, held in zip(least_memory(problem), certify(problem, schedule).device, strict=True):
+        assert needed <= held.bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems_with_schedules(), st.data())
+def test_no_schedule_that_keeps_the_host_limit_needs_less(pair, data):
+    problem, schedule = pair
+    certificate = certify(problem, schedule)
+    limited = problem.model_copy(
+        update={
+            "devices": tuple(
+                Device(memory_bytes=1, host_memory_bytes=held.bytes, link=d.link)
+                for held, d in zip(certificate.host, problem.devices, strict=True)
+            )
+        }
+    )
+    for needed, held in zip(least_memory(limited), certificate.device, strict=True):
+        assert needed <= held.bytes
+
+
+def test_the_deepest_stage_needs_its_activation_and_the_residuals_before_it():
+    assert least_memory(on_one_device([stage(10), stage(7), stage(9)], 100)) == [26]
+    assert least_memory(on_one_device([stage(10, **offload(8)), stage(7), stage(9)], 100)) == [18]
+    assert least_memory(on_one_device([stage(10, **offload(8), recompute_ms=1.0, checkpoint_bytes=1), stage(7), stage(9)], 100)) == [17]
+    assert least_memory(on_one_device([stage(10, **offload(10)), stage(7), stage(2)], 100)) == [10]
+
+
+def test_a_host_limit_admits_the_best_subset():
+    stages = [stage(10, **offload(10)), stage(6, **offload(6)), stage(5, **offload(5)), stage(1)]
+    assert least_memory(on_one_device(stages, 100, host=11)) == [12]  # 10 leaves: 10, 6, 6+5, 6+5+1; 6 and 5 leave: 10+6
+    assert least_memory(on_one_device(stages, 100, host=0)) == [22]
+
+
+def test_parts_leave_one_by_one_and_to_the_byte():
+    stages = [stage(10, **offload(10, parts=3)), stage(1)]  # parts of 3, 3 and 4 bytes
+    assert [least_memory(on_one_device(stages, 100, host=host))[0] for host in (2, 3, 4, 6, 7, 10)] == [11, 10, 10, 10, 10, 10]
+    assert [least_memory(on_one_device([*stages, stage(8)], 100, host=host))[0] for host in (2, 3, 4, 6, 7, 10)] == [19, 16, 15, 13, 12, 10]
+
+
+def test_the_sentence_names_device_need_and_budget():
+    assert infeasibility(on_one_device([stage(10), stage(7)], 17)) is None
+    assert (
+        infeasibility(on_one_device([stage(10), stage(7)], 16))
+        == "device 0 needs at least 17 bytes for one micro-batch at a time and has 16"
+    )
+    limited = infeasibility(on_one_device([stage(10, **offload(10)), stage(7)], 16, host=9))
+    assert limited == (
+        "device 0 needs at least 17 bytes for one micro-batch at a time and has 16, as its host_memory_bytes = 9 admit no more offload"
+    )
+
+
+def test_only_what_memory_demands_is_moved_and_the_cheapest_of_it():
+    recompute = {"recompute_ms": 3.0, "checkpoint_bytes": 0}
+    stages = [stage(10, **offload(10)), stage(10, **offload(10), **recompute), stage(10)]
+    assert reliefs(on_one_device(stages, 30), (0, 1, 2)) == dict.fromkeys(range(3), Relief())
+    assert reliefs(on_one_device(stages, 29), (0, 1, 2)) == {0: Relief(), 1: Relief(recompute=True), 2: Relief()}
+    assert reliefs(on_one_device(stages, 10), (0, 1, 2)) == {0: Relief((0,)), 1: Relief(recompute=True), 2: Relief()}
+
+    assert least_memory(on_one_device(stages, 10**6, host=500))[0] > 0
+
+
+def test_many_choices_do_not_take_forever_and_claim_nothing_unproven():
+    stages = [stage(100 + 7 * k, **offload(90 + 5 * k, parts=1 + k % 3)) for k in range(24)]
+    limited, free = on_one_device(stages, 10**6, host=500), on_one_device(stages, 10**6)
+    assert least_memory(limited)[0] >= least_memory(free)[0]
