@@ -173,6 +173,13 @@ class Problem(Record):
                 members[device.link] = (*members.get(device.link, ()), d)
         return {link: devices for link, devices in members.items() if len(devices) > 1}
 
+    def __copy__(self) -> Problem:
+        """A copy derives its arrays and its hash anew: `model_copy(update=...)` changes fields after this."""
+        copied = super().__copy__()
+        for name in ("costs", "shared_links", "sha256"):
+            copied.__dict__.pop(name, None)
+        return copied
+
     def replace(self, **changes: Any) -> Problem:
         """The same problem with other fields, validated again."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}

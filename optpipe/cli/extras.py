@@ -1,0 +1,16 @@
+"""Commands that need more than the plain install say so in a sentence."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from optpipe.errors import InputError
+
+NEEDS = {"runtime": ("torch", "httpx"), "server": ("fastapi", "uvicorn", "sqlalchemy")}
+
+
+def need(extra: str) -> None:
+    """Raises `InputError` where a package of this extra is not installed."""
+    missing = [name for name in NEEDS[extra] if find_spec(name) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)} is not installed: pip install 'optpipe[{extra}]'")

@@ -1,0 +1,37 @@
+"""`optpipe`: every command in one place. Each imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from optpipe.cli import bench, cache, demo, inspect, serve, solve
+
+app = typer.Typer(
+    name="optpipe",
+    help="Schedules for pipeline-parallel training: as short as possible, never above the memory limit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (solve.solve, inspect.check, inspect.simulate, inspect.show, serve.serve, demo.demo):
+    app.command()(command)
+app.add_typer(cache.app, name="cache")
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Runs a command. A user's mistake is one sentence on stderr and exit code 2."""
+    from optpipe.errors import OptPipeError
+
+    try:
+        app()
+    except OptPipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `optpipe … | head`
+        sys.stderr.close()
+        sys.exit(141)

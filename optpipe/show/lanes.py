@@ -1,0 +1,75 @@
+"""What every picture draws: blocks on each device's compute and transfer lane, and the bytes it holds over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.graph import is_transfer
+from optpipe.memory import device_bytes
+from optpipe.ops import Kind, Op
+from optpipe.program import KIND
+from optpipe.schedule import Schedule
+
+# One colour a kind, used by every picture. Forward, backward and weight gradient must be told apart in grey, too.
+COLOURS = {
+    Kind.F: "#4C78C8",
+    Kind.B: "#E8A33D",
+    Kind.W: "#7FB77E",
+    Kind.BW: "#D9822B",
+    Kind.C: "#9AA5B1",
+    Kind.O: "#B65FCF",
+    Kind.R: "#2FA7A0",
+}
+NAMES = {
+    Kind.F: "forward",
+    Kind.B: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.BW: "backward",
+    Kind.C: "recompute",
+    Kind.O: "offload",
+    Kind.R: "reload",
+}
+
+
+class Block(NamedTuple):
+    """One op on a lane; times in ms."""
+
+    op: Op
+    device: int
+    transfer: bool
+    start: float
+    end: float
+
+
+def blocks(schedule: Schedule) -> Iterator[Block]:
+    """Every op that takes time, device after device."""
+    timeline = schedule.timeline
+    transfer = is_transfer(timeline.table)
+    rows = zip(
+        timeline.table.tolist(), timeline.device.tolist(), transfer.tolist(), timeline.start.tolist(), timeline.end.tolist(), strict=True
+    )
+    for (kind, stage, microbatch, part, _), device, on_link, start, end in rows:
+        if kind != Kind.D:
+            yield Block(Op(Kind(kind), stage, microbatch, part), device, on_link, start, end)
+
+
+def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
+    """Steps (ms, bytes held from then on) of one device at nominal times."""
+    timeline = schedule.timeline
+    taken, freed = device_bytes(schedule.problem, timeline.table)
+    own = timeline.device == device
+    moments = np.r_[timeline.end[own], timeline.start[own]]
+    amounts = np.r_[-freed[own], taken[own]]
+    order = np.argsort(moments, kind="stable")  # what is freed at a moment counts before what is taken then
+    held = np.cumsum(amounts[order])
+    last = np.r_[np.diff(moments[order]) > 0, True][: len(order)]
+    return list(zip(moments[order][last].tolist(), held[last].tolist(), strict=True))
+
+
+def kinds_in(schedule: Schedule) -> list[Kind]:
+    """The kinds that a legend has to name."""
+    found = set(np.unique(schedule.timeline.table[:, KIND]).tolist())
+    return [kind for kind in COLOURS if kind in found]

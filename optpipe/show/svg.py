@@ -1,0 +1,109 @@
+"""A Gantt chart as SVG: per device its compute lane, its transfers, and its memory against the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from optpipe.memory import certify
+from optpipe.schedule import Schedule
+from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time
+
+LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 74, 58, 24, 12, 26, 12
+MOST_TITLES = 20_000  # blocks with a tooltip; beyond it the file would be too large to open
+
+
+def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: float | None = None) -> str:
+    """The picture. `until_ms` fixes the time axis, so that two schedules can be compared by eye."""
+    horizon = max(until_ms or 0.0, schedule.makespan_ms) or 1.0
+    scale = (width - LEFT - 16) / horizon
+    drawn = list(blocks(schedule))
+    transfers = any(block.transfer for block in drawn)
+    pitch = COMPUTE + (TRANSFER + 2 if transfers else 0) + MEMORY + GAP
+    devices = len(schedule.problem.devices)
+    height = TOP + pitch * devices + 22
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        ' font-family="system-ui, sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        *_head(schedule, title, width),
+        *_axis(horizon, scale, height),
+    ]
+    for block in drawn:
+        top = TOP + block.device * pitch + (COMPUTE + 2 if block.transfer else 0)
+        body.append(_block(block, scale, top, titled=len(drawn) <= MOST_TITLES))
+    for device in range(devices):
+        top = TOP + device * pitch
+        body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
+        body += _memory(schedule, device, scale, horizon, top + pitch - MEMORY - GAP + 4)
+    return "\n".join([*body, "</svg>"]) + "\n"
+
+
+def _head(schedule: Schedule, title: str, width: int) -> Iterator[str]:
+    heading = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
+    figures = f"makespan {schedule.makespan_ms:.6g} ms · bubble {schedule.timeline.bubble:.1%}"
+    yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{escape(heading)}</text>'
+    yield f'<text x="{width - 16}" y="20" font-size="12" text-anchor="end" fill="#333">{figures}</text>'
+    x = float(LEFT)
+    for kind in kinds_in(schedule):
+        yield f'<rect x="{x}" y="30" width="11" height="11" rx="2" fill="{COLOURS[kind]}"/>'
+        yield f'<text x="{x + 16}" y="40" fill="#333">{NAMES[kind]}</text>'
+        x += 30 + 6.4 * len(NAMES[kind])
+    yield f'<rect x="{x}" y="32" width="11" height="8" fill="#DCE3EA"/>'
+    yield f'<text x="{x + 16}" y="40" fill="#333">activation memory, limit dashed</text>'
+
+
+def _axis(horizon: float, scale: float, height: int) -> Iterator[str]:
+    step = 10.0 ** len(str(int(horizon))) / 100
+    step = next(step * k for k in (1, 2, 5, 10, 20, 50, 100) if horizon / (step * k) <= 12)
+    tick = 0.0
+    while tick <= horizon:
+        x = LEFT + tick * scale
+        yield f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{height - 20}" stroke="#EEF1F4"/>'
+        yield f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle" fill="#777">{tick:g}</text>'
+        tick += step
+    yield f'<text x="{LEFT - 8}" y="{height - 6}" text-anchor="end" fill="#777">ms</text>'
+
+
+def _block(block: Block, scale: float, top: float, titled: bool) -> str:
+    x, width = LEFT + block.start * scale, max((block.end - block.start) * scale, 0.3)
+    height = TRANSFER if block.transfer else COMPUTE
+    hint = f"<title>{block.op}: {block.start:.6g} – {block.end:.6g} ms</title>" if titled else ""
+    shape = (
+        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{COLOURS[block.op.kind]}"'
+        f' stroke="#fff" stroke-width="{0.6 if width > 3 else 0}">{hint}</rect>'
+    )
+    label = str(block.op.microbatch)
+    if width < 6.5 * len(label) + 1:
+        return shape
+    size = 8 if block.transfer else 11
+    return shape + (
+        f'<text x="{x + width / 2:.1f}" y="{top + height / 2 + size * 0.36:.1f}" font-size="{size}"'
+        f' text-anchor="middle" fill="#fff" pointer-events="none">{label}</text>'
+    )
+
+
+def _memory(schedule: Schedule, device: int, scale: float, horizon: float, top: float) -> Iterator[str]:
+    limit = schedule.problem.devices[device].memory_bytes
+    peak = certify(schedule.problem, schedule).device[device].bytes
+    tallest = max(limit if limit <= 4 * peak else 0, peak, 1)
+    base = top + MEMORY - 4
+    path, held = [f"M{LEFT},{base}"], 0
+    for moment, now in memory_over_time(schedule, device):
+        x = LEFT + moment * scale
+        path += [f"L{x:.1f},{base - held / tallest * (MEMORY - 6):.1f}", f"L{x:.1f},{base - now / tallest * (MEMORY - 6):.1f}"]
+        held = now
+    yield f'<path d="{" ".join(path)} L{LEFT + horizon * scale:.1f},{base} Z" fill="#DCE3EA"/>'
+    if limit == tallest:
+        y = base - (MEMORY - 6)
+        yield f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + horizon * scale:.1f}" y2="{y}" stroke="#C0392B" stroke-dasharray="4 3"/>'
+    yield f'<text x="{LEFT - 8}" y="{base}" font-size="9" text-anchor="end" fill="#777">{bytes_text(peak)}</text>'
+
+
+def bytes_text(size: float) -> str:
+    """`15.0 GB`: decimal units, as link speeds and data sheets have them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

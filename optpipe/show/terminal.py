@@ -1,0 +1,40 @@
+"""A Gantt chart in the terminal: a row a device, a coloured cell a slice of time with the last digit of the micro-batch."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from optpipe.memory import certify
+from optpipe.schedule import Schedule
+from optpipe.show.lanes import COLOURS, NAMES, blocks, kinds_in
+from optpipe.show.svg import bytes_text
+
+LABEL = 12
+
+
+def chart(schedule: Schedule, width: int = 100) -> Text:
+    """`width` in characters. Where several ops share a cell, the one that holds most of it is shown."""
+    columns = max(10, width - LABEL)
+    cell = schedule.makespan_ms / columns or 1.0
+    devices = len(schedule.problem.devices)
+    shares: list[list[tuple[float, str, str]]] = [[(0.0, " ", "")] * columns for _ in range(devices)]
+    for block in blocks(schedule):
+        if block.transfer:
+            continue
+        for column in range(int(block.start / cell), min(columns - 1, int(block.end / cell)) + 1):
+            share = min(block.end, (column + 1) * cell) - max(block.start, column * cell)
+            if share > shares[block.device][column][0]:
+                shares[block.device][column] = (share, str(block.op.microbatch % 10), f"white on {COLOURS[block.op.kind]}")
+    text = Text(no_wrap=True)
+    peaks = certify(schedule.problem, schedule).device
+    for device, row in enumerate(shares):
+        text.append(f"device {device}".ljust(LABEL))
+        for _, digit, style in row:
+            text.append(digit, style or None)
+        text.append(f"  {bytes_text(peaks[device].bytes)} of {bytes_text(peaks[device].limit or 0)}\n", "dim")
+    text.append(" " * LABEL)
+    for kind in kinds_in(schedule):
+        if kind.name in ("F", "B", "W", "BW", "C"):
+            text.append("  ", f"on {COLOURS[kind]}")
+            text.append(f" {NAMES[kind]}   ")
+    return text

@@ -1,0 +1,1 @@
+"""Runs schedules for real, on torch: executor, offload, profiler, client."""
