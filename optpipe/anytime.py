@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Objective, Programs, Request
+from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Programs, Request
 from optpipe.errors import InputError, SolverError, input_error
 from optpipe.files import Status
 from optpipe.problem import Problem
@@ -59,13 +59,11 @@ class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it with the best so far."""
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-        self._began = time.monotonic()
         self._child = Child(SOLVER, request)
-        self._timer = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
-        self._timer.daemon = True
-        self._timer.start()
-        self._results = self._run()
+        self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
+        self._deadline.daemon = True
+        self._deadline.start()
+        self._results = _results(request, self._child, self._deadline)
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -76,46 +74,57 @@ class Search:
     def cancel(self) -> None:
         self._child.stop()
 
-    def _run(self) -> Iterator[Result]:
-        best = shown = Result("unknown", objective=self._request.objective, reason="no schedule was found within the time limit")
-        try:
-            for frame in self._child.frames():
-                best = replace(self._after(best, frame), time_s=time.monotonic() - self._began)
-                if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
-                    yield best
-                    shown = best
-        except SolverError as error:
-            best = replace(best, notes=(*best.notes, str(error)))
-            if best.schedule is None and best.status == "unknown":
-                best = replace(best, reason=str(error))
-        finally:
-            self._timer.cancel()
-            self._child.stop()
-        yield replace(best, time_s=time.monotonic() - self._began)
+    def __del__(self) -> None:
+        if hasattr(self, "_deadline"):
+            self._deadline.cancel()
+            self._results.close()
+            self._child.close()
 
-    def _after(self, best: Result, frame: object) -> Result:
-        if isinstance(frame, Incumbent):
-            return self._with_incumbent(best, frame)
-        if isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or 0.0):
-            return _judged(replace(best, lower_bound_ms=frame.lower_bound_ms))
-        if isinstance(frame, Infeasible) and best.schedule is None:
-            return replace(best, status="infeasible", reason=frame.reason)
-        if isinstance(frame, Note):
-            return replace(best, notes=(*best.notes, frame.text))
+
+def _results(request: Request, child: Child, deadline: threading.Timer) -> Generator[Result, None, None]:
+    began = time.monotonic()
+    best = shown = Result("unknown", objective=request.objective, reason="no schedule was found within the time limit")
+    try:
+        for frame in child.frames():
+            best = replace(_after(best, frame, request.problem), time_s=time.monotonic() - began)
+            if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
+                yield best
+                shown = best
+    except SolverError as error:
+        best = replace(best, notes=(*best.notes, str(error)))
+        if best.schedule is None and best.status == "unknown":
+            best = replace(best, reason=str(error))
+    finally:
+        deadline.cancel()
+        child.stop()
+    yield replace(best, time_s=time.monotonic() - began)
+
+
+def _after(best: Result, frame: Frame, problem: Problem) -> Result:
+    """What is known after one more frame."""
+    if isinstance(frame, Incumbent):
+        return _with_incumbent(best, frame, problem)
+    if isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or 0.0):
+        return _judged(replace(best, lower_bound_ms=frame.lower_bound_ms))
+    if isinstance(frame, Infeasible) and best.schedule is None:
+        return replace(best, status="infeasible", reason=frame.reason)
+    if isinstance(frame, Note):
+        return replace(best, notes=(*best.notes, frame.text))
+    return best
+
+
+def _with_incumbent(best: Result, frame: Incumbent, problem: Problem) -> Result:
+    try:
+        schedule = frame.schedule.schedule(problem, frame.method)
+        wrong = check(problem, schedule)
+    except InputError as error:
+        wrong = [str(error)]
+    if wrong:
+        return replace(best, notes=(*best.notes, f"a schedule of {frame.method} was rejected: {wrong[0]}"))
+    better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None)
+    if best.objective_ms is not None and better.objective_ms is not None and better.objective_ms >= best.objective_ms:
         return best
-
-    def _with_incumbent(self, best: Result, frame: Incumbent) -> Result:
-        try:
-            schedule = frame.schedule.schedule(self._request.problem, frame.method)
-            wrong = check(self._request.problem, schedule)
-        except InputError as error:
-            wrong = [str(error)]
-        if wrong:
-            return replace(best, notes=(*best.notes, f"a schedule of {frame.method} was rejected: {wrong[0]}"))
-        better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None)
-        if best.objective_ms is not None and better.objective_ms is not None and better.objective_ms >= best.objective_ms:
-            return best
-        return _judged(better)
+    return _judged(better)
 
 
 def _judged(result: Result) -> Result:

@@ -129,10 +129,7 @@ class Child:
             if not self._stopped.is_set():
                 raise SolverError(f"{self.module} ended with exit code {self._process.wait(5)}: {self._last_words()}")
         finally:
-            self.stop()
-            for pipe in (self._process.stdin, self._process.stdout, self._stderr):
-                with contextlib.suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
+            self.close()
 
     def stop(self) -> None:
         """Ends the child and all that it started."""
@@ -140,6 +137,13 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def close(self) -> None:
+        """`stop`, and the pipes closed; not while another thread reads `frames`."""
+        self.stop()
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
 
     def _last_words(self) -> str:
         self._stderr.seek(0)

@@ -1,0 +1,136 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.fake_solver import all_forwards_first, one_at_a_time
+
+from optpipe import InputError, Problem, Stage, anytime, improve, solve
+from optpipe.child import Request
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fake_solver(monkeypatch):
+    monkeypatch.setattr(anytime, "SOLVER", "support.fake_solver")
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+
+@pytest.fixture
+def problem():
+    stage = Stage(device=0, forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0, activation_bytes=1, weight_grad_bytes=1)
+    return Problem(microbatches=3, devices=[{"memory_bytes": 10}] * 2, stages=[stage, stage.model_copy(update={"device": 1})])
+
+
+def test_results_get_better_until_proven(problem):
+    results = list(improve(problem, method="good", time_limit=20))
+    assert [result.method for result in results] == ["slow", "fast", "fast"]
+    assert [result.status for result in results] == ["feasible", "feasible", "optimal"]
+    slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
+    assert [result.makespan_ms for result in results] == [slow, fast, fast]
+    assert results[1].gap == pytest.approx(1 - 1.0 / fast)
+    assert results[-1].gap == 0.0
+    assert results[-1].schedule.problem == problem
+
+
+def test_what_is_no_better_is_not_shown(problem):
+    assert [result.method for result in improve(problem, method="worse", time_limit=20)] == ["fast", "fast"]
+
+
+def test_infeasible_says_why(problem):
+    result = solve(problem, method="infeasible", time_limit=20)
+    assert (result.status, result.schedule, result.reason) == ("infeasible", None, "device 0 needs 2 bytes and has 1")
+
+
+def test_an_invalid_schedule_is_never_seen(problem):
+    results = list(improve(problem, method="invalid", time_limit=20))
+    assert {result.method for result in results} == {"slow"}
+    assert any("a schedule of liar was rejected" in note for note in results[-1].notes)
+    assert "still here" in results[-1].notes
+
+
+@pytest.mark.parametrize(("method", "note"), [("crash", "something broke"), ("garbage", "the solver's answer"), ("half a frame", "ended")])
+def test_a_broken_solver_leaves_the_best_so_far(problem, method, note):
+    result = solve(problem, method=method, time_limit=20)
+    assert (result.status, result.method) == ("feasible", "slow")
+    assert note in result.notes[-1]
+
+
+def test_a_solver_that_never_spoke_is_the_reason(problem):
+    result = solve(problem, method="crash at once", time_limit=20)
+    assert (result.status, result.schedule) == ("unknown", None)
+    assert "exit code 7" in result.reason
+
+
+def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeypatch):
+    monkeypatch.setattr(anytime, "GRACE_S", 0.2)
+    began = time.monotonic()
+    result = solve(problem, method="sleep", time_limit=2.0)
+    assert (result.status, result.method) == ("feasible", "slow")
+    assert time.monotonic() - began < 10
+
+
+def test_cancel_keeps_the_best_so_far(problem):
+    search = improve(problem, method="sleep", time_limit=50)
+    assert next(search).method == "slow"
+    threading.Timer(0.1, search.cancel).start()
+    began = time.monotonic()
+    last = list(search)[-1]
+    assert (last.method, last.notes) == ("slow", ())
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_search_dropped_half_way_leaves_no_process(problem, started):
+    search = improve(problem, method="sleep", time_limit=50)
+    if started:
+        next(search)
+    pid = search._child._process.pid
+    del search
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_solver_dies_with_its_parent(problem, tmp_path):
+    script = (
+        "import sys, time; from optpipe import Problem, improve, anytime; anytime.SOLVER = 'support.fake_solver'\n"
+        f"search = improve(Problem.load({str(tmp_path / 'p.json')!r}), method='sleep', time_limit=50)\n"
+        "next(search); print(search._child._process.pid, flush=True); time.sleep(60)"
+    )
+    problem.save(tmp_path / "p.json")
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return  # ended; whoever inherited it has not yet read its exit code
+        time.sleep(0.05)
+    pytest.fail("the solver outlived its parent")
+
+
+def test_a_warm_start_reaches_the_solver(problem):
+    assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit=20).method == "echo"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("time_limit", 0.0), ("time_limit", float("nan")), ("threads", -1), ("seed", -1), ("objective", "x")]
+)
+def test_bad_arguments_are_one_sentence(problem, argument, value):
+    with pytest.raises(InputError, match=argument):
+        improve(problem, **{argument: value})
+
+
+def test_requests_read_back(problem):
+    request = Request(problem=problem, time_limit_s=3.5)
+    assert Request.model_validate_json(request.model_dump_json(exclude_none=True)) == request
