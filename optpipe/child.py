@@ -167,7 +167,7 @@ def read_request() -> Request:
 
 
 def _end_with_parent() -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(0, 4096):  # not by sys.stdin: its lock would make an interpreter that ends with an error abort instead
         pass
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() == os.getpid():  # a child of `Child` leads its own group: nothing it started stays behind

@@ -24,7 +24,7 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
     from optpipe.validity import check as complaints
 
     what, file, found = _read(problem, schedule)
-    wrong = complaints(what, found) + (_false_claims(file, found) if file.problem == what else [])
+    wrong = complaints(what, found) or (_false_claims(file, found) if file.problem == what else [])
     if json:
         content = {"valid": not wrong, "complaints": wrong}
         if not wrong:

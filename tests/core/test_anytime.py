@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.fake_solver import all_forwards_first, one_at_a_time
+from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import InputError, Problem, Stage, anytime, improve, solve
 from optpipe.child import Request
@@ -16,8 +16,8 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def fake_solver(monkeypatch):
-    monkeypatch.setattr(anytime, "SOLVER", "support.fake_solver")
+def scripted_solver(monkeypatch):
+    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
@@ -98,7 +98,7 @@ def test_a_search_dropped_half_way_leaves_no_process(problem, started):
 
 def test_the_solver_dies_with_its_parent(problem, tmp_path):
     script = (
-        "import sys, time; from optpipe import Problem, improve, anytime; anytime.SOLVER = 'support.fake_solver'\n"
+        "import sys, time; from optpipe import Problem, improve, anytime; anytime.SOLVER = 'support.scripted_solver'\n"
         f"search = improve(Problem.load({str(tmp_path / 'p.json')!r}), method='sleep', time_limit=50)\n"
         "next(search); print(search._child._process.pid, flush=True); time.sleep(60)"
     )

@@ -1,0 +1,174 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.scripted_solver import all_forwards_first, one_at_a_time
+
+from optpipe import Problem, ScheduleFile, Stage, anytime
+from optpipe.cli import main as cli
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def problem(tmp_path):
+    stage = Stage(device=0, forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0, activation_bytes=1, weight_grad_bytes=1)
+    problem = Problem(
+        name="small", microbatches=3, devices=[{"memory_bytes": 10}] * 2, stages=[stage, stage.model_copy(update={"device": 1})]
+    )
+    problem.save(tmp_path / "p.json")
+    return problem
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs a command in this process, with a cache of its own and the fake solver; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+
+    def command(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["optpipe", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return command
+
+
+def test_solve_writes_what_check_accepts(run, problem):
+    code, out, _ = run("solve", "p.json", "--method", "good", "-o", "s.json", "--html", "s.html")
+    assert code == 0
+    assert "proven optimal" in out
+    file = ScheduleFile.load("s.json")
+    assert (file.status, file.method, file.makespan_ms) == ("optimal", "fast", all_forwards_first(problem).makespan_ms)
+    assert "<svg" in Path("s.html").read_text()
+    assert run("check", "p.json", "s.json")[0] == 0
+    assert run("check", "p.json", "s.json", "--json")[1].startswith('{\n "valid": true')
+
+
+def test_solve_as_json(run, problem):
+    code, out, _ = run("solve", "p.json", "--method", "good", "--json")
+    figures = json.loads(out)
+    assert (code, figures["status"], figures["gap"]) == (0, "optimal", 0.0)
+    assert figures["peak_bytes"] == [3, 3]
+
+
+def test_what_is_proven_is_not_solved_again(run, problem):
+    run("solve", "p.json", "--method", "good")
+    assert "(cached)" in run("solve", "p.json")[1]  # the fake solver does not know the method auto and would find nothing
+    assert "(cached)" not in run("solve", "p.json", "--no-cache", "--method", "worse")[1]
+
+
+def test_an_infeasible_problem_ends_with_3(run, problem):
+    code, out, _ = run("solve", "p.json", "--method", "infeasible", "-o", "s.json")
+    assert (code, out) == (3, "infeasible: device 0 needs 2 bytes and has 1\n")
+
+
+def test_what_went_wrong_on_the_way_is_said(run, problem):
+    code, out, err = run("solve", "p.json", "--method", "crash")
+    assert code == 0
+    assert "by slow" in out
+    assert "note: " in err
+    assert "something broke" in err
+
+
+def test_check_lists_what_is_wrong(run, problem):
+    run("solve", "p.json", "--method", "good", "-o", "s.json")
+    content = json.loads(Path("s.json").read_text())
+    content["devices"][0]["program"].remove("0BW2")
+    Path("s.json").write_text(json.dumps(content))
+    code, out, _ = run("check", "p.json", "s.json")
+    assert (code, out) == (1, "stage 0, micro-batch 2 has no backward: 0B2 and 0W2, or 0BW2\n")
+
+
+@pytest.mark.parametrize(("field", "value"), [("makespan_ms", 1.0), ("span_ms", 99.0), ("lower_bound_ms", 1e6)])
+def test_check_finds_false_figures(run, problem, field, value):
+    run("solve", "p.json", "--method", "good", "-o", "s.json")
+    content = json.loads(Path("s.json").read_text()) | {field: value}
+    Path("s.json").write_text(json.dumps(content))
+    code, out, _ = run("check", "p.json", "s.json")
+    assert code == 1
+    assert out.startswith(f"{field} = ")
+
+
+def test_simulate_times_a_schedule_for_the_problem_given(run, problem):
+    one_at_a_time(problem).save("s.json")
+    slower = problem.replace(p2p_ms=5.0)
+    slower.save("slower.json")
+    code, out, _ = run("simulate", "slower.json", "s.json", "--json")
+    assert (code, json.loads(out)["makespan_ms"]) == (0, one_at_a_time(slower).makespan_ms)
+    assert f"makespan {one_at_a_time(problem).makespan_ms:g} ms" in run("simulate", "p.json", "s.json")[1]
+
+
+def test_show(run, problem):
+    one_at_a_time(problem).save("s.json")
+    code, out, _ = run("show", "s.json")
+    assert code == 0
+    assert "device 1" in out
+    assert run("show", "s.json", "--svg", "s.svg", "--trace", "t.json")[0] == 0
+    assert Path("s.svg").read_text().count("<title>") == 18
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 18
+    assert json.loads(run("show", "s.json", "--json")[1])["makespan_ms"] == one_at_a_time(problem).makespan_ms
+
+
+def test_the_cache_finds_and_keeps_the_better(run, problem):
+    one_at_a_time(problem).save("slow.json")
+    all_forwards_first(problem).save("fast.json")
+    assert run("cache", "lookup", "p.json")[:2] == (1, "no schedule in the cache fits this problem\n")
+    assert run("cache", "add", "slow.json", "fast.json")[1] == "2 added, 0 already known as good or better\n"
+    assert run("cache", "add", "slow.json")[1] == "0 added, 1 already known as good or better\n"
+    hit = json.loads(run("cache", "lookup", "p.json", "-o", "found.json", "--json")[1])
+    assert (hit["hit"], hit["makespan_ms"]) == ("exact", all_forwards_first(problem).makespan_ms)
+    assert run("check", "p.json", "found.json")[0] == 0
+    problem.replace(p2p_ms=0.01).save("near.json")
+    assert json.loads(run("cache", "lookup", "near.json", "--json")[1])["hit"] == "nearest"
+    assert "small" in run("cache", "list")[1]
+    assert run("cache", "export", "all.jsonl")[1].startswith("1 schedules")
+    assert run("cache", "prune", "0")[1] == "1 forgotten\n"
+    assert run("cache", "import", "all.jsonl")[1] == "1 added\n"
+
+
+WRONG = [
+    (("solve", "nothing.json"), "error: nothing.json: No such file or directory"),
+    (("solve", "bad.json"), "error: bad.json: stages[0].forward_ms = -1: "),
+    (("solve", "p.json", "-o", "no/such/s.json"), "error: no/such/s.json: cannot be written: No such file or directory"),
+    (("solve", "p.json", "--time-limit", "-1"), "error: improve: time_limit_s = -1.0: "),
+    (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
+    (("check", "p.json", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
+    (("show", "twisted.json"), "error: programs[0]: op '0X0': "),
+    (("cache", "add", "broken.json"), "error: broken.json: not a schedule that runs and fits: 0F2 is missing"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_a_users_mistake_is_one_sentence(run, problem, words, message):
+    Path("bad.json").write_text(problem.to_json().replace('"forward_ms": 1.0', '"forward_ms": -1', 1))
+    content = json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json())
+    content["devices"][0]["program"][0] = "0X0"
+    Path("twisted.json").write_text(json.dumps(content))
+    content["devices"][0]["program"] = [f"0{kind}{j}" for j in range(2) for kind in ("F", "B", "W")]
+    Path("broken.json").write_text(json.dumps(content))
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys, time; began = time.perf_counter(); sys.argv = ['optpipe', '--help']\n"
+        "from optpipe.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'ortools', 'highspy', 'numba', 'fastapi', 'pydantic') if m in sys.modules])"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
+    assert time.monotonic() - began < 10  # the goal, half a second, is measured by hand: machines are noisy
