@@ -1,4 +1,4 @@
-"""Stands where the solver stands: run with `-m`, it does what the request's method says, well or badly."""
+"""A solver that does what the method of the request says, in a process like the real one."""
 
 from __future__ import annotations
 
@@ -6,66 +6,43 @@ import os
 import sys
 import time
 
-from optpipe import Problem, Schedule
-from optpipe.child import Bound, End, Incumbent, Infeasible, Note, Programs, read_request, write_frame
+from optpipe.child import Bound, End, Incumbent, Infeasible, Programs, read_request, write_frame
+from optpipe.schedule import Schedule
+from support.chain import gpipe, one_by_one
 
 
-def one_at_a_time(problem: Problem) -> Schedule:
-    return _by(problem, [f"F{j} B{j} W{j}" for j in range(problem.microbatches)])
-
-
-def all_forwards_first(problem: Problem) -> Schedule:
-    rounds = range(problem.microbatches)
-    return _by(problem, [*(f"F{j}" for j in rounds), *(f"BW{j}" for j in rounds)])
-
-
-def _by(problem: Problem, steps: list[str]) -> Schedule:
-    words = " ".join(steps).split()
-    return Schedule.parse(problem, [[f"{d}{word}" for word in words] for d in range(len(problem.devices))])
+def write(schedule: Schedule) -> None:
+    write_frame(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
 
 
 def main() -> None:
     request = read_request()
-
-    def found(schedule: Schedule, method: str) -> None:
-        write_frame(Incumbent(method=method, schedule=Programs.of(schedule)))
-
-    slow, fast = one_at_a_time(request.problem), all_forwards_first(request.problem)
-    if request.method == "good":
-        found(slow, "slow")
-        write_frame(Bound(method="b", lower_bound_ms=1.0))
-        found(fast, "fast")
-        write_frame(Bound(method="b", lower_bound_ms=fast.makespan_ms))
-    elif request.method == "worse":
-        found(fast, "fast")
-        found(slow, "slow")
-    elif request.method == "infeasible":
-        write_frame(Infeasible(reason="device 0 needs 2 bytes and has 1"))
-    elif request.method == "invalid":
-        found(slow, "slow")
-        found(Schedule.parse(request.problem, [["0F0"], []]), "liar")
-        write_frame(Note(text="still here"))
-    elif request.method == "crash":
-        found(slow, "slow")
-        print("something broke", file=sys.stderr)
-        os._exit(7)
-    elif request.method == "crash at once":
-        os._exit(7)
-    elif request.method == "garbage":
-        found(slow, "slow")
-        print('{"type": "incumbent"}', flush=True)
-    elif request.method == "half a frame":
-        found(slow, "slow")
-        sys.stdout.write('{"type": "bou')
-        sys.stdout.flush()
-        os._exit(0)
-    elif request.method == "sleep":
-        found(slow, "slow")
-        print(os.getpid(), file=sys.stderr)
-        time.sleep(60)
-    elif request.method == "echo":
-        assert request.warm_start is not None
-        found(request.warm_start.schedule(request.problem, ""), "echo")
+    problem, method = request.problem, request.method
+    if method == "crash":
+        sys.exit("boom")
+    if method == "silent":
+        time.sleep(600)
+    if method == "infeasible":
+        write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"))
+        write_frame(End())
+        return
+    if method == "pid":
+        print(os.getpid(), file=open(problem.name, "w"))  # noqa: SIM115
+    if method == "invalid":
+        write_frame(Incumbent(method="liar", schedule=Programs(programs=("0F0", "1F0"))))
+    write(one_by_one(problem))
+    if method in ("hang", "pid"):
+        time.sleep(600)
+    if method == "garbage":
+        print("{not a frame")
+        return
+    if method == "crash later":
+        os.abort()
+    if method == "slow":
+        time.sleep(0.3)
+    write(gpipe(problem))
+    if method == "prove":
+        write_frame(Bound(method="fake", lower_bound_ms=gpipe(problem).makespan_ms))
     write_frame(End())
 
 

@@ -1,0 +1,13 @@
+"""The solver service: jobs over HTTP, solved by child processes, followed as events.
+
+from optpipe_server import Settings, create_app, serve
+serve(port=8000, settings=Settings(database="sqlite:///optpipe.db"))
+"""
+
+from __future__ import annotations
+
+from optpipe_server.app import create_app
+from optpipe_server.serve import serve
+from optpipe_server.settings import Settings
+
+__all__ = ["Settings", "create_app", "serve"]

@@ -1,0 +1,61 @@
+"""A real server on a loopback port, in a thread of the test, with a real or a fake solver behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import optpipe.anytime
+from optpipe_server import Settings
+from optpipe_server.serve import Server, listen, make_server
+
+
+@contextmanager
+def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
+    """The url of a server that answers, and the server; it has ended when the block is left."""
+    ready = threading.Event()
+    urls: list[str] = []
+
+    def tell(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    with listen("127.0.0.1", port) as listener:
+        server = make_server(listener, settings, tell)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert ready.wait(10)
+            yield urls[0], server
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def settings_in(folder: Path) -> Settings:
+    return Settings(database=f"sqlite:///{folder / 'jobs.sqlite'}", cache=folder / "cache.sqlite", ping_s=0.2, first_schedule_s=5.0)
+
+
+def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`support.fake_solver`, whose behaviour the job's method names."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The events of a stream, comments left out."""
+    event: dict[str, Any] = {}
+    for line in response.iter_lines():
+        if not line and event:
+            yield event
+            event = {}
+        elif line and not line.startswith(":"):
+            name, _, value = line.partition(": ")
+            event[name] = value
