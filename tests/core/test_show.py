@@ -1,0 +1,56 @@
+import json
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+from hypothesis import given, settings
+from support.strategies import problems_with_schedules
+
+from optpipe import Kind, Problem, Schedule, certify
+from optpipe.show.lanes import blocks, memory_over_time
+from optpipe.show.page import page
+from optpipe.show.svg import bytes_text, gantt
+from optpipe.show.terminal import chart
+from optpipe.show.trace import trace
+
+
+@given(problems_with_schedules())
+@settings(max_examples=40)
+def test_every_picture_draws_every_schedule(pair):
+    _, schedule = pair
+    timed = sum(op.kind is not Kind.D for program in schedule.programs for op in program.ops())
+    svg = ElementTree.fromstring(gantt(schedule, title="<any> & title"))
+    assert len(svg.findall(".//{*}title")) == timed
+    HTMLParser().feed(page(schedule))
+    events = json.loads(trace(schedule))["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == timed
+    assert chart(schedule, 60).plain.count("device") == len(schedule.programs)
+
+
+@given(problems_with_schedules())
+@settings(max_examples=40)
+def test_the_memory_drawn_stays_within_the_certificate(pair):
+    problem, schedule = pair
+    for d, peak in enumerate(certify(problem, schedule).device):
+        steps = memory_over_time(schedule, d)
+        assert max((held for _, held in steps), default=0) <= peak.bytes
+        assert [moment for moment, _ in steps] == sorted(moment for moment, _ in steps)
+        assert not steps or steps[-1][1] == 0
+
+
+def test_the_terminal_shows_who_runs_when():
+    stage = {
+        "device": 0,
+        "forward_ms": 2.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 3,
+        "weight_grad_bytes": 1,
+    }
+    problem = Problem(microbatches=2, devices=[{"memory_bytes": 10}], stages=[stage])
+    schedule = Schedule.parse(problem, [["0F0", "0B0", "0W0", "0F1", "0BW1"]])
+    assert chart(schedule, 12 + 16).plain.splitlines()[0] == "device 0    0000000011111111  3 B of 10 B"
+    assert [str(block.op) for block in blocks(schedule)] == ["0F0", "0B0", "0W0", "0F1", "0BW1"]
+
+
+def test_bytes_are_readable():
+    assert [bytes_text(size) for size in (0, 999, 1000, 1.5e6, 15e9, 2e12)] == ["0 B", "999 B", "1 kB", "1.5 MB", "15 GB", "2 TB"]
