@@ -47,8 +47,8 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     start, phase = _forward_in_time(problem, table, np.r_[start, np.full(len(drops), -np.inf)], duration)
     start[first] = start[second] = np.maximum(start[first], start[second])
 
-    moment = np.rint(start / _grain(start))
-    lasts = duration > 2 * _grain(start)  # at one moment, what takes no time comes first
+    moment = np.rint(start / grain(start))
+    lasts = duration > 2 * grain(start)  # at one moment, what takes no time comes first
     order = np.lexsort((table[:, PART], table[:, MICROBATCH], phase, lasts, moment))
     rank = np.empty(len(table), dtype=np.int64)
     rank[order] = np.arange(len(table))
@@ -68,7 +68,7 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     return Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, method)
 
 
-def _grain(start: Floats) -> float:
+def grain(start: Floats) -> float:
     """What is one moment: the tolerance, or float noise where times are huge."""
     return TOLERANCE_MS + 1e-12 * float(np.abs(start[np.isfinite(start)]).max(initial=0.0))
 
@@ -78,8 +78,8 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
-    moment = np.rint(start / _grain(start))
-    lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * _grain(start)) & np.isin(table[:, KIND], list(COMPUTE))
+    moment = np.rint(start / grain(start))
+    lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * grain(start)) & np.isin(table[:, KIND], list(COMPUTE))
     rows = np.flatnonzero(lasting)
     device = problem.costs.device[table[rows, STAGE]]
     by_time = np.lexsort((table[rows, KIND], moment[rows], device))
@@ -105,7 +105,7 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
         ended: Floats = start[rows] + duration[rows]
         return ended
 
-    grain = _grain(start)
+    noise = grain(start)
     for r, route in enumerate(problem.all_routes):
         passing = np.flatnonzero(costs.route == r)
         reached = np.full(len(passing), -np.inf)
@@ -118,7 +118,7 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
             if costs.can_offload[s]:
                 offloads = parts[Kind.O][s, passing]
                 left = move(offloads, reached[:, None], 4 * k + 1)
-                move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - grain), 4 * k + 2)  # noise must not push it on
+                move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2)  # noise must not push it on
                 reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 1)
             returned[s] = np.maximum(np.maximum(recomputed, reached), reloaded.max(axis=1))
         gradient = np.full(len(passing), -np.inf)
@@ -143,7 +143,7 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
         others = np.flatnonzero(~compute & (device == d))
         slot[others] = np.searchsorted(rank[own], rank[others])
         moving = others[is_transfer(table[others])]
-        ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + _grain(start), side="right")
+        ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + grain(start), side="right")
         slot[moving] = np.minimum(slot[moving], ended)
     _keep_order(table, device, rank, slot)
     return slot

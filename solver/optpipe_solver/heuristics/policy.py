@@ -1,0 +1,34 @@
+"""What tells one list-scheduling heuristic from another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optpipe_solver.floor import Relief
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a heuristic wants. Sequences have an entry a stage; None limits nothing, or relieves nothing."""
+
+    in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
+    admitted: int | None = None  # most micro-batches under way at all
+    split: bool = True  # B and W, or both fused
+    forward_first: bool = False
+    limited: bool = True  # by memory
+    offload: Sequence[float] | None = None  # share of the micro-batches whose activation leaves, where there is time for it
+    recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again
+    patience: float = 0.0  # a weight gradient waits for a backward that comes within this share of its time
+    eager: float = 1.5  # a reload begins this many reload times before its backward is expected
+
+    def wish(self, stage: int, microbatch: int, parts: int) -> Relief:
+        """What becomes of one activation; the shares are spread evenly over the micro-batches."""
+
+        def falls(shares: Sequence[float] | None) -> bool:
+            share = shares[stage] if shares else 0.0
+            return int((microbatch + 1) * share + 1e-9) > int(microbatch * share + 1e-9)
+
+        if falls(self.offload):
+            return Relief(tuple(range(parts)))
+        return Relief(recompute=falls(self.recompute))
