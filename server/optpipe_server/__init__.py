@@ -1,7 +1,7 @@
 """The solver service: jobs over HTTP, solved by child processes, followed as events.
 
 from optpipe_server import Settings, create_app, serve
-serve(port=8000, settings=Settings(database="sqlite:///optpipe.db"))
+serve(port=8000, database="sqlite:///optpipe.db")  # or an ASGI server of your own: create_app(Settings(...))
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from optpipe.problem import Problem, Record
 from optpipe_server.replies import ReplyError
 
 LONGEST_BODY = 2**20  # bytes
+MOST_READ = 2**24  # bytes that are thrown away so that who sends too much can read why; who sends more is cut off
 SLOWEST_BODY_S = 30.0
 
 
@@ -40,19 +41,20 @@ async def read_body(request: Request) -> bytes:
         raise ReplyError(415, "Content-Type must be application/json.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ReplyError(415, "Content-Encoding: the body must not be compressed.")
-    too_long = ReplyError(413, f"The body is longer than {LONGEST_BODY} bytes.", {"Connection": "close"})
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and (len(announced) > 12 or int(announced) > LONGEST_BODY):
-        raise too_long
     body = bytearray()
+    read = 0
     try:
         async with asyncio.timeout(SLOWEST_BODY_S):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > LONGEST_BODY:
-                    raise too_long
+                read += len(chunk)
+                if read <= LONGEST_BODY:
+                    body += chunk
+                elif read > MOST_READ:
+                    break
     except (TimeoutError, ClientDisconnect):
         raise ReplyError(408, "The body did not arrive in full.", {"Connection": "close"}) from None
+    if read > LONGEST_BODY:
+        raise ReplyError(413, f"The body is longer than {LONGEST_BODY} bytes.", {"Connection": "close"})
     return bytes(body)
 
 

@@ -34,17 +34,18 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(
-    host: str = "127.0.0.1", port: int = 8000, settings: Settings | None = None, ready: Callable[[str], None] = lambda url: None
-) -> None:
+def announce(url: str) -> None:
+    print(f"optpipe serves on {url}", flush=True)
+
+
+def serve(host: str = "127.0.0.1", port: int = 8000, database: str = Settings.database, ready: Callable[[str], None] = announce) -> None:
     """Serves until SIGINT or SIGTERM. `ready(url)` is called when requests are answered; port 0 is a free port.
 
-    Raises `InputError` for settings or an address that cannot be used. There are no keys yet, so only this machine may ask: a host
+    Raises `InputError` for a database or an address that cannot be used. There are no keys yet, so only this machine may ask: a host
     that others can reach is refused.
     """
-    listener = listen(host, port)
-    with listener:
-        server = make_server(listener, settings or Settings(), ready)
+    with listen(host, port) as listener:
+        server = make_server(listener, Settings(database), ready)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended in order and passes the signal on
             server.run(sockets=[listener])
 

@@ -1,0 +1,189 @@
+"""What is sent by mistake or on purpose ends in one sentence and never in a 500."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chain import chain, gpipe
+from support.service import running, settings_in, use_fake_solver
+
+from optpipe.errors import InputError
+from optpipe.files import ScheduleFile
+from optpipe.problem import Problem
+from optpipe_server.bodies import LONGEST_BODY, read_submission
+from optpipe_server.replies import ReplyError
+
+JSON = {"Content-Type": "application/json"}
+GOOD = json.dumps({"problem": chain().to_dict(), "method": "hang"})
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """One server for all of it: what one test sends must not spoil the next."""
+    with pytest.MonkeyPatch.context() as patch, running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _):
+        use_fake_solver(patch)
+        with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+            yield client
+
+
+def post(client: httpx.Client, body: str | bytes, headers: dict[str, str] = JSON) -> httpx.Response:
+    reply = client.post("/v1/jobs", content=body, headers=headers)
+    assert 400 <= reply.status_code < 500, reply.text
+    assert reply.headers["content-type"] == "application/problem+json"
+    document = reply.json()
+    assert set(document) == {"type", "title", "status", "detail"}
+    assert document["status"] == reply.status_code
+    assert len(reply.content) < 1000
+    assert "\n" not in document["detail"]
+    return reply
+
+
+def detail(reply: httpx.Response) -> str:
+    text: str = reply.json()["detail"]
+    return text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe{\x00}\x00",
+        b'{"problem": "\x00"}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        GOOD.replace('"hang"', '"\\ud800"'),
+        GOOD.replace('"hang"', '"hang", "method": "hang"'),
+        GOOD.replace('"microbatches": 2', '"microbatches": 2, "microbatches": 2'),
+        GOOD[:-1] + ', "problem": {}}',
+    ],
+)
+def test_no_json(client: httpx.Client, body: str | bytes) -> None:
+    assert post(client, body).status_code in (400, 422)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"1"', "null", "[]", "9" * 400, "9" * 5000, "{}"])
+def test_no_number(client: httpx.Client, value: str) -> None:
+    for name in ("forward_ms", "activation_bytes"):
+        body = GOOD.replace(f'"{name}": {json.dumps(getattr(chain().stages[0], name))}', f'"{name}": {value}', 1)
+        assert body != GOOD
+        reply = post(client, body)
+        assert name in detail(reply) or reply.status_code == 400
+    assert post(client, GOOD[:-1] + f', "time_limit_s": {value}}}').status_code in (400, 422)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"problem": None}, "job: problem"),
+        ({"method": ""}, "job: method"),
+        ({"objective": "cost"}, "job: objective = 'cost'"),
+        ({"time_limit_s": 0}, "job: time_limit_s = 0"),
+        ({"time_limit_s": 3601}, "job: time_limit_s = 3601"),
+        ({"colour": "red"}, "job: colour is not a field of this format"),
+        ({"x" * 10_000: 1}, "job: xxx"),
+        ({"method": "x" * 10_000}, "job: method"),
+        ({"warm_start": {}}, "job: warm_start.problem is missing"),
+    ],
+)
+def test_a_wrong_field_is_named(client: httpx.Client, change: dict[str, Any], sentence: str) -> None:
+    reply = post(client, json.dumps({**json.loads(GOOD), **change}))
+    assert reply.status_code == 422
+    assert detail(reply).startswith(sentence)
+
+
+def test_a_wrong_op_of_a_warm_start_is_named(client: httpx.Client) -> None:
+    warm = ScheduleFile.of(gpipe(chain())).model_dump(mode="json", exclude_none=True)
+    warm["devices"][1]["program"][0] = "nonsense"
+    reply = post(client, json.dumps({**json.loads(GOOD), "warm_start": warm}))
+    assert detail(reply).startswith("job: warm_start: programs[1]: op 'nonsense'")
+
+
+def test_a_missing_problem(client: httpx.Client) -> None:
+    assert detail(post(client, "{}")) == "job: problem is missing"
+
+
+def test_too_long_a_body(client: httpx.Client) -> None:
+    assert post(client, b" " * (LONGEST_BODY + 1)).status_code == 413
+
+    def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 100_000
+
+    reply = client.post("/v1/jobs", content=chunks(), headers=JSON)
+    assert reply.status_code == 413
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}, {**JSON, "Content-Encoding": "gzip"}])
+def test_other_content(client: httpx.Client, headers: dict[str, str]) -> None:
+    assert post(client, GOOD, headers).status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/jobs/none", 404),
+        ("GET", "/v1/jobs/%00%ff/events", 404),
+        ("POST", "/v1/jobs/none/cancel", 404),
+        ("DELETE", "/v1/jobs", 405),
+        ("GET", "/v1/jobs/{job}/incumbents?after=-1", 422),
+        ("GET", "/v1/jobs/{job}/incumbents?after=9999999999999999999999", 422),
+        ("GET", "/v1/jobs/{job}/incumbents?after=x", 422),
+        ("GET", "/v1/jobs/{job}/incumbents/0", 422),
+        ("GET", "/v1/jobs/{job}/incumbents/7", 404),
+        ("GET", "/v1/jobs/{job}/incumbents/99999999999999999999", 422),
+        ("GET", "/v1/jobs/{job}/incumbents/worst", 422),
+    ],
+)
+def test_other_paths(client: httpx.Client, method: str, path: str, status: int) -> None:
+    job = client.post("/v1/jobs", content=GOOD, headers=JSON).json()["id"]
+    reply = client.request(method, path.format(job=job))
+    assert reply.status_code == status
+    assert reply.headers["content-type"] == "application/problem+json"
+    assert reply.json()["detail"]
+
+
+def test_half_a_request_stops_nobody(client: httpx.Client) -> None:
+    address = (client.base_url.host, client.base_url.port)
+    head = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+    halves = [socket.create_connection(address) for _ in range(20)]
+    for half in halves:
+        half.sendall(head)
+    assert client.get("/healthz").json()["status"] == "ok"
+    for half in halves:
+        half.close()
+    assert client.get("/healthz").status_code == 200
+
+
+NAMES = st.sampled_from(["problem", "method", "devices", "stages"])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+)
+
+
+@given(JSON_VALUES)
+@settings(max_examples=200)
+def test_no_json_but_a_submission_is_read(value: Any) -> None:
+    with pytest.raises((ReplyError, InputError)):
+        read_submission(json.dumps(value).encode())
+
+
+@given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
+@settings(max_examples=300)
+def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> None:
+    """What is read is what a strict reader of JSON reads."""
+    body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]
+    try:
+        submission = read_submission(body)
+    except (ReplyError, InputError):
+        return
+    assert submission.problem == Problem.from_dict(json.loads(body)["problem"])

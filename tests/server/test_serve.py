@@ -1,0 +1,125 @@
+"""The command's process: where it listens, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from support.chain import chain
+from support.service import events
+
+from optpipe.errors import InputError
+from optpipe.problem import Problem
+from optpipe_server import Settings, create_app, serve
+from optpipe_server.serve import listen
+
+START = (
+    "import optpipe.anytime, optpipe_server; optpipe.anytime.SOLVER = 'support.fake_solver'; optpipe_server.serve(port=0, database={!r})"
+)
+
+
+@contextmanager
+def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    command = [sys.executable, "-W", "error", "-c", START.format(f"sqlite:///{tmp_path / 'jobs.sqlite'}")]
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OPTPIPE_CACHE": str(tmp_path / "cache.sqlite"), "PYTHONPATH": path}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said, _, url = process.stdout.readline().strip().rpartition(" ")
+            assert said == "optpipe serves on"
+            with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
+    """A job whose solver never ends, and the solver's process id."""
+    problem = Problem.from_dict({**chain().to_dict(), "name": str(pid_file)})
+    job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "method": "pid"}).json()
+    assert job["best"]["method"] == "naive"
+    return job["url"], int(pid_file.read_text())
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    """Whether the process ends within the time; one that waits to be reaped by its new parent has ended."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_in_order_with_open_streams(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(tmp_path) as (process, client):
+        job, pid = submit_with_pid(client, tmp_path / "pid")
+        with client.stream("GET", f"{job}/events") as response:
+            stream = events(response)
+            assert next(stream)["event"] == "incumbent"
+            process.send_signal(number)
+            assert list(stream) == []
+        assert process.wait(10) in (0, -number)
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert gone(pid)
+
+
+def test_a_killed_service_leaves_no_solver_and_no_running_job(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, client):
+        job, pid = submit_with_pid(client, tmp_path / "pid")
+        process.kill()
+        process.wait(10)
+        assert gone(pid)
+    with serving(tmp_path) as (_, client):
+        shown = client.get(job).json()
+        assert (shown["state"], shown["best"]["method"]) == ("stopped", "naive")
+        assert shown["reason"] == "the service ended while the job was not over"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+def test_a_host_that_others_can_reach_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="listens on this machine only"):
+        serve(host=host, port=0, database=f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+
+
+def test_a_port_in_use_is_a_sentence() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"port = .*[Aa]ddress already in use"):
+        listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(InputError, match="port = 70000"):
+        listen("127.0.0.1", 70000)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.8.8.8"])
+def test_this_machine_may_ask(host: str) -> None:
+    with listen(host, 0) as listener:
+        assert listener.family == socket.AF_INET
+
+
+@pytest.mark.parametrize(
+    "database", ["nonsense", "sqlite://", "postgresql://localhost/x", "sqlite:////proc/none/jobs.sqlite", "other:///x"]
+)
+def test_a_bad_database_is_a_sentence(database: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"database = '{database}'") as raised:
+        create_app(Settings(database=database, cache=tmp_path / "cache.sqlite"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_no_database_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a database " * 1000)
+    with pytest.raises(InputError, match="not a database"):
+        create_app(Settings(database=f"sqlite:///{tmp_path / 'text'}", cache=tmp_path / "cache.sqlite"))
