@@ -1,0 +1,27 @@
+"""One engine in a process of its own: `python -m optpipe_solver.engine`, where the request's `method` names the engine.
+
+highspy and ortools cannot live in one process (their bundled HiGHS symbols clash), so nothing but the named engine is imported. An engine
+is a package with `applies(problem) -> bool`, which loads nothing heavy, and `run(request, emit)`, which emits frames of `optpipe.child`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from optpipe.child import End, read_request, write_frame
+from optpipe.errors import InputError
+
+ENGINES = ("milp", "cyclic")
+
+
+def main() -> None:
+    """Runs the engine that the request names; ends with an `End` frame, or at once when standard input closes."""
+    request = read_request()
+    if request.method not in ENGINES:
+        raise InputError(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
+    importlib.import_module(f"optpipe_solver.{request.method}").run(request, write_frame)
+    write_frame(End())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""OptPipe's mixed-integer linear program: the reference formulation. It proves what is small; it does not scale."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from optpipe.child import Bound, Incumbent, Programs, Request
+from optpipe.errors import InputError
+from optpipe.ops import Kind
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+
+if TYPE_CHECKING:
+    from optpipe.child import Frame
+    from optpipe.graph import Floats
+    from optpipe_solver.milp.model import Model
+
+METHOD = "milp"
+MOST_OPS = 150  # compute ops; with HiGHS on one core, 4x8 (96) comes near the optimum in a minute, larger ones improve little
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the problem is small enough, and of a kind that the model describes: every compute op takes time (two that take none could
+    stand in either order at one moment), and host memory holds all that could be offloaded."""
+    costs, passes = problem.costs, [problem.route(j) for j in range(problem.microbatches)]
+    if 3 * sum(map(len, passes)) > MOST_OPS or not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
+        return False
+    pinned = [0] * len(problem.devices)
+    for s in (s for route in passes for s in route if costs.can_offload[s]):
+        pinned[costs.device[s]] += int(costs.offload[s])
+    return all(size <= limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True))
+
+
+def run(request: Request, emit: Callable[[Frame], None]) -> None:
+    """Solves the problem first with the micro-batches' order fixed, then, where that may lose something, without; emits what it finds.
+
+    An incumbent is emitted when it is better than those before it and than the warm start, a bound only where it holds for every schedule.
+    """
+    from optpipe_solver.bounds import trivial_bound
+    from optpipe_solver.milp.highs import Limits, minimize
+    from optpipe_solver.milp.model import Model
+    from optpipe_solver.milp.start import assignment
+
+    end = time.monotonic() + request.time_limit_s
+    search = _Search(request, emit)
+    for fixed_order in (True, False):
+        model = Model(request.problem, request.objective, search.horizon_ms(), fixed_order)
+        if model.windows.possible:
+            start = assignment(model, search.best) if search.best else {}
+            limits = Limits(end - time.monotonic(), request.threads, request.seed)
+            minimize(model.rows, model.C, start, limits, search.on_solution(model), search.on_bound(model))
+        optimal = search.best_ms <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
+        if optimal or model.is_bound or time.monotonic() >= end:
+            break
+
+
+class _Search:
+    """The best so far, and what has been told of it."""
+
+    def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
+        self._request, self._problem, self._emit = request, request.problem, emit
+        self._grid = _grid(self._problem)
+        self.best: Schedule | None = None
+        self.best_ms = math.inf
+        self._bound_ms = 0.0
+        if request.warm_start:
+            try:
+                warm = request.warm_start.schedule(self._problem, METHOD)
+            except InputError:
+                return
+            if not check(self._problem, warm):
+                self.best, self.best_ms = warm, self._value(warm)
+
+    def horizon_ms(self) -> float:
+        """No schedule worth finding ends later. Started as early as can be, on none does everything run one after the other."""
+        problem, ms = self._problem, self._problem.costs.ms
+        if self.best and self._request.objective == "makespan":
+            return self.best_ms
+        kinds = [Kind.F, Kind.B, Kind.W]
+        whole = ms[kinds].sum(axis=0) + ms[[Kind.O, Kind.R]].sum(axis=0) * problem.costs.parts + 2 * problem.p2p_ms
+        return float(sum(whole[s] for j in range(problem.microbatches) for s in problem.route(j)))
+
+    def on_solution(self, model: Model) -> Callable[[Floats], None]:
+        from optpipe_solver.lift import lift
+
+        def emit(x: Floats) -> None:
+            schedule = lift(self._problem, model.starts(x), METHOD)
+            value = self._value(schedule)
+            if value < self.best_ms and not check(self._problem, schedule):
+                self.best, self.best_ms = schedule, value
+                self._emit(Incumbent(method=METHOD, schedule=Programs.of(schedule)))
+
+        return emit
+
+    def on_bound(self, model: Model) -> Callable[[float], None]:
+        """A schedule's length is a sum of the problem's times, so a bound can be raised to the next multiple of their grid."""
+
+        def emit(value: float) -> None:
+            bound = math.ceil(Fraction(value / model.scale) / self._grid) * self._grid
+            if model.is_bound and bound > self._bound_ms:
+                self._bound_ms = float(bound)
+                self._emit(Bound(method=METHOD, lower_bound_ms=self._bound_ms))
+
+        return emit
+
+    def _value(self, schedule: Schedule) -> float:
+        return schedule.makespan_ms if self._request.objective == "makespan" else schedule.span_ms
+
+
+def _grid(problem: Problem) -> Fraction:
+    """The largest step, in ms, of which every time of the problem is a multiple; times count as the decimals that they are written as."""
+    times = {Fraction(repr(problem.p2p_ms))}
+    for stage in problem.stages:
+        times |= {Fraction(repr(ms)) for ms in (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)}
+        times |= {Fraction(repr(ms)) for ms in (stage.offload_ms, stage.reload_ms) if ms is not None}
+    positive = [ms for ms in times if ms > 0]
+    common = math.lcm(*(ms.denominator for ms in positive))
+    return Fraction(math.gcd(*(int(ms * common) for ms in positive)), common)

@@ -1,0 +1,83 @@
+"""HiGHS: solves a model, telling of every better solution and bound as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from optpipe.graph import Floats
+from optpipe_solver.milp.rows import Rows
+
+TOLERANCE = 1e-8  # of feasibility and of integrality: with times up to a thousand, what leaks through a big-M stays far below `MARGIN`
+MARGIN = 1e-6  # by which bounds are lowered, so that the tolerance makes none wrong
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a solve may take."""
+
+    seconds: float
+    threads: int
+    seed: int
+
+
+def minimize(
+    rows: Rows,
+    objective: int,
+    start: dict[int, float],
+    limits: Limits,
+    on_solution: Callable[[Floats], None],
+    on_bound: Callable[[float], None],
+) -> None:
+    """Minimizes the variable number `objective` from the binaries in `start` (empty: from nothing); returns at the limit or when proven.
+
+    `on_solution` gets each better x, `on_bound` each better lower bound, at most `MARGIN` too low. Python code in other threads runs on.
+    """
+    highs = highspy.Highs()
+    options = {
+        "output_flag": True,  # without it the log's callback, which brings the bounds, stays silent
+        "log_to_console": False,
+        "threads": limits.threads,
+        "random_seed": limits.seed,
+        "time_limit": max(0.0, limits.seconds),
+        "mip_rel_gap": 0.0,
+        "mip_abs_gap": 1e-6,
+        "mip_feasibility_tolerance": TOLERANCE,
+        "primal_feasibility_tolerance": TOLERANCE,
+        "mip_min_logging_interval": 0.5,
+    }
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(_program(rows, objective))
+    if start:
+        highs.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values())))
+    best = -np.inf
+
+    def bound(value: float) -> None:
+        nonlocal best
+        if best < value < highspy.kHighsInf:
+            best = value
+            on_bound(value * (1 - MARGIN))
+
+    highs.cbMipImprovingSolution += lambda event: on_solution(np.array(event.data_out.mip_solution))
+    highs.cbMipLogging += lambda event: bound(event.data_out.mip_dual_bound)
+    highs.run()
+    if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
+        bound(highs.getInfo().mip_dual_bound)
+
+
+def _program(rows: Rows, objective: int) -> highspy.HighsLp:
+    begins, index, value = rows.matrix()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(rows.lower), len(rows.at_least)
+    cost = np.zeros(lp.num_col_)
+    cost[objective] = 1.0
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.array(rows.lower), np.array(rows.upper)
+    lp.row_lower_, lp.row_upper_ = np.array(rows.at_least), np.full(lp.num_row_, highspy.kHighsInf)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = begins, index, value
+    lp.integrality_ = [highspy.HighsVarType.kInteger if binary else highspy.HighsVarType.kContinuous for binary in rows.binary]
+    return lp

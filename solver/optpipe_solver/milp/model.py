@@ -1,0 +1,154 @@
+"""OptPipe's mixed-integer linear program (Appendix C.1), in the paper's letters, for any solver.
+
+Here are the compute ops and the objective, Eq. 2 to 8; `offload` adds memory and transfers, Eq. 9 to 19.
+
+The paper fixes the order of the micro-batches "without affecting optimality". Without offload that is so: number the k-th F, B and W of
+every stage k, and what they wait for still comes in time. With offload an activation's F, O, R and B belong together, and a backward that
+overtakes another one can hide its reload. Hence `fixed_order`: quick and good, but its optimum is no lower bound where offload matters.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+
+from optpipe.child import Objective
+from optpipe.graph import Floats
+from optpipe.ops import Kind, Op
+from optpipe.problem import Problem
+from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.milp.offload import Offload
+from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
+from optpipe_solver.milp.windows import Windows, passing
+
+LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver's absolute tolerances fit every problem
+
+
+def may_offload(problem: Problem) -> set[int]:
+    """Stages whose activations may have to leave: they can, and their device cannot hold all that could be on it at once."""
+    stays = np.maximum(problem.costs.activation, problem.costs.weight_grad)
+    wanted = np.zeros(len(problem.devices))
+    for route, batches in passing(problem).items():
+        for s in route:
+            wanted[problem.costs.device[s]] += len(batches) * stays[s]
+    tight = wanted > problem.costs.memory
+    return {s for route in passing(problem) for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}
+
+
+class Model:
+    """The program for one problem; solutions longer than `horizon_ms` are cut off. Build it, solve `rows`, read `starts(x)`."""
+
+    def __init__(self, problem: Problem, objective: Objective, horizon_ms: float, fixed_order: bool) -> None:
+        self.problem, self.objective, self.fixed_order = problem, objective, fixed_order
+        self.scale = 2.0 ** np.floor(np.log2(LARGEST / horizon_ms))  # a power of two: times stay exact
+        self.windows = windows = Windows(problem, horizon_ms * self.scale, self.scale, fixed_order)
+        self.rows = Rows()
+        if not windows.possible:
+            return
+        ends = (windows.head + windows.time, windows.horizon - windows.tail + windows.time)
+        self.E = [self.rows.variable(low, max(low, high)) for low, high in zip(*ends, strict=True)]
+        self.C = self.rows.variable(trivial_bound(problem, objective) * self.scale * (1 - 1e-12), windows.horizon)
+        self._order_literals()
+        self._data_dependencies()
+        self._exclusive_compute()
+        self._triangles()
+        self._elapsed()
+        self._workload()
+        self.offload = Offload(self, may_offload(problem))
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its optimum bounds every schedule of the problem, not only those that it can express (no recompute, no pairs, whole
+        activations, B and W apart). B followed by W does all that BW does, earlier for the stage before, and needs no more memory unless
+        `weight_grad_bytes` exceed `activation_bytes`."""
+        problem, costs = self.problem, self.problem.costs
+        expresses_all = problem.overlap_factor is None and problem.layers is None and not costs.can_recompute.any()
+        expresses_all = expresses_all and not (costs.parts > 1).any() and not (costs.weight_grad > costs.activation).any()
+        return expresses_all and (not self.fixed_order or not may_offload(problem))
+
+    def _order_literals(self) -> None:
+        """P of Eq. 7: one variable a pair (Eq. 1), none where the order is known. As the k-th W of a stage can always be the W of its k-th
+        B (what a W frees is alike), Ws follow the order of their Bs."""
+        windows = self.windows
+        self.P: dict[tuple[int, int], Literal] = {}
+        for x, y in combinations(range(len(windows.ops)), 2):
+            if windows.device[x] != windows.device[y]:
+                continue
+            first, second = windows.ops[x], windows.ops[y]
+            if windows.precedes(x, y):
+                P = TRUE
+            elif windows.precedes(y, x):
+                P = FALSE
+            elif first.kind == second.kind == Kind.W and first.stage == second.stage:
+                P = self.P[windows.number[first._replace(kind=Kind.B)], windows.number[second._replace(kind=Kind.B)]]
+            else:
+                P = self.rows.literal()
+            self.P[x, y], self.P[y, x] = P, ~P
+
+    def _data_dependencies(self) -> None:
+        """Eq. 5, 6 and 8, and the orders that are known."""
+        for x, y, delay in self.windows.arcs:
+            self.rows.precede(Precedence(self.E[y], self.E[x], self.windows.time[y] + delay))
+
+    def _exclusive_compute(self) -> None:
+        """Eq. 7: a device computes one op at a time."""
+        for (x, y), P in self.P.items():
+            if P != TRUE:
+                self.rows.precede(Precedence(self.E[y], self.E[x], self.windows.time[y], when=(P,)))
+
+    def _triangles(self) -> None:
+        """Section 4.1.2: the order of three ops on a device is no cycle."""
+        for d in range(len(self.problem.devices)):
+            for x, y, z in combinations(np.flatnonzero(self.windows.device == d).tolist(), 3):
+                around = self.P[x, y], self.P[y, z], self.P[z, x]
+                self.rows.clause(*(~P for P in around))
+                self.rows.clause(*around)
+
+    def _elapsed(self) -> None:
+        """Eq. 4, or with the objective `span` Eq. 3: device by device, from the first start to the last end."""
+        windows, add = self.windows, self.rows.add
+        follows = windows.lag > -np.inf
+        if self.objective == "makespan":
+            for x in np.flatnonzero(~follows.any(axis=1)).tolist():
+                add([(1.0, self.C), (-1.0, self.E[x])], (), 0.0)
+            return
+        same = windows.device[:, None] == windows.device
+        firsts, lasts = ~(follows & same).any(axis=0), ~(follows & same).any(axis=1)
+        for x, y in product(np.flatnonzero(firsts).tolist(), np.flatnonzero(lasts).tolist()):
+            if windows.device[x] == windows.device[y]:
+                add([(1.0, self.C), (1.0, self.E[x]), (-1.0, self.E[y])], (), windows.time[x])
+        for x in self._at_once():
+            self.rows.upper[self.E[x]] = self.rows.lower[self.E[x]]
+
+    def _at_once(self) -> list[int]:
+        """Forwards of the first micro-batch that nothing delays: with one route, as long as each is its device's first. A simulated
+        schedule starts them as early as can be, so Eq. 3 must not gain by starting them later."""
+        if len(passing(self.problem)) > 1:
+            return []
+        (route,) = passing(self.problem)
+        devices = [self.problem.stages[s].device for s in route]
+        first = next((k for k, d in enumerate(devices) if d in devices[:k]), len(route))
+        return [self.windows.number[Op(Kind.F, s, 0)] for s in route[:first]]
+
+    def _workload(self) -> None:
+        """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the end."""
+        windows, add = self.windows, self.rows.add
+        for y, E in enumerate(self.E):
+            own = [x for x in np.flatnonzero(windows.device == windows.device[y]).tolist() if x != y]
+            soonest = float(windows.head[windows.device == windows.device[y]].min())
+            add([(1.0, E)], [(-float(windows.time[x]), self.P[x, y]) for x in own], soonest + float(windows.time[y]))
+            if self.objective == "makespan":
+                rest = float((windows.tail - windows.time)[windows.device == windows.device[y]].min())
+                add([(1.0, self.C), (-1.0, E)], [(-float(windows.time[x]), self.P[y, x]) for x in own], rest)
+
+    def starts(self, x: Floats) -> dict[Op, float]:
+        """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as can be."""
+        times, costs, windows = self.rows.earliest(x) / self.scale, self.problem.costs, self.windows
+        starts = {op: float(times[E] - costs.ms[op.kind, op.stage]) for op, E in zip(windows.ops, self.E, strict=True)}
+        for kind, begin in ((Kind.O, self.offload.O), (Kind.R, self.offload.R)):
+            for (s, j), var in begin.items():
+                if x[self.offload.W[s, j].var] > 0.5:
+                    for part in range(costs.parts[s]):
+                        starts[Op(kind, s, j, part)] = float(times[var] + part * costs.ms[kind, s])
+        return starts

@@ -1,0 +1,77 @@
+"""A schedule as a start for the search: what each binary of a model is in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from optpipe.ops import Kind, Op
+from optpipe.program import KIND, MICROBATCH, PART, STAGE
+from optpipe.schedule import Schedule
+from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.offload import Activation
+from optpipe_solver.milp.rows import Literal
+from optpipe_solver.milp.windows import passing
+
+Interval = tuple[float, float]
+
+
+def assignment(model: Model, schedule: Schedule) -> dict[int, float]:
+    """Values of the binaries by variable. What the model cannot express makes them contradict each other; the solver then drops them."""
+    return {literal.var: float(literal.positive == truth) for literal, truth in _truths(model, schedule) if literal.var >= 0}
+
+
+def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
+    timeline = schedule.timeline
+    rows = zip(timeline.table.tolist(), timeline.start.tolist(), timeline.end.tolist(), strict=True)
+    at = {Op(Kind(row[KIND]), row[STAGE], row[MICROBATCH], row[PART]): (start, end) for row, start, end in rows}
+    run = _compute_times(model, at)
+    ops, offload = model.windows.ops, model.offload
+    for (x, y), P in model.P.items():
+        yield P, run[ops[x]] < run[ops[y]]
+
+    moved: dict[tuple[Kind, Activation], Interval | None] = {}
+    for a in offload.activations:
+        nowhere = None if offload.keeps_place(a) else (math.inf, math.inf)  # None: the solver finds the place of what is not moved
+        made = Op(Kind.O, *a) in at
+        last = model.problem.stages[a[0]].offload_parts - 1
+        for kind in (Kind.O, Kind.R):
+            moved[kind, a] = (at[Op(kind, *a)][0], at[Op(kind, *a, last)][1]) if made else nowhere
+        yield offload.W[a], made
+    for orders, first, second in ((offload.K, Kind.O, Kind.O), (offload.L, Kind.R, Kind.R), (offload.H, Kind.O, Kind.R)):
+        for (a, b), literal in orders.items():
+            before, after = moved[first, a], moved[second, b]
+            if before is not None and after is not None and (a < b or orders is offload.H):
+                yield literal, before <= after
+
+    def moves(kind: Kind, a: Activation) -> Interval:
+        return (Op(kind, *a) in at and moved[kind, a]) or (math.inf, math.inf)
+
+    for (a, y), M in offload.M.items():
+        yield M, moves(Kind.O, a)[1] <= run[ops[y]][0]
+    for (a, y), N in offload.N.items():
+        yield N, moves(Kind.R, a)[0] < run[ops[y]][1]
+    for (c, b), X in offload.X.items():
+        begin = moves(Kind.R, b)[0]
+        stands = min((run[ops[y]][0] for (a, y) in offload.N if a == b and run[ops[y]][0] < begin < run[ops[y]][1]), default=begin)
+        yield X, Op(Kind.R, *b) in at and moves(Kind.O, c)[1] <= stands and begin < moves(Kind.R, c)[0] < math.inf
+
+
+def _compute_times(model: Model, at: dict[Op, Interval]) -> dict[Op, Interval]:
+    """Start and end of every F, B and W. A BW is a B followed by its W; Ws are numbered as their Bs, with a fixed order everything is."""
+    ms, times = model.problem.costs.ms, {}
+    for op in model.windows.ops:
+        fused = at.get(Op(Kind.BW, op.stage, op.microbatch))
+        if fused is None or op.kind == Kind.F:
+            times[op] = at[op]
+        else:
+            middle = fused[0] + float(ms[Kind.B, op.stage])
+            times[op] = (fused[0], middle) if op.kind == Kind.B else (middle, fused[1])
+    for route, batches in passing(model.problem).items():
+        for s in route:
+            F, B, W = ([Op(kind, s, j) for j in batches] for kind in (Kind.F, Kind.B, Kind.W))
+            if not model.fixed_order:
+                W = [w for _, w in sorted(zip((times[b] for b in B), W, strict=True))]
+            for own in (F, B, W) if model.fixed_order else (W,):
+                times |= dict(zip(own, sorted(times[op] for op in own), strict=True))
+    return times

@@ -1,0 +1,101 @@
+"""Which compute op must precede which, and when each can run, before any search: what fixes variables and keeps every big-M small."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.graph import Floats
+from optpipe.ops import Kind, Op
+from optpipe.problem import Problem
+from optpipe_solver.floor import used_routes
+
+
+def passing(problem: Problem) -> dict[tuple[int, ...], list[int]]:
+    """The micro-batches of each route that is used, alike but for their number."""
+    return {route: [j for j in range(problem.microbatches) if problem.route(j) == route] for route in used_routes(problem)}
+
+
+def compute_ops(problem: Problem) -> list[Op]:
+    """F, B and W of every stage that every micro-batch passes."""
+    kinds = (Kind.F, Kind.B, Kind.W)
+    return [Op(kind, s, j) for kind in kinds for route, batches in passing(problem).items() for s in route for j in batches]
+
+
+class Windows:
+    """Longest paths between compute ops. `lag[x, y]`: the least time from x's start to y's start, -inf where x need not precede y.
+
+    `arcs` are the precedences behind it, with the delay between x's end and y's start: data dependencies (Eq. 5, 6, 8), the fixed order of
+    micro-batches (Eq. 1), and what `horizon` leaves no other choice for. Times are `scale` × ms.
+    """
+
+    def __init__(self, problem: Problem, horizon: float, scale: float, fixed_order: bool) -> None:
+        self.ops = compute_ops(problem)
+        self.number = {op: x for x, op in enumerate(self.ops)}
+        self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage] for op in self.ops]) * scale
+        self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
+        self.horizon = horizon
+        self.arcs = self._data(problem, scale) + self._order(problem, fixed_order)
+        self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
+        for x, y, delay in self.arcs:
+            self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
+        self._close()
+        while self.possible and (forced := self._forced()):
+            self.arcs += [(x, y, 0.0) for x, y in forced]
+            for x, y in forced:
+                self.lag[x, y] = max(self.lag[x, y], self.time[x])
+            self._close()
+
+    def precedes(self, x: int, y: int) -> bool:
+        return bool(self.lag[x, y] > -np.inf)
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything fits into the horizon: no op must precede itself."""
+        return bool((self.lag.diagonal() <= 0.0).all() and (self.head + self.tail <= self.horizon * (1 + 1e-9)).all())
+
+    @property
+    def head(self) -> Floats:
+        """(n,) the earliest start of each op."""
+        head: Floats = self.lag.max(axis=0, initial=0.0)
+        return head
+
+    @property
+    def tail(self) -> Floats:
+        """(n,) the least time from each op's start to the end of all that follows it."""
+        tail: Floats = np.maximum(self.time, (self.lag + self.time).max(axis=1))
+        return tail
+
+    def _data(self, problem: Problem, scale: float) -> list[tuple[int, int, float]]:
+        arcs = []
+        for route, batches in passing(problem).items():
+            for j in batches:
+                F, B, W = ({s: self.number[Op(kind, s, j)] for s in route} for kind in (Kind.F, Kind.B, Kind.W))
+                arcs += [(B[s], W[s], 0.0) for s in route] + [(F[s], B[s], 0.0) for s in route]
+                for s, after in pairwise(route):
+                    delay = problem.p2p_ms * scale if problem.stages[s].device != problem.stages[after].device else 0.0
+                    arcs += [(F[s], F[after], delay), (B[after], B[s], delay)]
+        return arcs
+
+    def _order(self, problem: Problem, fixed_order: bool) -> list[tuple[int, int, float]]:
+        """Micro-batches of a route are alike: numbering them as they enter its first stage costs nothing. With `fixed_order` every stage
+        keeps that order in F, in B and in W."""
+        arcs = []
+        for route, batches in passing(problem).items():
+            for kind, s in [(kind, s) for kind in (Kind.F, Kind.B, Kind.W) for s in route] if fixed_order else [(Kind.F, route[0])]:
+                arcs += [(self.number[Op(kind, s, j)], self.number[Op(kind, s, k)], 0.0) for j, k in pairwise(batches)]
+        return arcs
+
+    def _forced(self) -> list[tuple[int, int]]:
+        """Pairs on a device that no schedule within the horizon runs the other way round."""
+        related = self.lag > -np.inf
+        too_late = (self.head + self.time)[:, None] + self.tail[None, :] > self.horizon * (1 + 1e-9)  # y, then x
+        pairs: NDArray[np.bool_] = too_late.T & (self.device[:, None] == self.device) & ~related & ~related.T
+        np.fill_diagonal(pairs, False)
+        return [(int(x), int(y)) for x, y in np.argwhere(pairs & ~pairs.T)]
+
+    def _close(self) -> None:
+        for k in range(len(self.ops)):
+            np.maximum(self.lag, self.lag[:, k, None] + self.lag[None, k, :], out=self.lag)
