@@ -1,1 +1,20 @@
-"""Runs schedules for real, on torch: executor, offload, profiler, client."""
+"""The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a training runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optpipe_runtime.executor import OpTime, StepReport
+    from optpipe_runtime.lowering import Plan, prepare
+    from optpipe_runtime.pipeline import Pipeline
+
+_HOME = {"OpTime": "executor", "Pipeline": "pipeline", "Plan": "lowering", "StepReport": "executor", "prepare": "lowering"}
+__all__ = ["OpTime", "Pipeline", "Plan", "StepReport", "prepare"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'optpipe_runtime' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"optpipe_runtime.{_HOME[name]}"), name)

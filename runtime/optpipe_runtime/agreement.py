@@ -1,0 +1,115 @@
+"""How all ranks come to run the same schedule: over a CPU group, at step boundaries, never waiting for one that is still being prepared."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optpipe.errors import OptPipeError
+from optpipe.schedule import Schedule
+from optpipe_runtime.lowering import Plan
+
+log = logging.getLogger("optpipe.runtime")
+
+PREPARING, READY, REFUSED = 1, 2, 0  # the least of all ranks' answers counts
+
+
+class Council:
+    """The ranks' CPU group and the few things they agree on."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
+
+    def least(self, *values: int) -> list[int]:
+        """Collective: the minimum of each value over all ranks."""
+        votes = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(vote) for vote in votes]
+
+    def tell(self, value: Any, source: int) -> Any:
+        """Collective: the value of rank `source`, on every rank."""
+        box = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, source, group=self._group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective: every rank's value, by rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def share(self, schedule: Schedule | None) -> Schedule:
+        """Collective: rank 0's schedule, on every rank."""
+        parts = (schedule.problem, schedule.programs, dict(schedule.links), schedule.method) if schedule is not None else None
+        return Schedule(*self.tell(parts, 0))
+
+    def agree(self, plan: Plan | None) -> bool:
+        """Collective: whether every rank has prepared a plan, and the same one."""
+        number = -1 if plan is None else int(plan.digest[:15], 16)
+        least, minus_most = self.least(number, -number)
+        return least >= 0 and least == -minus_most
+
+
+class Offers:
+    """Schedules offered on rank 0 while training runs. Each is prepared beside the training on every rank, and taken when all are ready.
+
+    `boundary` is one small collective between two steps. Where a rank refuses an offer, all keep what they have.
+    """
+
+    def __init__(self, council: Council, prepare: Callable[[Schedule], Plan]) -> None:
+        self._council, self._prepare = council, prepare
+        self._lock = threading.Lock()
+        self._newest: Schedule | None = None  # offered, not yet shared; a newer offer replaces it
+        self._work: _Preparation | None = None
+
+    def offer(self, schedule: Schedule) -> None:
+        """From any thread of rank 0; returns at once."""
+        with self._lock:
+            self._newest = schedule
+
+    def boundary(self) -> Plan | None:
+        """Collective: the plan to swap to now, on every rank, or None."""
+        with self._lock:
+            waiting = self._newest is not None
+        answer, nothing_new = self._council.least(READY if self._work is None else self._work.state(), not waiting)
+        if self._work is not None:
+            if answer == PREPARING:
+                return None
+            work, self._work = self._work, None
+            return work.plan if self._council.agree(work.plan) else None
+        if not nothing_new:
+            with self._lock:
+                schedule, self._newest = self._newest, None
+            self._work = _Preparation(self._prepare, self._council.share(schedule))
+        return None
+
+    def close(self) -> None:
+        if self._work is not None:
+            self._work.join()
+
+
+class _Preparation(threading.Thread):
+    """One offer being prepared."""
+
+    def __init__(self, prepare: Callable[[Schedule], Plan], schedule: Schedule) -> None:
+        super().__init__(name="optpipe-prepare", daemon=True)
+        self._prepare, self._schedule = prepare, schedule
+        self.plan: Plan | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.plan = self._prepare(self._schedule)
+        except OptPipeError as error:
+            log.warning("a schedule was offered and refused, training goes on with the one it has: %s", error)
+        except Exception:
+            log.exception("a schedule was offered and could not be prepared, training goes on with the one it has")
+
+    def state(self) -> int:
+        return PREPARING if self.is_alive() else READY if self.plan is not None else REFUSED

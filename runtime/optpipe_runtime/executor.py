@@ -1,0 +1,172 @@
+"""Runs a plan: one training step of this rank, op by op in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optpipe.errors import InputError
+from optpipe.ops import Kind, Op
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.lowering import Action, Message, Plan
+from optpipe_runtime.mail import Mail
+from optpipe_runtime.pool import HostPool
+from optpipe_runtime.stage import Spec, StageRunner, Tensors
+
+
+class OpTime(NamedTuple):
+    """When an op ran, in ms since the step began on this rank. A compute op starts when its message is there; O and R only issue a copy."""
+
+    op: Op
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step on one rank. Bytes are peaks over the step, counted by live storages after every op."""
+
+    losses: list[float] | None  # by micro-batch, on the last stage's rank
+    step_ms: float
+    peak_activation_bytes: int  # what `certify` bounds: saved tensors, and what waits for W
+    host_peak_bytes: int
+    buffer_peak_bytes: int  # receive buffers and sends under way; no part of the activations
+    cuda_peak_bytes: int | None  # torch.cuda.max_memory_allocated of the step
+    trace: tuple[OpTime, ...] = ()
+    version: int = 0  # how many schedules had been swapped in
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over the micro-batches."""
+        return sum(self.losses) / len(self.losses) if self.losses else None
+
+
+class Executor:
+    """Holds this rank's stages, mail and host pool, and runs plans on them."""
+
+    def __init__(
+        self, stages: Mapping[int, StageRunner], stage_count: int, microbatches: int, device: torch.device, mail: Mail, pool: HostPool
+    ) -> None:
+        self._stages, self._last = stages, stage_count - 1
+        self._microbatches, self._device = microbatches, device
+        self._mail, self._pool = mail, pool
+        self._clock = Clock(device)
+
+    @property
+    def idle(self) -> bool:
+        """Between steps: nothing is kept that a plan put there. Only then a plan may be swapped."""
+        return self._mail.idle and all(stage.idle for stage in self._stages.values())
+
+    def run(self, plan: Plan, inputs: Any, targets: Any, trace: bool = False) -> StepReport:
+        """One step: losses, and gradients of the mean loss added to the parameters' `.grad`.
+
+        `inputs` are needed on the rank of the first stage, `targets` on that of the last: a tensor or a tuple of tensors, the whole batch.
+        """
+        batch, answers = self._cut(inputs, 0, "inputs"), self._cut(targets, self._last, "targets")
+        for s, stage in self._stages.items():
+            staying = [*(batch[0] if s == 0 else ()), *(answers[0] if s == self._last else ())]
+            stage.start_step(staying, plan.problem.stages[s].offload_parts)
+        self._mail.start_step()
+        self._pool.start_step()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+        step = _Step(plan, batch, answers)
+        begun = self._clock.mark()
+        for action in plan.actions:
+            for message, source in action.post:
+                self._mail.post(message, source, self._specs(message))
+            self._run(step, action)
+            step.count(action.op, self._stages[action.op.stage].held_bytes(action.op.microbatch))
+        self._mail.flush()
+        ended = self._clock.mark()
+        self._clock.settle()
+        assert self.idle, "a step leaves nothing behind"
+        return StepReport(
+            losses=[float(step.losses[j]) for j in range(self._microbatches)] if step.losses else None,
+            step_ms=self._clock.ms(begun, ended),
+            peak_activation_bytes=step.peak_bytes,
+            host_peak_bytes=self._pool.peak_bytes,
+            buffer_peak_bytes=self._mail.peak_bytes,
+            cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
+            trace=tuple(OpTime(op, self._clock.ms(begun, a), self._clock.ms(begun, b)) for op, a, b in step.times) if trace else (),
+        )
+
+    def _run(self, step: _Step, action: Action) -> None:
+        """One op; what it needs is taken before its time starts, what it makes is sent at once."""
+        kind, s, j, part = action.op
+        stage = self._stages[s]
+        received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
+        made: Tensors = ()
+        start = self._clock.mark()
+        match kind:
+            case Kind.F:
+                target = step.answers[j] if s == self._last else ()
+                made = stage.forward(j, received, target, recompute=(s, j) in step.plan.recomputed)
+                if s == self._last:
+                    step.losses[j] = made[0]
+            case Kind.C:
+                stage.recompute(j)
+            case Kind.B | Kind.BW:
+                made = stage.backward(j, received, split=kind == Kind.B)
+            case Kind.W:
+                stage.weight(j)
+            case Kind.O:
+                stage.offload(j, part)
+            case Kind.D:
+                stage.drop(j, part)
+            case Kind.R:
+                stage.reload(j, part)
+        del received
+        step.times.append((action.op, start, self._clock.mark()))
+        if action.sends is not None and action.to is not None:
+            self._mail.send(action.sends, made, action.to, self._sent_specs(stage, kind))
+
+    def _specs(self, message: Message) -> Sequence[Spec]:
+        """What a stage here receives: its inputs, or the gradients of those of its outputs that require one."""
+        stage = self._stages[message.stage]
+        return stage.inputs if message.kind == Kind.F else [spec for spec in stage.outputs if spec.requires_grad]
+
+    @staticmethod
+    def _sent_specs(stage: StageRunner, kind: Kind) -> Sequence[Spec]:
+        return stage.outputs if kind == Kind.F else [spec for spec in stage.inputs if spec.requires_grad]
+
+    def _cut(self, value: Any, stage: int, what: str) -> list[Tensors]:
+        """The batch in micro-batches, where this rank has the stage that needs it."""
+        return cut(value, self._microbatches, what) if stage in self._stages else []
+
+
+class _Step:
+    """What one step gathers as it goes."""
+
+    def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors]) -> None:
+        self.plan, self.batch, self.answers = plan, batch, answers
+        self.losses: dict[int, Tensor] = {}
+        self.times: list[tuple[Op, Any, Any]] = []
+        self.peak_bytes = 0
+        self._held: dict[tuple[int, int], int] = {}
+        self._now = 0
+
+    def count(self, op: Op, held: int) -> None:
+        """Notes what the op's stage and micro-batch hold after it."""
+        key = op.stage, op.microbatch
+        self._now += held - self._held.get(key, 0)
+        self._held[key] = held
+        self.peak_bytes = max(self.peak_bytes, self._now)
+
+
+def cut(value: Any, microbatches: int, what: str) -> list[Tensors]:
+    """A batch in equal micro-batches along the first dimension; `InputError` where it does not divide."""
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{what} is {type(tensor).__name__}: this rank needs a tensor, or a tuple of tensors, of the whole batch")
+        if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % microbatches:
+            raise InputError(
+                f"{what} has shape {list(tensor.shape)}: its first dimension must be a multiple of the {microbatches} micro-batches"
+            )
+    return list(zip(*(tensor.split(len(tensor) // microbatches) for tensor in tensors), strict=True))

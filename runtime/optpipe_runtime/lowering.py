@@ -1,0 +1,179 @@
+"""From a schedule to what one rank does: its ops in order, each with the receives to post before it, what to wait for and what to send.
+
+Messages between two ranks have no tags: they match first in, first out, per ordered pair of ranks. Sends are issued in the sender's program
+order and never block, so that order is the pair's order; a receiver posts its receives in it. Then no rank waits for anything but data, and
+a schedule that `simulate` accepts cannot deadlock here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from optpipe.errors import ScheduleError
+from optpipe.memory import Certificate, certify
+from optpipe.ops import BACKWARD, Kind, Op
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+
+AHEAD = 2  # messages whose receives are posted before they are needed: one arrives while one is worked on
+
+
+class Message(NamedTuple):
+    """What a stage gets for a micro-batch: its input (kind F) from the stage before, its output gradient (kind B) from the one after."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{'input' if self.kind == Kind.F else 'gradient'} of {self.stage}{self.kind.name}{self.microbatch}"
+
+
+class Action(NamedTuple):
+    """One op with its communication; ranks None: a message that stays on the rank."""
+
+    op: Op
+    post: tuple[tuple[Message, int], ...]  # receives to post before the op, with the rank they come from
+    receives: Message | None
+    sends: Message | None
+    to: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule made ready for one rank by `prepare`. `digest` is the same on every rank for the same programs."""
+
+    schedule: Schedule
+    problem: Problem  # what it was checked against
+    certificate: Certificate
+    digest: str
+    actions: tuple[Action, ...]
+    recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) with a C
+    on_host: dict[tuple[int, int], int]  # (stage, part) -> the most micro-batches that are on the host at once
+
+
+def prepare(schedule: Schedule, rank: int, placement: Sequence[int], microbatches: int, problem: Problem | None = None) -> Plan:
+    """Checks a schedule for this pipeline and lowers it for one rank. A pure function: it may run in a thread beside the training.
+
+    `placement[s]` is the rank of stage s; `problem`, where given, is what was measured here: the schedule must be valid and fit for it, not
+    only for the problem that it came with. Raises `ScheduleError` with one sentence for a schedule that cannot run here.
+    """
+    own = problem or schedule.problem
+    _require_same_pipeline(schedule.problem, placement, microbatches)
+    if complaints := check(own, schedule):
+        raise ScheduleError(f"the schedule does not fit this pipeline: {complaints[0]}" + _and_more(complaints))
+    ops = schedule.programs[rank].ops() if rank < len(schedule.programs) else []
+    return Plan(
+        schedule=schedule,
+        problem=own,
+        certificate=certify(own, schedule),
+        digest=_digest(schedule, own),
+        actions=_actions(schedule, ops, rank, placement),
+        recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
+        on_host=_on_host(ops),
+    )
+
+
+def _and_more(complaints: list[str]) -> str:
+    return f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
+
+
+def _require_same_pipeline(problem: Problem, placement: Sequence[int], microbatches: int) -> None:
+    theirs = [stage.device for stage in problem.stages]
+    if theirs != list(placement):
+        raise ScheduleError(f"the schedule places its stages on devices {theirs}, this pipeline on {list(placement)}: stages do not move")
+    if problem.microbatches != microbatches:
+        raise ScheduleError(f"the schedule is for {problem.microbatches} micro-batches, this pipeline runs {microbatches}")
+    if problem.all_routes != (tuple(range(len(problem.stages))),):
+        raise ScheduleError("the schedule has routes of its own; this executor runs one route over all stages in order")
+
+
+def _digest(schedule: Schedule, problem: Problem) -> str:
+    content = hashlib.sha256(problem.sha256.encode())
+    for program in schedule.programs:
+        content.update(len(program).to_bytes(8, "little") + program.table.astype("<i4").tobytes())
+    return content.hexdigest()
+
+
+def _sent(op: Op, stages: int) -> Message | None:
+    """The message that an op makes for its neighbour stage."""
+    if op.kind == Kind.F and op.stage + 1 < stages:
+        return Message(Kind.F, op.stage + 1, op.microbatch)
+    if op.kind in BACKWARD and op.stage > 0:
+        return Message(Kind.B, op.stage - 1, op.microbatch)
+    return None
+
+
+def _received(op: Op, stages: int) -> Message | None:
+    """The message that an op needs from its neighbour stage."""
+    if op.kind == Kind.F and op.stage > 0:
+        return Message(Kind.F, op.stage, op.microbatch)
+    if op.kind in BACKWARD and op.stage + 1 < stages:
+        return Message(Kind.B, op.stage, op.microbatch)
+    return None
+
+
+def _origin(message: Message, placement: Sequence[int]) -> int:
+    """The rank that makes a message."""
+    return placement[message.stage - 1 if message.kind == Kind.F else message.stage + 1]
+
+
+def _actions(schedule: Schedule, ops: list[Op], rank: int, placement: Sequence[int]) -> tuple[Action, ...]:
+    stages = len(placement)
+    needed = [(i, message) for i, op in enumerate(ops) if (message := _received(op, stages)) and _origin(message, placement) != rank]
+    origins = {message: _origin(message, placement) for _, message in needed}
+    order = {origin: _pair(schedule, origin, rank, placement) for origin in set(origins.values())}
+    place = {message: k for messages in order.values() for k, message in enumerate(messages)}
+    _require_matched(order, origins)
+
+    posted = dict.fromkeys(order, 0)
+    upcoming = 0  # the first message in `needed` that op i or a later one waits for
+    actions = []
+    for i, op in enumerate(ops):
+        while upcoming < len(needed) and needed[upcoming][0] < i:
+            upcoming += 1
+        post: list[tuple[Message, int]] = []
+        for _, message in needed[upcoming : upcoming + AHEAD]:
+            origin = origins[message]
+            until = max(posted[origin], place[message] + 1)  # those before it on the pair first
+            post += [(earlier, origin) for earlier in order[origin][posted[origin] : until]]
+            posted[origin] = until
+        sends = _sent(op, stages)
+        actions.append(Action(op, tuple(post), _received(op, stages), sends, None if sends is None else placement[sends.stage]))
+    return tuple(actions)
+
+
+def _pair(schedule: Schedule, sender: int, receiver: int, placement: Sequence[int]) -> list[Message]:
+    """The messages from one rank to another in the order in which they are sent: activations and gradients together."""
+    sent = (_sent(op, len(placement)) for op in schedule.programs[sender].ops())
+    return [message for message in sent if message is not None and placement[message.stage] == receiver]
+
+
+def _require_matched(order: dict[int, list[Message]], origins: dict[Message, int]) -> None:
+    """Every message that is sent is received, once, from the rank that sends it: a swapped one would give wrong gradients silently."""
+    for origin, messages in order.items():
+        expected = {message for message, source in origins.items() if source == origin}
+        if len(messages) != len(expected) or set(messages) != expected:
+            odd = sorted(set(messages) ^ expected)
+            raise ScheduleError(
+                f"rank {origin} sends {len(messages)} messages, {len(expected)} are expected: {', '.join(map(str, odd[:3]))}"
+            )
+
+
+def _on_host(ops: list[Op]) -> dict[tuple[int, int], int]:
+    now: Counter[tuple[int, int]] = Counter()
+    most: dict[tuple[int, int], int] = {}
+    away: dict[tuple[int, int], list[int]] = {}
+    for op in ops:
+        if op.kind == Kind.O:
+            now[op.stage, op.part] += 1
+            most[op.stage, op.part] = max(most.get((op.stage, op.part), 0), now[op.stage, op.part])
+            away.setdefault((op.stage, op.microbatch), []).append(op.part)
+        elif op.kind in BACKWARD:
+            now.subtract((op.stage, part) for part in away.pop((op.stage, op.microbatch), ()))
+    return most

@@ -1,0 +1,200 @@
+"""`Pipeline`: a model in stages over the ranks of torch.distributed, trained by an OptPipe schedule that can change between two steps.
+
+    dist.init_process_group("gloo")                                       # "nccl" on GPUs; started by torchrun
+    rank = dist.get_rank()
+    placement = [0, 1]                                                    # the rank of each stage
+    stages = {s: make_stage(s) for s, owner in enumerate(placement) if owner == rank}
+    with Pipeline(stages, placement, F.cross_entropy, microbatches=8) as pipe:
+        problem = pipe.profile(inputs, targets, memory_bytes=2 * 10**9)   # the same optpipe.Problem on every rank
+        pipe.load(schedule)                                               # an optpipe.Schedule for that problem; rank 0's counts
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            report = pipe.step(inputs, targets)                           # losses, gradients in .grad, times, peak bytes
+            optimizer.step()
+
+While it trains, `pipe.offer(better)` on rank 0, from any thread, returns at once: every rank prepares the schedule beside the training, and
+all swap to it at the first step boundary at which all are ready; where one refuses it, all keep what they have and the log says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.agreement import Council, Offers
+from optpipe_runtime.executor import Executor, StepReport, cut
+from optpipe_runtime.lowering import Plan, prepare
+from optpipe_runtime.mail import Mail
+from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.stage import LossFn, Spec, StageRunner
+
+
+class Pipeline:
+    """This rank's part of the pipeline. Making one is collective: every rank of the default group does it, with the same placement.
+
+    `stages` maps the stages placed on this rank to their modules: tensors in, a tensor or a tuple of tensors out, of the same shapes for
+    every micro-batch. `loss_fn(output, *targets)` gives the mean loss of a micro-batch, on the last stage's rank. Gradients are those of
+    the mean over the whole batch. `host_memory_bytes` limits what this rank keeps on the host (None: no limit); `full_duplex`: offloads and
+    reloads run at the same time. The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. Raises
+    `InputError` for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        placement: Sequence[int],
+        loss_fn: LossFn,
+        microbatches: int,
+        host_memory_bytes: int | None = None,
+        full_duplex: bool = False,
+    ) -> None:
+        if not dist.is_initialized():
+            raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
+        self.rank = dist.get_rank()
+        _require_sound(stages, placement, microbatches, self.rank, dist.get_world_size())
+        self.placement, self.microbatches, self.full_duplex = tuple(placement), microbatches, full_duplex
+        self.device = _device(stages)
+        self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
+        self.version = 0
+        self._plan: Plan | None = None
+        self._learned = False
+
+        last = len(placement) - 1
+        self._link = Link(self.device, full_duplex)
+        self._pool = HostPool(self.device, host_memory_bytes)
+        self._stages = {
+            s: StageRunner(s, module, self.device, self._link, self._pool, (loss_fn, 1 / microbatches) if s == last else None)
+            for s, module in sorted(stages.items())
+        }
+        self._council = Council()
+        self._mail = Mail(self.rank, self.placement, self.device)
+        self._executor = Executor(self._stages, len(placement), microbatches, self.device, self._mail, self._pool)
+        self._offers = Offers(self._council, self.prepare)
+
+    # Training
+
+    def step(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
+        """Collective: one training step, forward and backward; the optimizer is the caller's.
+
+        `inputs` (first stage's rank) and `targets` (last stage's rank) are the whole batch on this rank's device, a tensor or a tuple of
+        tensors, cut into micro-batches along the first dimension; other ranks may leave them out.
+        """
+        self._learn(inputs, targets)
+        offered = self._offers.boundary()
+        if offered is not None:
+            self.swap(offered)
+        if self._plan is None:
+            raise InputError("no schedule is loaded: call load(schedule) before the first step")
+        report = self._executor.run(self._plan, inputs, targets, trace)
+        return replace(report, version=self.version)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that runs now."""
+        return None if self._plan is None else self._plan.schedule
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._plan
+
+    # Schedules
+
+    def load(self, schedule: Schedule | None) -> None:
+        """Collective: rank 0's schedule, prepared and swapped in on every rank, or on none: then `ScheduleError` says what is wrong."""
+        plan, complaint = None, None
+        try:
+            plan = self.prepare(self._council.share(schedule))
+        except OptPipeError as error:
+            complaint = str(error)
+        if not self._council.agree(plan):
+            reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._council.gather(complaint)) if reason]
+            raise ScheduleError(reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently")
+        assert plan is not None
+        self.swap(plan)
+
+    def offer(self, schedule: Schedule) -> None:
+        """Rank 0, any thread: proposes a schedule for one of the next steps, without waiting."""
+        if self.rank != 0:
+            raise InputError(f"offer was called on rank {self.rank}: schedules are offered on rank 0")
+        self._offers.offer(schedule)
+
+    def prepare(self, schedule: Schedule) -> Plan:
+        """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread; raises `ScheduleError`."""
+        return prepare(schedule, self.rank, self.placement, self.microbatches, self.problem)
+
+    def swap(self, plan: Plan) -> None:
+        """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
+        if not self._executor.idle:
+            raise OptPipeError("a schedule can be swapped only between two steps")
+        for (s, part), count in plan.on_host.items():
+            self._pool.reserve(self._stages[s].part_bytes(plan.problem.stages[s].offload_parts)[part], count)
+        self._plan = plan
+        self.version += 1
+
+    # Inside
+
+    def _learn(self, inputs: Any, targets: Any) -> None:
+        """Collective, once: runs each stage's forward, first to last, to learn the shapes of what passes between them."""
+        if self._learned:
+            return
+        specs: Any = None
+        for s, owner in enumerate(self.placement):
+            if owner == self.rank:
+                try:
+                    specs = self._learn_stage(s, specs, inputs, targets)
+                except InputError as error:
+                    specs = error  # told to all, so that none waits for ever
+            specs = self._council.tell(specs, owner)
+            if isinstance(specs, InputError):
+                raise specs
+        self._learned = True
+
+    def _learn_stage(self, s: int, specs: tuple[Spec, ...], inputs: Any, targets: Any) -> tuple[Spec, ...]:
+        if s == 0:
+            given = cut(inputs, self.microbatches, "inputs")[0]
+        else:
+            given = tuple(spec.zeros(self.device).requires_grad_(spec.requires_grad) for spec in specs)
+        target = cut(targets, self.microbatches, "targets")[0] if s == len(self.placement) - 1 else ()
+        return self._stages[s].learn(given, target)
+
+    def close(self) -> None:
+        """Ends the threads of this pipeline."""
+        self._offers.close()
+        self._mail.close()
+        self._link.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:  # after a failure a neighbour may never answer: nothing here waits for it
+            self.close()
+
+
+def _require_sound(stages: Mapping[int, nn.Module], placement: Sequence[int], microbatches: int, rank: int, ranks: int) -> None:
+    if microbatches < 1:
+        raise InputError(f"microbatches = {microbatches}: must be at least 1")
+    if not placement:
+        raise InputError("placement is empty: it names the rank of each stage")
+    for s, owner in enumerate(placement):
+        if not 0 <= owner < ranks:
+            raise InputError(f"placement[{s}] = {owner}: there are {ranks} ranks, numbered from 0")
+    own = {s for s, owner in enumerate(placement) if owner == rank}
+    if set(stages) != own:
+        raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(own)} there")
+
+
+def _device(stages: Mapping[int, nn.Module]) -> torch.device:
+    devices = {tensor.device for module in stages.values() for tensor in module.parameters()}
+    if len(devices) > 1:
+        raise InputError(f"stages are on {sorted(map(str, devices))}: a rank's stages are on one device")
+    return devices.pop() if devices else torch.device("cpu")

@@ -1,0 +1,166 @@
+"""Where offloaded activations go, and who carries them: the host pool, and a copy engine behind one small protocol.
+
+On CUDA a copy runs on a side stream between pinned host memory and the device, ordered by events; on CPU a thread copies between two
+pools of the same memory. Both begin a copy only after what the host has issued before it, and both are asynchronous, so the state machine
+above them is the same and is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from optpipe.errors import OptPipeError
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Whatever is computed or freed from here on, comes after the copy."""
+
+
+class CopyEngine(Protocol):
+    """Copies bytes on one lane, in the order of the calls."""
+
+    def copy(self, destination: Tensor, source: Tensor) -> Ticket: ...
+
+    def close(self) -> None: ...
+
+
+class _Done:
+    """A copy by the thread: an event, and the error where it failed."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.event.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class ThreadEngine:
+    """The CPU's copy engine: one thread, first in, first out."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Tensor, Tensor, _Done] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="optpipe-copy", daemon=True)
+        self._thread.start()
+
+    def copy(self, destination: Tensor, source: Tensor) -> _Done:
+        done = _Done()
+        self._jobs.put((destination, source, done))
+        return done
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            destination, source, done = job
+            try:
+                destination.copy_(source)
+            except BaseException as error:
+                done.error = error
+            del job, destination, source  # before anyone is told: a drop right after must find no reference left
+            done.event.set()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+
+class StreamEngine:
+    """CUDA's copy engine: a side stream that waits for the compute stream where a copy is issued. Never blocks the host. Not measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, destination: Tensor, source: Tensor) -> _StreamTicket:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+        return _StreamTicket(self._stream.record_event(), self._device)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _StreamTicket:
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self.event, self._device = event, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+
+class Link:
+    """A device's way to the host: one lane where it is half duplex, one a direction where it is full duplex."""
+
+    def __init__(self, device: torch.device, full_duplex: bool) -> None:
+        def lane() -> CopyEngine:
+            return StreamEngine(device) if device.type == "cuda" else ThreadEngine()
+
+        self.down = lane()
+        self.up = lane() if full_duplex else self.down
+
+    def close(self) -> None:
+        for engine in {id(engine): engine for engine in (self.down, self.up)}.values():
+            engine.close()
+
+
+class HostPool:
+    """Host slots for offloaded bytes, allocated once and reused; pinned for CUDA, where torch rounds them up to powers of two.
+
+    `peak_bytes` is the most in use since `start_step`. Raises `OptPipeError` where `limit` bytes are not enough.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self._pinned = device.type == "cuda"
+        self.limit = limit
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._allocated = 0
+        self._used = 0
+        self.peak_bytes = 0
+
+    def start_step(self) -> None:
+        self.peak_bytes = self._used
+
+    def size(self, nbytes: int) -> int:
+        """What a slot for `nbytes` really takes."""
+        return 1 << (nbytes - 1).bit_length() if self._pinned and nbytes else nbytes
+
+    def take(self, nbytes: int) -> Tensor:
+        """A slot of at least `nbytes`, a tensor of bytes; `give` it back."""
+        size = self.size(nbytes)
+        slot = self._free[size].pop() if self._free[size] else self._allocate(size)
+        self._used += size
+        self.peak_bytes = max(self.peak_bytes, self._used)
+        return slot
+
+    def give(self, slot: Tensor) -> None:
+        self._used -= slot.numel()
+        self._free[slot.numel()].append(slot)
+
+    def reserve(self, nbytes: int, count: int) -> None:
+        """Allocates now what taking `count` slots at once will need, so that no step has to."""
+        size = self.size(nbytes)
+        while len(self._free[size]) < count:
+            self._free[size].append(self._allocate(size))
+
+    def _allocate(self, size: int) -> Tensor:
+        for slots in self._free.values():  # idle slots of other sizes make room
+            while slots and self._lacks(size):
+                self._allocated -= slots.pop().numel()
+        if self._lacks(size):
+            raise OptPipeError(f"host_memory_bytes = {self.limit}: {self._allocated} bytes are in use and {size} more are needed")
+        self._allocated += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _lacks(self, size: int) -> bool:
+        return self.limit is not None and self._allocated + size > self.limit

@@ -1,0 +1,228 @@
+"""One stage and its ops: F, B, W, BW, C on the user's module, O, D, R on what it keeps. Their order and messages are the executor's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optpipe.errors import InputError
+from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.split import Splitting, WeightQueue
+from optpipe_runtime.store import Activation, balance, storage_key
+
+Tensors = tuple[Tensor, ...]
+LossFn = Callable[..., Tensor]  # (output, *targets) -> the mean loss of a micro-batch
+
+
+class Spec(NamedTuple):
+    """One tensor that passes between two stages; the gradient comes back where `requires_grad`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def as_tensors(value: Any, what: str) -> Tensors:
+    """A tensor or a tuple of tensors as a tuple."""
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{what} is a {type(tensor).__name__}: a tensor or a tuple of tensors is what passes between stages")
+    return tuple(tensors)
+
+
+@dataclass
+class _Microbatch:
+    """A micro-batch between its F and its last backward op."""
+
+    activation: Activation
+    queue: WeightQueue = field(default_factory=WeightQueue)
+    edges: list[GradientEdge] = field(default_factory=list)
+    input_gradients: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    again: Callable[[], None] | None = None  # runs the forward once more, for C
+
+
+class StageRunner:
+    """A module with its ops. `inputs` and `outputs` are the specs of what it gets and gives, learned by `learn`."""
+
+    def __init__(
+        self, index: int, module: nn.Module, device: torch.device, link: Link, pool: HostPool, loss: tuple[LossFn, float] | None = None
+    ) -> None:
+        self.index, self.module, self.device = index, module, device
+        self._link, self._pool = link, pool
+        self._loss_fn: LossFn | None = loss[0] if loss else None
+        self._loss_scale = loss[1] if loss else 1.0  # the last stage's, with the weight of one micro-batch's loss
+        self._parts = 1
+        self._sizes: tuple[int, ...] = ()
+        self.inputs: tuple[Spec, ...] = ()
+        self.outputs: tuple[Spec, ...] = ()
+        self.stuck: frozenset[int] = frozenset()  # blocks that others hold, too: offloading them frees nothing (the profiler learns them)
+        self._excluded: frozenset[int] = frozenset()
+        self._running: dict[int, _Microbatch] = {}
+
+    def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
+        """Before a step. The batch, parameters and buffers stay in memory anyway: they are no activations. Offloads go in `parts`."""
+        self._parts = parts
+        staying = (*self.module.parameters(), *self.module.buffers(), *batch)
+        self._excluded = frozenset(storage_key(tensor) for tensor in staying)
+
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
+    def held_bytes(self, microbatch: int) -> int:
+        """Device bytes that the micro-batch holds: saved tensors, and after B what its weight gradients wait for."""
+        if microbatch not in self._running:
+            return 0
+        running = self._running[microbatch]
+        queued = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in running.queue.held()}
+        return running.activation.nbytes + sum(nbytes for key, nbytes in queued.items() if key not in self._excluded)
+
+    # Compute
+
+    def forward(self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False) -> Tensors:
+        """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs it again."""
+        running = _Microbatch(Activation(self.device, self._excluded, self.stuck))
+        self._running[microbatch] = running
+        if not recompute:
+            return self._forward(running, inputs, target)
+        for tensor in inputs:
+            running.activation.keep(tensor)
+        running.again = self._replay(running, inputs, target)
+        with torch.no_grad():
+            return self._outputs(inputs, target)
+
+    def recompute(self, microbatch: int) -> None:
+        """C: the forward again, with the random numbers of the first time, now keeping what the backward needs."""
+        running = self._running[microbatch]
+        again, running.again = running.again, None
+        assert again is not None
+        again()
+
+    def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
+        """B (`split`) or BW: takes the gradients of the outputs (none for the loss), returns those of the inputs that require one."""
+        running = self._running[microbatch]
+        if not split:
+            del self._running[microbatch]
+        edges, running.edges = running.edges, []
+        running.activation.restore(self._pool)
+        running.activation.release()
+        running.queue.deferring = split
+        if self._loss_fn is not None:
+            gradients = tuple(torch.full((), self._loss_scale, dtype=spec.dtype, device=self.device) for spec in self.outputs)
+        if edges:
+            with Splitting(running.queue):  # torch.utils.checkpoint runs forwards in here: they must match those of F
+                torch.autograd.backward(edges, gradients)
+        found = running.input_gradients.pop() if running.input_gradients else ()
+        wanted = [spec for spec in self.inputs if spec.requires_grad]
+        found = found or (None,) * len(wanted)
+        return tuple(spec.zeros(self.device) if grad is None else grad for spec, grad in zip(wanted, found, strict=True))
+
+    def weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B left."""
+        self._running.pop(microbatch).queue.run()
+
+    def _replay(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Callable[[], None]:
+        devices = [self.device] if self.device.type == "cuda" else []
+        cpu = torch.get_rng_state()
+        on_device = [torch.cuda.get_rng_state(device) for device in devices]
+
+        def again() -> None:
+            with torch.random.fork_rng(devices):
+                torch.set_rng_state(cpu)
+                for device, state in zip(devices, on_device, strict=True):
+                    torch.cuda.set_rng_state(state, device)
+                self._forward(running, inputs, target)
+
+        return again
+
+    def _forward(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Tensors:
+        with torch.enable_grad(), running.activation.capture(), Splitting(running.queue):
+            outputs = self._outputs(self._enter(running, inputs), target)
+        running.edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
+        self._sizes = running.activation.sizes()
+        # What leaves is a tensor of its own: a neighbour that still holds it must not keep our blocks in memory.
+        return tuple(out.detach().clone() if running.activation.holds(out) else out.detach() for out in outputs)
+
+    def _enter(self, running: _Microbatch, inputs: Tensors) -> Tensors:
+        wanted = [k for k, spec in enumerate(self.inputs) if spec.requires_grad]
+        if not wanted:
+            return inputs
+        token = torch.empty(0, device=self.device, requires_grad=True)
+        entered = _Entrance.apply(  # type: ignore[no-untyped-call]
+            token, running.input_gradients, *(inputs[k] for k in wanted)
+        )
+        replaced = dict(zip(wanted, entered, strict=True))
+        return tuple(replaced.get(k, tensor) for k, tensor in enumerate(inputs))
+
+    def _outputs(self, inputs: Tensors, target: Tensors) -> Tensors:
+        result = self.module(*inputs)
+        if self._loss_fn is not None:
+            result = self._loss_fn(result, *target)
+            if not isinstance(result, Tensor) or result.numel() != 1:
+                raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
+        return as_tensors(result, f"what stage {self.index} returns")
+
+    def learn(self, inputs: Tensors, target: Tensors) -> tuple[Spec, ...]:
+        """Runs one forward and forgets it: random numbers and buffers are as before. Returns the outputs' specs."""
+        self.inputs = tuple(Spec.of(tensor) for tensor in inputs)
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), torch.enable_grad():
+            outputs = self._outputs(inputs, target)
+        self.outputs = tuple(Spec.of(output) for output in outputs)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return self.outputs
+
+    # Transfers
+
+    def part_bytes(self, parts: int) -> list[int]:
+        """What each of `parts` parts takes on the host; zeros before the first forward."""
+        return [sum(self._sizes[i] for i in group) for group in balance(self._sizes, parts)]
+
+    def offload(self, microbatch: int, part: int) -> None:
+        """O"""
+        self._running[microbatch].activation.offload(part, self._parts, self._link, self._pool)
+
+    def drop(self, microbatch: int, part: int) -> None:
+        """D"""
+        self._running[microbatch].activation.drop(part)
+
+    def reload(self, microbatch: int, part: int) -> None:
+        """R"""
+        self._running[microbatch].activation.reload(part, self._link)
+
+    def activation(self, microbatch: int) -> Activation:
+        """What the stage keeps of a micro-batch, for the profiler."""
+        return self._running[microbatch].activation
+
+
+class _Entrance(torch.autograd.Function):
+    """The inputs of a stage, as part of its graph, without a leaf that would hold them in memory; catches their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, caught: list[tuple[Tensor | None, ...]], *inputs: Tensor) -> Tensors:
+        ctx.set_materialize_grads(False)
+        ctx.caught = caught
+        return tuple(tensor.detach() for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.caught.append(gradients)
+        return (None,) * (2 + len(gradients))

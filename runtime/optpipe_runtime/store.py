@@ -1,0 +1,212 @@
+"""The activation store: what one stage keeps of a micro-batch between its forward and its backward, how it leaves and comes back.
+
+`Activation.capture` takes every tensor that autograd saves, as blocks: one a storage, views kept as metadata. The blocks are the only
+owners, so that dropping one frees its memory; a weak reference shows whether it did, and that is also how held bytes are counted.
+Parameters, buffers and the batch itself are not captured: they stay anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from optpipe_runtime.pool import HostPool, Link, Ticket
+
+SMALLEST = 4096  # bytes; below it a copy of its own costs more than it brings, such a block stays
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class OffloadedError(RuntimeError):
+    """A saved tensor was used while it is on the host: the program lacks its reload."""
+
+
+class Memory:
+    """A storage seen from afar: whether it still takes memory."""
+
+    __slots__ = ("_ref", "nbytes")
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.nbytes = storage.nbytes()
+        self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody holds it."""
+        return not self._ref.expired()  # type: ignore[no-untyped-call]
+
+
+class Block:
+    """One captured storage; None while it is away. `memory` is the last one that was allocated for it."""
+
+    __slots__ = ("device", "memory", "nbytes", "storage")
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.nbytes, self.device = storage.nbytes(), storage.device
+        self.storage: UntypedStorage | None = storage
+        self.memory = Memory(storage)
+
+    def view(self) -> Tensor:
+        """All bytes."""
+        assert self.storage is not None
+        return _tensor(self.storage, torch.uint8, self.device, 0, (self.nbytes,), (1,))
+
+
+class Saved:
+    """A tensor that autograd saved: a view of a block."""
+
+    __slots__ = ("block", "dtype", "offset", "shape", "stride")
+
+    def __init__(self, block: Block, tensor: Tensor) -> None:
+        self.block, self.dtype = block, tensor.dtype
+        self.offset, self.shape, self.stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        if self.block.storage is None:
+            raise OffloadedError(f"a saved tensor of shape {list(self.shape)} was used while it is offloaded")
+        return _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
+
+
+def _tensor(
+    storage: UntypedStorage, dtype: torch.dtype, device: torch.device, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+
+
+def _unpack(saved: Saved | Tensor) -> Tensor:
+    return saved.tensor() if isinstance(saved, Saved) else saved
+
+
+class Parcel:
+    """The blocks of one part, on their way: the host slot, and the copy under way."""
+
+    def __init__(self, blocks: list[Block], slot: Tensor) -> None:
+        self.blocks, self.slot = blocks, slot
+        self.tickets: list[Ticket] = []
+        self.returning: list[UntypedStorage] = []
+
+    def pieces(self) -> Iterable[tuple[Block, Tensor]]:
+        """Each block with its piece of the slot."""
+        offset = 0
+        for block in self.blocks:
+            yield block, self.slot[offset : offset + block.nbytes]
+            offset += block.nbytes
+
+    def wait(self) -> None:
+        for ticket in self.tickets:
+            ticket.wait()
+        self.tickets.clear()
+
+
+class Activation:
+    """What a stage keeps of a micro-batch. `excluded`: keys of storages not to capture; `stuck`: numbers of blocks that others hold."""
+
+    def __init__(self, device: torch.device, excluded: frozenset[int], stuck: frozenset[int] = frozenset()) -> None:
+        self._device, self._excluded, self._stuck = device, excluded, stuck
+        self._blocks: dict[int, Block] = {}
+        self._parcels: dict[int, Parcel] = {}
+
+    # F, C
+
+    def capture(self) -> AbstractContextManager[Any]:
+        """A context in which everything that autograd saves goes into this store."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Saved | Tensor:
+        block = self.keep(tensor)
+        return tensor if block is None else Saved(block, tensor)
+
+    def keep(self, tensor: Tensor) -> Block | None:
+        """Holds a tensor's storage; None where it is not ours to hold."""
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.device == self._device
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._excluded or storage.nbytes() == 0:
+            return None
+        if key not in self._blocks:
+            self._blocks[key] = Block(storage)
+        return self._blocks[key]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is one of these blocks."""
+        return storage_key(tensor) in self._blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held now."""
+        return sum(block.nbytes for block in self._blocks.values() if block.memory.alive)
+
+    # O, D, R
+
+    def parts(self, n: int) -> list[list[Block]]:
+        """The blocks that can leave, in `n` groups of about equal bytes."""
+        blocks = list(self._blocks.values())
+        return [[blocks[i] for i in group] for group in balance(self.sizes(), n)]
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each block that can leave, 0 for one that stays."""
+        return tuple(0 if i in self._stuck or b.nbytes < SMALLEST else b.nbytes for i, b in enumerate(self._blocks.values()))
+
+    def offload(self, part: int, parts: int, link: Link, pool: HostPool) -> None:
+        """O: starts to copy a part to the host."""
+        blocks = self.parts(parts)[part]
+        parcel = Parcel(blocks, pool.take(sum(block.nbytes for block in blocks)))
+        parcel.tickets = [link.down.copy(piece, block.view()) for block, piece in parcel.pieces()]
+        self._parcels[part] = parcel
+
+    def drop(self, part: int) -> None:
+        """D: waits for the copy and lets the device memory go."""
+        parcel = self._parcels[part]
+        parcel.wait()
+        for block in parcel.blocks:
+            block.storage = None
+
+    def reload(self, part: int, link: Link) -> None:
+        """R: allocates here and starts to copy back; `restore` waits for it."""
+        parcel = self._parcels[part]
+        for block, piece in parcel.pieces():
+            home = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device)
+            parcel.returning.append(home.untyped_storage())
+            block.memory = Memory(home.untyped_storage())
+            parcel.tickets.append(link.up.copy(home, piece))
+
+    def restore(self, pool: HostPool) -> None:
+        """Before the backward: waits for the reloads and gives the host slots back."""
+        for parcel in self._parcels.values():
+            parcel.wait()
+            for block, storage in zip(parcel.blocks, parcel.returning, strict=False):  # nothing returns where the reload is missing
+                block.storage = storage
+            pool.give(parcel.slot)
+        self._parcels.clear()
+
+    def stuck(self) -> frozenset[int]:
+        """Right after a drop: the numbers of the blocks whose memory somebody else holds, so that dropping them freed nothing."""
+        return frozenset(i for i, block in enumerate(self._blocks.values()) if block.storage is None and block.memory.alive)
+
+    def release(self) -> None:
+        """As the backward begins: from here on the graph alone owns the blocks and frees them as it goes."""
+        self._blocks.clear()
+
+
+@lru_cache(maxsize=256)
+def balance(sizes: tuple[int, ...], n: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the non-zero sizes in `n` groups: the largest first, each to the group with the least so far."""
+    groups: list[list[int]] = [[] for _ in range(n)]
+    filled = [0] * n
+    for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
+        g = filled.index(min(filled))
+        groups[g].append(i)
+        filled[g] += sizes[i]
+    return tuple(tuple(sorted(group)) for group in groups)

@@ -1,0 +1,121 @@
+"""A small transformer in stages, the plain run that every schedule must equal, and what the ranks do in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline, StepReport
+
+WIDTH, LENGTH, WORDS = 32, 16, 40
+Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(mixed))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return result
+
+
+def make_stages(count: int, dropout: float = 0.0) -> list[nn.Module]:
+    """The same model on every rank: embedding in the first stage, head in the last, a block in each."""
+    torch.manual_seed(3)
+    stages = [[Block(dropout)] for _ in range(count)]
+    first = [nn.Embedding(WORDS, WIDTH)]
+    head = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)]
+    return [nn.Sequential(*(first if s == 0 else []), *blocks, *(head if s == count - 1 else [])) for s, blocks in enumerate(stages)]
+
+
+def batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(WORDS, (2 * microbatches, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def problem(placement: Sequence[int], microbatches: int, **stage: Any) -> Problem:
+    """Costs that only order the messages; offload and recompute are possible."""
+    costs = {
+        "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 100, "weight_grad_bytes": 100,
+        "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 90, "recompute_ms": 1.0, "checkpoint_bytes": 10,
+    } | stage  # fmt: skip
+    return Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": 0.1,
+            "devices": [{"memory_bytes": 10**9}] * (max(placement) + 1),
+            "stages": [{"device": rank} | costs for rank in placement],
+        }
+    )
+
+
+def numbers(modules: dict[int, nn.Module]) -> Gradients:
+    """Every gradient by its name in the whole model."""
+    return {
+        f"{s}.{name}": p.grad.numpy().copy() for s, module in modules.items() for name, p in module.named_parameters() if p.grad is not None
+    }
+
+
+def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
+    """One process, plain autograd, one micro-batch after the other: losses and gradients by step, with an SGD step after each."""
+    torch.set_num_threads(1)
+    modules = make_stages(stages)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+    losses: list[list[float]] = []
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, microbatches)
+        losses.append([])
+        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            for module in modules:
+                x = module(x)
+            loss = loss_fn(x, y)
+            torch.autograd.backward(loss / microbatches)
+            losses[-1].append(loss.item())
+        gradients.append(numbers(dict(enumerate(modules))))
+        optimizer.step()
+    return losses, gradients
+
+
+def own_stages(placement: Sequence[int], dropout: float = 0.0) -> dict[int, nn.Module]:
+    rank = torch.distributed.get_rank()
+    return {s: module for s, module in enumerate(make_stages(len(placement), dropout)) if placement[s] == rank}
+
+
+def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list[StepReport], list[Gradients]]:
+    """One step with each schedule, swapped between the steps."""
+    microbatches = schedules[0].problem.microbatches
+    modules = own_stages(placement)
+    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    reports, gradients = [], []
+    with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
+        for step, schedule in enumerate(schedules):
+            pipe.load(schedule)
+            optimizer.zero_grad()
+            reports.append(pipe.step(*batch(step, microbatches), trace=True))
+            gradients.append(numbers(modules))
+            optimizer.step()
+    return reports, gradients

@@ -1,0 +1,72 @@
+"""Rank processes over gloo on loopback: each runs the functions it is sent and answers with their results."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from pathlib import Path
+from typing import Any
+
+
+def serve(connection: Connection, rank: int, world: int, store: str) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    while (request := connection.recv()) is not None:
+        function, arguments = request
+        try:
+            connection.send((True, function(**arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for it."""
+
+    def __init__(self, context: SpawnContext, world: int, folder: Path) -> None:
+        self._context, self._world, self._folder, self._starts = context, world, folder, 0
+        self._start()
+
+    def _start(self) -> None:
+        self._starts += 1
+        store = str(self._folder / f"store{self._starts}")
+        self._processes, self._connections = [], []
+        for rank in range(self._world):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=serve, args=(theirs, rank, self._world, store), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def __call__(self, function: Callable[..., Any], timeout: float = 60, **arguments: Any) -> list[Any]:
+        for connection in self._connections:
+            connection.send((function, arguments))
+        answers = [connection.recv() if connection.poll(timeout) else (False, "no answer in time") for connection in self._connections]
+        failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        if failed:
+            self._end()
+            self._start()
+            raise AssertionError("\n".join(failed))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.send(None)
+        for process in self._processes:
+            process.join(20)
+        self._end()
+
+    def _end(self) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            connection.close()
