@@ -65,6 +65,12 @@ def used_routes(problem: Problem) -> list[tuple[int, ...]]:
     return [problem.all_routes[r] for r in sorted(set(problem.costs.route.tolist()))]
 
 
+def part_bytes(stage: Stage) -> list[int]:
+    """(offload_parts,) the bytes of each part."""
+    total, n = stage.offload_bytes or 0, stage.offload_parts
+    return [total * (p + 1) // n - total * p // n for p in range(n)]
+
+
 def _least(problem: Problem, device: int, route: tuple[int, ...], host: bool) -> int:
     stages = [problem.stages[s] for s in route if problem.stages[s].device == device]
     states, complete = _search(stages, problem.devices[device].host_memory_bytes if host else None, None)
@@ -106,7 +112,7 @@ def _options(stage: Stage, all_parts: bool) -> Iterator[tuple[Relief, int, int, 
     if stage.can_offload:
         total, n = stage.offload_bytes or 0, stage.offload_parts
         each = (stage.offload_ms or 0.0) / n + (stage.reload_ms or 0.0) / n
-        size = [total * (p + 1) // n - total * p // n for p in range(n)]
+        size = part_bytes(stage)
         larger = [p for p in range(n) if size[p] > total // n]  # parts differ by a byte where n does not divide the total
         smaller = [p for p in range(n) if size[p] == total // n]
         for count in (n,) if all_parts else range(1, n + 1):

@@ -1,0 +1,35 @@
+"""Heuristics: schedules in milliseconds, for every problem. `GENERATORS` by name; `improving` where there is time for better ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from optpipe.child import Objective
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_solver.heuristics.generators import STREAMS
+from optpipe_solver.heuristics.search import value
+
+__all__ = ["GENERATORS", "generate", "improving", "value"]
+
+ENOUGH = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
+
+
+def improving(method: str, problem: Problem, objective: Objective = "makespan") -> Iterator[Schedule]:
+    """Better and better schedules of one heuristic; whoever iterates decides when to stop."""
+    best = float("inf")
+    for schedule in STREAMS[method](problem, objective):
+        if value(schedule, objective) < best:
+            best = value(schedule, objective)
+            yield schedule
+
+
+def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
+    """A heuristic's best schedule with little effort. Those of gpipe and 1f1b may need more memory than there is; `certify` tells."""
+    tries = max(1, ENOUGH // (3 * len(problem.stages) * problem.microbatches))
+    found = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
+    return min(found, key=lambda schedule: value(schedule, objective))
+
+
+GENERATORS: dict[str, Callable[[Problem], Schedule]] = {name: partial(generate, name) for name in STREAMS}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from optpipe.ops import Kind
+from optpipe_solver.floor import part_bytes
 
 if TYPE_CHECKING:
     from optpipe_solver.heuristics.listing import Listing
@@ -45,14 +46,7 @@ class Links:
         self._to_come: list[dict[int, deque[int]]] = [{} for _ in devices]  # micro-batches by stage, as they went
         self._to_drop: list[list[tuple[Key, int]]] = [[] for _ in devices]
         self._look = [float("inf")] * len(self._sharers)  # when each link will look again
-        stages = problem.stages
-        self._bytes = [
-            [
-                (s.offload_bytes or 0) * (p + 1) // s.offload_parts - (s.offload_bytes or 0) * p // s.offload_parts
-                for p in range(s.offload_parts)
-            ]
-            for s in stages
-        ]
+        self._bytes = [part_bytes(stage) for stage in problem.stages]
 
     def leave(self, stage: int, j: int, parts: tuple[int, ...]) -> None:
         """A forward has ended: these parts of its activation may go."""
@@ -119,7 +113,7 @@ class Links:
                 queue.popleft()
             if queue:
                 yield stage, queue[0]
-        for j, stage in self._at.backwards[d]:
+        for _, j, stage in self._at.backwards[d]:
             if (stage, j) in self._away and self._to_come[d][stage] and self._to_come[d][stage][0] != j:
                 yield stage, j
 

@@ -7,6 +7,7 @@ Every heuristic is a `Policy` for it. Memory is counted by the program's rule (`
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from itertools import accumulate, pairwise
 
@@ -56,13 +57,15 @@ class Listing:
         self.held = [0] * devices  # bytes by the program's rule, the running op's included
         self.busy = [False] * devices
         self.forwards: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(devices)]  # by stage: turn and micro-batch
-        self.backwards: list[list[tuple[int, int]]] = [[] for _ in range(devices)]  # gradients that have arrived: micro-batch, stage
+        self.backwards: list[list[tuple[int, int, int]]] = [
+            [] for _ in range(devices)
+        ]  # gradients that have arrived: turn, micro-batch, stage
         self.weights: list[deque[tuple[int, int]]] = [deque() for _ in range(devices)]
         self.coming: list[list[float]] = [[] for _ in range(devices)]  # when the next gradients arrive
         self.in_flight = [0] * len(problem.stages)
         self.turn = [m + j for j in range(m)]
         self.admitted = 0
-        self.forwards_left = [sum(d in (self.device[s] for s in route) for route in self.route) for d in range(devices)]
+        self.forwards_left = [sum(self.device[s] == d for route in self.route for s in route) for d in range(devices)]
         self.begun = [0.0] * m  # when a micro-batch would have begun, had it run at full speed to where it is
         self.relief: dict[tuple[int, int], Relief] = {}  # of activations between forward and backward
         self.links = Links(self)
@@ -74,11 +77,8 @@ class Listing:
     def _ahead(self, route: tuple[int, ...]) -> list[float]:
         """At full speed, how long after a micro-batch's begin each forward starts, and then each backward, in order."""
         hop = [self.problem.p2p_ms if self.device[a] != self.device[b] else 0.0 for a, b in pairwise(route)]
-        forward = [self.ms[F][s] for s in route]
-        backward = [self.ms[B][s] for s in reversed(route)]
-        steps = [t + h for t, h in zip(forward, [*hop, 0.0], strict=True)] + [
-            t + h for t, h in zip(backward, [*hop[::-1], 0.0], strict=True)
-        ]
+        steps = [self.ms[F][s] + h for s, h in zip(route, [*hop, 0.0], strict=True)]
+        steps += [self.ms[B][s] + h for s, h in zip(reversed(route), [*reversed(hop), 0.0], strict=True)]
         return list(accumulate(steps, initial=0.0))
 
     def run(self) -> None:
@@ -123,8 +123,8 @@ class Listing:
         elif code == ARRIVAL + F:
             heapq.heappush(self.forwards[d].setdefault(stage, []), (self.turn[j], j))
         elif code == ARRIVAL + B:
-            self.backwards[d].append((j, stage))
-            self.coming[d].remove(min(self.coming[d]))
+            insort(self.backwards[d], (self.turn[j], j, stage))
+            heapq.heappop(self.coming[d])
         elif code in (O, R):
             self.links.ended(code, stage, j, part)
         else:
@@ -153,12 +153,13 @@ class Listing:
         """Starts the best op, if the device is idle."""
         if self.busy[d]:
             return
-        steps = (self._start_forward, self._start_backward) if self.policy.forward_first else (self._start_backward, self._start_forward)
-        if any(step(d) for step in steps) or not self.weights[d]:
+        if not (self.policy.flush and self.forwards_left[d]) and self._start_backward(d):
+            return
+        if self._start_forward(d) or not self.weights[d]:
             return
         stage, j = self.weights[d][0]
         patience = self.policy.patience * self.ms[W][stage]
-        if not (self.coming[d] and min(self.coming[d]) - self.now < patience):
+        if not (self.coming[d] and self.coming[d][0] - self.now < patience):
             self.weights[d].popleft()
             self._start(W, stage, j, 0)
 
@@ -182,23 +183,22 @@ class Listing:
             arrives = end + (self.problem.p2p_ms if there != d else 0.0)
             self.at(arrives, ARRIVAL + code, following, j)
             if code == B:
-                self.coming[there].append(arrives)
+                heapq.heappush(self.coming[there], arrives)
 
     def _start_backward(self, d: int) -> bool:
         """The oldest backward whose activation is there; else the oldest recompute that one waits for."""
-        waiting = sorted(self.backwards[d], key=lambda item: self.turn[item[0]])
-        for j, stage in waiting:
+        for n, (_, j, stage) in enumerate(self.backwards[d]):
             if self.relief[stage, j].recompute or not self.links.resident(stage, j):
                 continue
             grows = max(0, self.kept[stage] - self.activation[stage])
             kind = B if self.policy.split and self.held[d] + grows <= self.memory[d] else BW
-            self.backwards[d].remove((j, stage))
+            del self.backwards[d][n]
             del self.relief[stage, j]
             self.links.forget(stage, j)
             self.in_flight[stage] -= 1
             self._start(kind, stage, j, grows if kind == B else 0)
             return True
-        for j, stage in waiting:
+        for _, j, stage in self.backwards[d]:
             regained = self.activation[stage] - settled(self.problem, stage, self.relief[stage, j])[0]
             if not self.relief[stage, j].recompute or self.held[d] + regained > self.memory[d]:
                 continue

@@ -15,7 +15,7 @@ class Policy:
     in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
     admitted: int | None = None  # most micro-batches under way at all
     split: bool = True  # B and W, or both fused
-    forward_first: bool = False
+    flush: bool = False  # a device's backwards begin when its forwards are done; only where memory does not limit
     limited: bool = True  # by memory
     offload: Sequence[float] | None = None  # share of the micro-batches whose activation leaves, where there is time for it
     recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again

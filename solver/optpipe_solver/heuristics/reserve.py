@@ -8,7 +8,7 @@ offloads drain and its weight gradient runs without asking anyone.
 from __future__ import annotations
 
 from optpipe.problem import Problem
-from optpipe_solver.floor import Relief
+from optpipe_solver.floor import Relief, part_bytes
 
 
 class Reserve:
@@ -17,11 +17,11 @@ class Reserve:
     def __init__(self, problem: Problem, limit: list[int], host_limit: list[int], base: list[dict[int, Relief]]) -> None:
         devices, m = len(problem.devices), problem.microbatches
         self._limit, self._host_limit = limit, host_limit
-        self._route = problem.costs.route.tolist()
-        self._activation = [stage.activation_bytes for stage in problem.stages]
+        self._route: list[int] = problem.costs.route.tolist()
+        self._activation: list[int] = [stage.activation_bytes for stage in problem.stages]
         self._device = [stage.device for stage in problem.stages]
         self._own = [[[s for s in route if self._device[s] == d] for d in range(devices)] for route in problem.all_routes]
-        self._residual = [{s: settled(problem, s, relief)[0] for s, relief in reliefs.items()} for reliefs in base]
+        self._residual: list[dict[int, int]] = [{s: settled(problem, s, relief)[0] for s, relief in reliefs.items()} for reliefs in base]
         self._host_need = [{s: settled(problem, s, relief)[1] for s, relief in reliefs.items()} for reliefs in base]
         self._to_go = [[len(own) for own in self._own[r]] for r in self._route]  # (m, D) backwards
         self._holds = [[0] * m for _ in range(devices)]
@@ -93,10 +93,10 @@ class Reserve:
         own = self._own[r][d][: self._to_go[i][d]]
         if len(own) == 1:
             return self._activation[own[0]]
-        peak = before = 0
+        peak, before = 0, 0
         for s in own:
             peak = max(peak, before + self._activation[s])
-            before += self._of[s, i][0] if (s, i) in self._of else self._residual[r][s]
+            before += self._of.get((s, i), (self._residual[r][s], 0))[0]
         return peak
 
     def _host_safe(self, d: int, newest: int) -> bool:
@@ -117,6 +117,6 @@ def settled(problem: Problem, stage: int, relief: Relief) -> tuple[int, int]:
     cost = problem.stages[stage]
     if relief.recompute:
         return cost.checkpoint_bytes or 0, 0
-    total, n = cost.offload_bytes or 0, cost.offload_parts
-    away = sum(total * (p + 1) // n - total * p // n for p in relief.parts)
+    size = part_bytes(cost)
+    away = sum(size[p] for p in relief.parts)
     return cost.activation_bytes - away, away

@@ -1,0 +1,99 @@
+"""The papers' schedules as policies of list scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+
+from optpipe.child import Objective
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_solver.heuristics.listing import listed
+from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.search import descend
+
+Shares = tuple[float, ...]
+
+
+def naive(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+    """One micro-batch at a time, with offload or recompute only where memory demands it: it fits wherever any schedule does."""
+    yield listed(problem, Policy(admitted=1, split=False), "naive")
+
+
+def gpipe(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+    """GPipe (Huang et al. 2019): all forwards, then all backwards. It does not ask whether memory suffices."""
+    yield listed(problem, Policy(flush=True, split=False, limited=False), "gpipe")
+
+
+def one_f_one_b(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+    """1F1B (PipeDream-Flush, Narayanan et al. 2021): a stage with p - s stages from it to the end starts p - s forwards, then one for each
+    backward. Where a device runs several stages each keeps its own count. It does not ask whether memory suffices."""
+    yield listed(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, limited=False), "1f1b")
+
+
+def zero_bubble(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+    """Zero bubble (Qi et al. 2024): backwards are split, input gradients come first, weight gradients fill what is idle."""
+    aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0)}
+    yield from descend(problem, objective, [Policy()], aspects, "zb")
+
+
+def ada_offload(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+    """AdaOffload (OptPipe, Algorithm 1): forwards as dense as memory and transfers allow, before the first backward and beyond what it
+    would wait for; then an offload after each forward and a reload before its backward, as in PipeOffload (Wan et al. 2025).
+
+    The tolerance T of the paper, which says how far forwards may delay the first backward, is the limit of what is in flight here. That,
+    the share of activations that leave or are computed again, and how early a reload starts are searched by simulation.
+    """
+    can_offload, can_recompute = problem.costs.can_offload.tolist(), problem.costs.can_recompute.tolist()
+    offloads, recomputes = _shares(problem, can_offload), _shares(problem, can_recompute)
+    starts = [Policy(offload=offloads[0], patience=0.5)] if any(can_offload) else []
+    if any(can_recompute):
+        starts += [Policy(recompute=recomputes[0], patience=0.5), Policy(recompute=recomputes[1], patience=0.5)]
+    aspects = {
+        "offload": (None, *offloads) if any(can_offload) else (),
+        "recompute": (None, *recomputes) if any(can_recompute) else (),
+        "in_flight": _limits(problem),
+        "patience": (0.0, 0.5, 1.0),
+        "eager": (1.0, 1.5, 2.5),
+    }
+    yield from descend(problem, objective, starts or [Policy()], aspects, "adaoffload")
+
+
+STREAMS: dict[str, Callable[[Problem, Objective], Iterator[Schedule]]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb": zero_bubble,
+    "adaoffload": ada_offload,
+}
+
+
+def _depths(problem: Problem) -> list[tuple[int, int]]:
+    """(S,) of each stage how many stages remain on its route, itself included, and how long that route is; where there are several, of
+    the one that takes longest from there."""
+    found = [(0, 1)] * len(problem.stages)
+    for route in problem.all_routes:
+        for k, s in enumerate(route):
+            found[s] = max(found[s], (len(route) - k, len(route)))
+    return found
+
+
+def _to_the_end(problem: Problem, factor: float, more: int) -> tuple[int, ...]:
+    return tuple(max(1, ceil(factor * remain + more)) for remain, _ in _depths(problem))
+
+
+def _limits(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
+    """How many micro-batches may be in flight at each stage."""
+    return (None, *(_to_the_end(problem, factor, more) for factor, more in ((1, 0), (1, 1), (1.5, 0), (2, -1), (0.75, 0), (0.75, 1))))
+
+
+def _shares(problem: Problem, can: list[bool]) -> tuple[Shares, ...]:
+    """Which share of a stage's activations leaves: all, all but the last stage's, fewer from stage to stage, or alike."""
+    depths = _depths(problem)
+    shapes = (
+        [1.0 for _ in depths],
+        [float(remain > 1) for remain, _ in depths],
+        [remain / length for remain, length in depths],
+        *([share] * len(depths) for share in (2 / 3, 1 / 2, 1 / 3)),
+    )
+    return tuple(tuple(share * possible for share, possible in zip(shape, can, strict=True)) for shape in shapes)
