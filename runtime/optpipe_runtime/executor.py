@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,8 +13,7 @@ from optpipe.errors import InputError
 from optpipe.ops import Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Action, Message, Plan
-from optpipe_runtime.mail import Mail
-from optpipe_runtime.pool import HostPool
+from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import Spec, StageRunner, Tensors
 
 
@@ -48,13 +47,10 @@ class StepReport:
 class Executor:
     """Holds this rank's stages, mail and host pool, and runs plans on them."""
 
-    def __init__(
-        self, stages: Mapping[int, StageRunner], stage_count: int, microbatches: int, device: torch.device, mail: Mail, pool: HostPool
-    ) -> None:
-        self._stages, self._last = stages, stage_count - 1
-        self._microbatches, self._device = microbatches, device
-        self._mail, self._pool = mail, pool
-        self._clock = Clock(device)
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self._stages, self._device = rank, rank.stages, rank.device
+        self._mail, self._pool = rank.mail, rank.pool
+        self._clock = Clock(rank.device)
 
     @property
     def idle(self) -> bool:
@@ -66,9 +62,9 @@ class Executor:
 
         `inputs` are needed on the rank of the first stage, `targets` on that of the last: a tensor or a tuple of tensors, the whole batch.
         """
-        batch, answers = self._cut(inputs, 0, "inputs"), self._cut(targets, self._last, "targets")
+        batch, answers = self._cut(inputs, 0, "inputs"), self._cut(targets, self._rank.last, "targets")
         for s, stage in self._stages.items():
-            staying = [*(batch[0] if s == 0 else ()), *(answers[0] if s == self._last else ())]
+            staying = [*(batch[0] if s == 0 else ()), *(answers[0] if s == self._rank.last else ())]
             stage.start_step(staying, plan.problem.stages[s].offload_parts)
         self._mail.start_step()
         self._pool.start_step()
@@ -87,7 +83,7 @@ class Executor:
         self._clock.settle()
         assert self.idle, "a step leaves nothing behind"
         return StepReport(
-            losses=[float(step.losses[j]) for j in range(self._microbatches)] if step.losses else None,
+            losses=[float(step.losses[j]) for j in range(self._rank.microbatches)] if step.losses else None,
             step_ms=self._clock.ms(begun, ended),
             peak_activation_bytes=step.peak_bytes,
             host_peak_bytes=self._pool.peak_bytes,
@@ -105,9 +101,9 @@ class Executor:
         start = self._clock.mark()
         match kind:
             case Kind.F:
-                target = step.answers[j] if s == self._last else ()
+                target = step.answers[j] if s == self._rank.last else ()
                 made = stage.forward(j, received, target, recompute=(s, j) in step.plan.recomputed)
-                if s == self._last:
+                if s == self._rank.last:
                     step.losses[j] = made[0]
             case Kind.C:
                 stage.recompute(j)
@@ -137,7 +133,7 @@ class Executor:
 
     def _cut(self, value: Any, stage: int, what: str) -> list[Tensors]:
         """The batch in micro-batches, where this rank has the stage that needs it."""
-        return cut(value, self._microbatches, what) if stage in self._stages else []
+        return cut(value, self._rank.microbatches, what) if stage in self._stages else []
 
 
 class _Step:

@@ -35,7 +35,9 @@ from optpipe_runtime.executor import Executor, StepReport, cut
 from optpipe_runtime.lowering import Plan, prepare
 from optpipe_runtime.mail import Mail
 from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.stage import LossFn, Spec, StageRunner
+from optpipe_runtime.profiler import profile
+from optpipe_runtime.rank import Rank
+from optpipe_runtime.stage import LossFn, Spec, StageRunner, Tensors
 
 
 class Pipeline:
@@ -59,26 +61,31 @@ class Pipeline:
     ) -> None:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
-        self.rank = dist.get_rank()
-        _require_sound(stages, placement, microbatches, self.rank, dist.get_world_size())
-        self.placement, self.microbatches, self.full_duplex = tuple(placement), microbatches, full_duplex
-        self.device = _device(stages)
+        number, device = dist.get_rank(), _device(stages)
+        _require_sound(stages, placement, microbatches, number, dist.get_world_size())
+        last = len(placement) - 1
+        link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
+        self._rank = Rank(
+            number=number,
+            placement=tuple(placement),
+            microbatches=microbatches,
+            device=device,
+            stages={
+                s: StageRunner(s, module, device, link, pool, (loss_fn, 1 / microbatches) if s == last else None)
+                for s, module in sorted(stages.items())
+            },
+            council=Council(),
+            mail=Mail(number, placement, device),
+            pool=pool,
+            link=link,
+            full_duplex=full_duplex,
+        )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
-        self.version = 0
+        self.version = 0  # how many schedules have been swapped in
         self._plan: Plan | None = None
         self._learned = False
-
-        last = len(placement) - 1
-        self._link = Link(self.device, full_duplex)
-        self._pool = HostPool(self.device, host_memory_bytes)
-        self._stages = {
-            s: StageRunner(s, module, self.device, self._link, self._pool, (loss_fn, 1 / microbatches) if s == last else None)
-            for s, module in sorted(stages.items())
-        }
-        self._council = Council()
-        self._mail = Mail(self.rank, self.placement, self.device)
-        self._executor = Executor(self._stages, len(placement), microbatches, self.device, self._mail, self._pool)
-        self._offers = Offers(self._council, self.prepare)
+        self._executor = Executor(self._rank)
+        self._offers = Offers(self._rank.council, self.prepare)
 
     # Training
 
@@ -112,65 +119,89 @@ class Pipeline:
         """Collective: rank 0's schedule, prepared and swapped in on every rank, or on none: then `ScheduleError` says what is wrong."""
         plan, complaint = None, None
         try:
-            plan = self.prepare(self._council.share(schedule))
+            plan = self.prepare(self._rank.council.share(schedule))
         except OptPipeError as error:
             complaint = str(error)
-        if not self._council.agree(plan):
-            reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._council.gather(complaint)) if reason]
+        if not self._rank.council.agree(plan):
+            reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._rank.council.gather(complaint)) if reason]
             raise ScheduleError(reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently")
         assert plan is not None
         self.swap(plan)
 
     def offer(self, schedule: Schedule) -> None:
         """Rank 0, any thread: proposes a schedule for one of the next steps, without waiting."""
-        if self.rank != 0:
-            raise InputError(f"offer was called on rank {self.rank}: schedules are offered on rank 0")
+        if self._rank.number != 0:
+            raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
         self._offers.offer(schedule)
 
     def prepare(self, schedule: Schedule) -> Plan:
         """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread; raises `ScheduleError`."""
-        return prepare(schedule, self.rank, self.placement, self.microbatches, self.problem)
+        return prepare(schedule, self._rank.number, self._rank.placement, self._rank.microbatches, self.problem)
 
     def swap(self, plan: Plan) -> None:
         """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
         if not self._executor.idle:
             raise OptPipeError("a schedule can be swapped only between two steps")
         for (s, part), count in plan.on_host.items():
-            self._pool.reserve(self._stages[s].part_bytes(plan.problem.stages[s].offload_parts)[part], count)
+            self._rank.pool.reserve(self._rank.stages[s].part_bytes(plan.problem.stages[s].offload_parts)[part], count)
         self._plan = plan
         self.version += 1
 
+    # Profile
+
+    def profile(
+        self, inputs: Any = None, targets: Any = None, memory_bytes: int | None = None, offload_parts: int = 1, repeats: int = 7
+    ) -> Problem:
+        """Collective: measures every stage and link, and returns the same problem on every rank; from now on schedules must fit it.
+
+        `inputs` and `targets` as for `step`. `memory_bytes` is this rank's activation budget: what it may hold of saved tensors, beside
+        weights, gradients, optimizer state and workspace; on CUDA by default what is free now, so take one optimizer step before. With
+        `offload_parts` an activation leaves in that many parts. Parameters, gradients, buffers and random numbers stay as they are.
+        """
+        if not self._executor.idle:
+            raise OptPipeError("a pipeline is profiled only between two steps")
+        if repeats < 1 or offload_parts < 1:
+            raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
+        self._learn(inputs, targets)
+        rank = self._rank
+        samples = self._sample(inputs, 0, "inputs"), self._sample(targets, rank.last, "targets")
+        self.problem = profile(rank, *samples, memory_bytes, offload_parts, repeats)
+        return self.problem
+
     # Inside
+
+    def _sample(self, value: Any, stage: int, what: str) -> Tensors:
+        """The first micro-batch, where this rank has the stage that needs it."""
+        return cut(value, self._rank.microbatches, what)[0] if stage in self._rank.stages else ()
 
     def _learn(self, inputs: Any, targets: Any) -> None:
         """Collective, once: runs each stage's forward, first to last, to learn the shapes of what passes between them."""
         if self._learned:
             return
         specs: Any = None
-        for s, owner in enumerate(self.placement):
-            if owner == self.rank:
+        for s, owner in enumerate(self._rank.placement):
+            if owner == self._rank.number:
                 try:
                     specs = self._learn_stage(s, specs, inputs, targets)
                 except InputError as error:
                     specs = error  # told to all, so that none waits for ever
-            specs = self._council.tell(specs, owner)
+            specs = self._rank.council.tell(specs, owner)
             if isinstance(specs, InputError):
                 raise specs
         self._learned = True
 
     def _learn_stage(self, s: int, specs: tuple[Spec, ...], inputs: Any, targets: Any) -> tuple[Spec, ...]:
         if s == 0:
-            given = cut(inputs, self.microbatches, "inputs")[0]
+            given = self._sample(inputs, s, "inputs")
         else:
-            given = tuple(spec.zeros(self.device).requires_grad_(spec.requires_grad) for spec in specs)
-        target = cut(targets, self.microbatches, "targets")[0] if s == len(self.placement) - 1 else ()
-        return self._stages[s].learn(given, target)
+            given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
+        return self._rank.stages[s].learn(given, self._sample(targets, s, "targets") if s == self._rank.last else ())
 
     def close(self) -> None:
         """Ends the threads of this pipeline."""
         self._offers.close()
-        self._mail.close()
-        self._link.close()
+        self._rank.mail.close()
+        self._rank.link.close()
 
     def __enter__(self) -> Pipeline:
         return self

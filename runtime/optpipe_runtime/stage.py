@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ class StageRunner:
         self._running.pop(microbatch).queue.run()
 
     def _replay(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Callable[[], None]:
-        devices = [self.device] if self.device.type == "cuda" else []
+        devices = self._cuda_devices()
         cpu = torch.get_rng_state()
         on_device = [torch.cuda.get_rng_state(device) for device in devices]
 
@@ -179,16 +180,24 @@ class StageRunner:
         return as_tensors(result, f"what stage {self.index} returns")
 
     def learn(self, inputs: Tensors, target: Tensors) -> tuple[Spec, ...]:
-        """Runs one forward and forgets it: random numbers and buffers are as before. Returns the outputs' specs."""
+        """Runs one forward and forgets it. Returns the outputs' specs."""
         self.inputs = tuple(Spec.of(tensor) for tensor in inputs)
+        with self.undisturbed(), torch.enable_grad():
+            self.outputs = tuple(Spec.of(output) for output in self._outputs(inputs, target))
+        return self.outputs
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """What runs in here leaves buffers and random numbers as they were."""
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), torch.enable_grad():
-            outputs = self._outputs(inputs, target)
-        self.outputs = tuple(Spec.of(output) for output in outputs)
+        with torch.random.fork_rng(self._cuda_devices()):
+            yield
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        return self.outputs
+
+    def _cuda_devices(self) -> list[torch.device]:
+        return [self.device] if self.device.type == "cuda" else []
 
     # Transfers
 

@@ -184,12 +184,17 @@ class Activation:
 
     def restore(self, pool: HostPool) -> None:
         """Before the backward: waits for the reloads and gives the host slots back."""
+        self.wait()
         for parcel in self._parcels.values():
-            parcel.wait()
             for block, storage in zip(parcel.blocks, parcel.returning, strict=False):  # nothing returns where the reload is missing
                 block.storage = storage
             pool.give(parcel.slot)
         self._parcels.clear()
+
+    def wait(self) -> None:
+        """Waits for the copies under way."""
+        for parcel in self._parcels.values():
+            parcel.wait()
 
     def stuck(self) -> frozenset[int]:
         """Right after a drop: the numbers of the blocks whose memory somebody else holds, so that dropping them freed nothing."""

@@ -1,0 +1,197 @@
+"""`profile`: a `Problem` measured on the user's stages, with the split backward, the hooks and the copies that training uses.
+
+All ranks measure at the same time, as they will work; links between ranks are measured one after the other. Times are medians in ms, after
+warm-up. Bytes are counted by live storages: `activation_bytes` after F, `weight_grad_bytes` between B and W, `offload_bytes` what drops
+really freed. Parts need not be equal, the problem says they are: each counts as the smallest, so no rank holds more than certified.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optpipe.errors import InputError
+from optpipe.ops import Kind
+from optpipe.problem import Problem
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.lowering import Message
+from optpipe_runtime.rank import Rank
+from optpipe_runtime.stage import StageRunner, Tensors
+
+WARM_UP = 2
+
+
+def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | None, parts: int, repeats: int) -> Problem:
+    """Collective. `inputs` and `targets` are those of one micro-batch, on the ranks that need them. See `Pipeline.profile`."""
+    if memory_bytes is None:
+        memory_bytes = _budget(rank.device)
+    rank.council.least(0)  # start together
+    costs = {
+        s: _Measurement(stage, inputs if s == 0 else None, targets if s == rank.last else (), parts)(repeats)
+        for s, stage in rank.stages.items()
+    }
+    p2p_ms = max((_p2p_ms(rank, s, repeats) for s in range(rank.last)), default=0.0)
+    host = _host_budget(rank, costs)
+    device = {"memory_bytes": memory_bytes} | ({} if host is None else {"host_memory_bytes": host})
+    gathered = rank.council.gather((device, costs, p2p_ms))
+    return Problem.from_dict(
+        {
+            "microbatches": rank.microbatches,
+            "p2p_ms": max(ms for *_, ms in gathered),
+            "transfer_mode": "full_duplex" if rank.full_duplex else "half_duplex",
+            "devices": [device for device, *_ in gathered],
+            "stages": [{"device": owner} | gathered[owner][1][s] for s, owner in enumerate(rank.placement)],
+        },
+        "the measured problem",
+    )
+
+
+class _Measurement:
+    """One stage, run alone: F, then out and back, then B and W, again and again."""
+
+    def __init__(self, stage: StageRunner, inputs: Tensors | None, targets: Tensors, parts: int) -> None:
+        self._stage, self._parts, self._targets = stage, parts, targets
+        self._batch = (*(inputs or ()), *targets)
+        self._inputs, self._gradients = inputs, [spec for spec in stage.outputs if spec.requires_grad] if not targets else []
+        self._clock = Clock(stage.device)
+        self._times: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def __call__(self, repeats: int) -> dict[str, Any]:
+        """The stage's cost fields."""
+        with _as_before(self._stage):
+            self._learn_stuck()
+            sizes = [self._once() for _ in range(WARM_UP + repeats)][-1]
+        self._clock.settle()
+        ms = {name: _rounded([self._clock.ms(a, b) for a, b in marks[WARM_UP:]]) for name, marks in self._times.items()}
+        if not sizes["offload_bytes"]:
+            del sizes["offload_bytes"], ms["offload_ms"], ms["reload_ms"]
+        else:
+            sizes["offload_parts"] = self._parts
+        return ms | sizes
+
+    def _learn_stuck(self) -> None:
+        """Which saved tensors others hold, too (a table kept by the module, say): they never leave."""
+        stage = self._stage
+        stage.stuck = frozenset()
+        stage.start_step(self._batch, 1)
+        stage.forward(0, self._fresh_inputs(), self._targets)
+        stage.offload(0, 0)
+        stage.drop(0, 0)
+        stuck = stage.activation(0).stuck()
+        stage.reload(0, 0)
+        stage.backward(0, self._fresh_gradients(), split=False)
+        stage.stuck = stuck
+
+    def _once(self) -> dict[str, int]:
+        """One micro-batch, timed; returns the bytes it held."""
+        stage, parts = self._stage, range(self._parts)
+        stage.start_step(self._batch, self._parts)
+        inputs, gradients = [self._fresh_inputs()], self._fresh_gradients()
+        with self._timed("forward_ms"):
+            stage.forward(0, inputs.pop(), self._targets)
+        held = [stage.held_bytes(0)]
+        with self._timed("offload_ms"):
+            for part in parts:
+                stage.offload(0, part)
+            for part in parts:
+                stage.drop(0, part)
+                held.append(stage.held_bytes(0))
+        with self._timed("reload_ms"):
+            for part in parts:
+                stage.reload(0, part)
+            stage.activation(0).wait()
+        with self._timed("backward_input_ms"):
+            stage.backward(0, gradients, split=True)
+        kept = stage.held_bytes(0)
+        with self._timed("backward_weight_ms"):
+            stage.weight(0)
+        least = min(before - after for before, after in pairwise(held))
+        return {"activation_bytes": held[0], "weight_grad_bytes": kept, "offload_bytes": least * self._parts}
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = self._clock.mark()
+        yield
+        self._times[name].append((start, self._clock.mark()))
+
+    def _fresh_inputs(self) -> Tensors:
+        return self._inputs or tuple(_noise(spec.zeros(self._stage.device)) for spec in self._stage.inputs)
+
+    def _fresh_gradients(self) -> Tensors:
+        return tuple(_noise(spec.zeros(self._stage.device)) for spec in self._gradients)
+
+
+def _noise(tensor: Tensor) -> Tensor:
+    return tensor.normal_() if tensor.is_floating_point() else tensor
+
+
+def _rounded(times: list[float]) -> float:
+    return round(median(times), 4)
+
+
+@contextmanager
+def _as_before(stage: StageRunner) -> Iterator[None]:
+    """Gradients, buffers and random numbers are afterwards what they were."""
+    gradients = [(parameter, parameter.grad) for parameter in stage.module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    with stage.undisturbed():
+        yield
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def _p2p_ms(rank: Rank, s: int, repeats: int) -> float:
+    """Half of the time that what passes from stage s to the next takes there and back; 0 on ranks that have neither."""
+    here, there = rank.placement[s], rank.placement[s + 1]
+    rank.council.least(0)  # one link at a time
+    if here == there or rank.number not in (here, there):
+        return 0.0
+    sends, mail = rank.number == here, rank.mail
+    specs = rank.stages[s].outputs if sends else rank.stages[s + 1].inputs
+    other = there if sends else here
+    clock, marks = Clock(rank.device), []
+    for r in range(WARM_UP + repeats):
+        out, back = Message(Kind.F, s + 1, r), Message(Kind.B, s, r)
+        if sends:
+            mail.post(back, other, specs)
+            tensors = tuple(spec.zeros(rank.device) for spec in specs)
+            start = clock.mark()
+            mail.send(out, tensors, other, specs)
+            mail.take(back)
+            marks.append((start, clock.mark()))
+        else:
+            mail.post(out, other, specs)
+            mail.send(back, mail.take(out), other, specs)
+    mail.flush()
+    clock.settle()
+    return _rounded([clock.ms(a, b) / 2 for a, b in marks[WARM_UP:]]) if marks else 0.0
+
+
+def _budget(device: torch.device) -> int:
+    """What a GPU has left, less a tenth for workspace. Not measured."""
+    if device.type != "cuda":
+        raise InputError("memory_bytes is missing: how many bytes of activations may this rank hold?")
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(0.9 * (free + cached))
+
+
+def _host_budget(rank: Rank, costs: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The pool's limit in the problem's bytes: slots take more than `offload_bytes` where parts are uneven or pinned sizes rounded up."""
+    limit = rank.pool.limit
+    if limit is None:
+        return None
+    shares = [1.0]
+    for s, cost in costs.items():
+        if "offload_bytes" in cost:
+            taken = sum(rank.pool.size(nbytes) for nbytes in rank.stages[s].part_bytes(cost["offload_parts"]))
+            shares.append(cost["offload_bytes"] / taken)
+    return int(limit * min(shares))
