@@ -16,7 +16,6 @@ from optpipe_server.views import end_view, incumbent_view
 
 async def stream(store: Store, changes: Changes, job_id: str, after: int, ping_s: float) -> AsyncIterator[str]:
     """Every incumbent numbered above `after`, those that are there and those to come, until the job or the service ends."""
-    yield ": following\n\n"
     with changes.watching(job_id) as changed:
         while not changes.closing:
             changed.clear()
