@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline, StepReport
+from optpipe_runtime import Pipeline, StepReport, pipeline
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
@@ -144,3 +145,73 @@ def one_at_a_time(stage: int, microbatches: int, parts: int) -> list[str]:
     away = [[f"{stage}{kind}{j}.{k}" for kind in "ODR" for k in range(parts)] for j in range(microbatches)]
     first = [op for j in range(microbatches) for op in (f"{stage}F{j}", *away[j][: 2 * parts])]
     return first + [op for j in range(microbatches) for op in (*away[j][2 * parts :], f"{stage}B{j}", f"{stage}W{j}")]
+
+
+def train_with_offers(
+    placement: Sequence[int], first: Schedule, refused_by_one: Schedule, better: Schedule
+) -> tuple[list[int], list[Gradients], str]:
+    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while it trains."""
+    microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
+    modules = own_stages(placement)
+    versions, gradients, complaint = [], [], ""
+    real = pipeline.prepare
+
+    def picky(schedule: Schedule, *arguments: Any) -> Any:
+        if schedule.method == refused_by_one.method and rank == 1:
+            raise ScheduleError("not with me")
+        return real(schedule, *arguments)
+
+    pipeline.prepare = picky
+    try:
+        with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
+            pipe.load(first)
+            try:
+                pipe.load(refused_by_one)
+            except ScheduleError as error:
+                complaint = str(error)
+            offers = {0: refused_by_one, 8: better}
+            for step in range(60):
+                if rank == 0 and step in offers:
+                    pipe.offer(offers[step])
+                for module in modules.values():
+                    module.zero_grad()
+                versions.append(pipe.step(*batch(0, microbatches)).version)
+                gradients.append(numbers(modules))
+                if versions[-1] > 1:
+                    break
+            assert pipe.schedule is not None
+            assert pipe.schedule.method == better.method
+    finally:
+        pipeline.prepare = real
+    return versions, gradients, complaint
+
+
+def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
+    """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
+    rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
+    told = []
+
+    def attempt(*arguments: Any, **options: Any) -> None:
+        try:
+            with Pipeline(*arguments) as pipe:
+                if options.pop("load", True):
+                    pipe.load(schedule)
+                pipe.step(**options)
+        except OptPipeError as error:
+            told.append(str(error))
+
+    inputs, targets = batch(0, m)
+    fine = (own_stages(placement), placement, loss_fn, m)
+    attempt({}, placement, loss_fn, m)
+    attempt(own_stages(placement), [0, 5], loss_fn, m)
+    attempt(*fine, inputs=inputs[:-1], targets=targets)
+    attempt(*fine, inputs=None, targets=targets)
+    attempt(*fine, inputs=inputs, targets=targets, load=False)
+    attempt(fine[0], placement, lambda output, target: output, m, inputs=inputs, targets=targets)
+    with Pipeline(*fine) as pipe:
+        for call in (lambda: pipe.profile(inputs, targets), lambda: pipe.offer(schedule) if rank else pipe.swap(object())):
+            try:
+                call()
+            except (OptPipeError, AttributeError) as error:
+                told.append(str(error))
+    return told

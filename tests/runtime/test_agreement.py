@@ -1,0 +1,44 @@
+"""Schedules change between steps on all ranks or on none, and an offer never stops the training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import rank_cases
+from rank_worker import Ranks
+from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
+
+from optpipe.schedule import Schedule
+
+
+def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> None:
+    problem = rank_cases.problem([0, 1], 4)
+    first, refused, better = (
+        replace(Schedule.parse(problem, texts), method=name)
+        for texts, name in ((ONE_F_ONE_B, "1f1b"), (SPLIT, "split"), (OFFLOADED, "away"))
+    )
+    results = ranks(rank_cases.train_with_offers, placement=[0, 1], first=first, refused_by_one=refused, better=better)
+    (versions, gradients, complaint), (versions1, gradients1, complaint1) = results
+    assert complaint == complaint1 == "rank 1: not with me"
+    assert versions == versions1, "every rank swaps at the same step"
+    assert versions[:9] == [1] * 9
+    assert versions[-1] == 2
+    _, (plain,) = rank_cases.plain(2, 4)
+    for before, after in zip(gradients, gradients1, strict=True):
+        for name, grad in (before | after).items():
+            np.testing.assert_array_equal(grad, plain[name])
+
+
+def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
+    schedule = Schedule.parse(rank_cases.problem([0, 1], 4), ONE_F_ONE_B)
+    told = ranks(rank_cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)
+    for rank, sentences in enumerate(told):
+        assert sentences[0] == f"stages has [] on rank {rank}: placement puts [{rank}] there"
+        assert sentences[1] == "placement[1] = 5: there are 2 ranks, numbered from 0"
+        assert sentences[2] == "inputs has shape [7, 16]: its first dimension must be a multiple of the 4 micro-batches"
+        assert sentences[3].startswith("inputs is NoneType: this rank needs a tensor")
+        assert sentences[4] == "no schedule is loaded: call load(schedule) before the first step"
+        assert sentences[5] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
+        assert sentences[6] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
+    assert told[1][7] == "offer was called on rank 1: schedules are offered on rank 0"

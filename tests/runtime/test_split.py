@@ -1,0 +1,155 @@
+"""Deferred weight gradients: the same bits as plain autograd, later; and plain autograd wherever deferring would not be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe_runtime.split import Splitting, WeightQueue
+
+WORDS = torch.tensor([[1, 2, 1, 0], [3, 3, 0, 1]])
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def plain_and_split(module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> tuple[WeightQueue, dict[str, Tensor | None]]:
+    """Runs plain, then split up to B, comparing input gradients; returns the queue for W and the expected gradients."""
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+    y = run(inputs[0])
+    dy = torch.randn_like(y)
+    torch.autograd.backward(y, dy)
+    expected = gradients(module)
+    module.zero_grad()
+    queue = WeightQueue()
+    queue.deferring = True
+    with Splitting(queue):
+        again = run(inputs[1])
+    assert torch.equal(again, y)
+    torch.autograd.backward(again, dy)
+    if inputs[0].grad is not None:
+        assert inputs[1].grad is not None
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+    return queue, expected
+
+
+def require_equal(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        other = found[name]
+        assert (grad is None) == (other is None), name
+        if grad is not None and other is not None:
+            assert torch.equal(grad, other), name
+            assert grad.dtype == other.dtype
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (8,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_wait_for_w(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 6, bias=bias)
+    queue, expected = plain_and_split(module, torch.randn(shape), module)
+    assert all(grad is None for grad in gradients(module).values()), "nothing at B"
+    assert sum(tensor.nbytes for tensor in queue.held()) == 4 * torch.zeros(shape).numel() * (8 + 6) // 8
+    queue.run()
+    require_equal(gradients(module), expected)
+    assert not list(queue.held())
+
+
+def test_a_transposed_input() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 6)
+    queue, expected = plain_and_split(module, torch.randn(5, 8, 4), lambda x: module(x.transpose(1, 2)))
+    queue.run()
+    for name, grad in gradients(module).items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"padding_idx": -1}, {"scale_grad_by_freq": True}])
+def test_embeddings_wait_for_w(options: dict[str, int]) -> None:
+    module = nn.Embedding(4, 3, **options)  # type: ignore[arg-type]
+    queue, expected = plain_and_split(module, WORDS, module)
+    assert module.weight.grad is None
+    queue.run()
+    require_equal(gradients(module), expected)
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    module = nn.Linear(4, 4)
+    queue, expected = plain_and_split(module, torch.randn(3, 4), module)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    queue.run()
+    require_equal(gradients(module), {name: 1 + grad for name, grad in expected.items() if grad is not None})
+
+
+class Reparametrized(nn.Module):
+    """Its weight is computed, so its gradient must flow on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.scale * self.weight)
+
+
+@pytest.mark.parametrize("module", [Reparametrized(), nn.LayerNorm(8), nn.Bilinear(8, 8, 2)], ids=["computed weight", "norm", "bilinear"])
+def test_other_parameters_get_their_gradient_at_b(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    run = (lambda x: module(x, x)) if isinstance(module, nn.Bilinear) else module
+    queue, expected = plain_and_split(module, torch.randn(5, 8), run)
+    require_equal(gradients(module), expected)
+    assert not list(queue.held())
+
+
+def test_frozen_and_sparse_and_renormed_weights_stay_plain() -> None:
+    frozen = nn.Linear(8, 6)
+    frozen.weight.requires_grad_(False)
+    queue, expected = plain_and_split(frozen, torch.randn(3, 8), frozen)
+    queue.run()
+    require_equal(gradients(frozen), expected)
+    renormed = nn.Embedding(4, 3, max_norm=0.5)
+    queue, expected = plain_and_split(renormed, WORDS, renormed)
+    require_equal(gradients(renormed), expected)
+
+
+def test_without_deferring_it_is_plain_autograd() -> None:
+    module, queue = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 6)), WeightQueue()
+    with Splitting(queue):
+        y = module(WORDS)
+    torch.autograd.backward(y.sum())
+    found = gradients(module)
+    module.zero_grad()
+    torch.autograd.backward(module(WORDS).sum())
+    require_equal(found, gradients(module))
+
+
+def test_attention_with_its_packed_weight() -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True)
+    queue, expected = plain_and_split(module, torch.randn(2, 5, 8), lambda x: module(x, x, x, need_weights=False)[0])
+    queue.run()
+    require_equal(gradients(module), expected)
+
+
+def test_autocast_gives_the_same_as_plain_autocast() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 6))
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result: Tensor = module(x)
+        return result
+
+    queue, expected = plain_and_split(module, torch.randn(5, 8), run)
+    queue.run()
+    for name, grad in gradients(module).items():
+        assert grad is not None
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, expected[name], rtol=0.02, atol=0.02)

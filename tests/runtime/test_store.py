@@ -1,0 +1,230 @@
+"""What autograd saves leaves for real: weak references show freed storages, using what is away raises, and what comes back is the same."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rank_cases
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from optpipe.errors import OptPipeError
+from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.store import OffloadedError, balance
+
+CPU = torch.device("cpu")
+SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
+
+
+@pytest.fixture(params=[False, True], ids=["half duplex", "full duplex"])
+def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    link = Link(CPU, request.param)
+    yield link
+    link.close()
+
+
+def make(module: nn.Module, link: Link, parts: int = 1, limit: int | None = None) -> tuple[StageRunner, HostPool]:
+    pool = HostPool(CPU, limit)
+    stage = StageRunner(0, module, CPU, link, pool)
+    stage.learn((torch.zeros(SHAPE, requires_grad=True),), ())
+    stage.start_step((), parts)
+    return stage, pool
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("split", [True, False])
+def test_out_and_back_changes_no_bit(link: Link, parts: int, split: bool) -> None:
+    torch.manual_seed(1)
+    module, x, dy = rank_cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
+    plain = x.clone().requires_grad_()
+    torch.autograd.backward(module(plain), dy)
+    expected = gradients(module)
+    assert plain.grad is not None
+    module.zero_grad()
+
+    stage, pool = make(module, link, parts)
+    for microbatch in range(3):  # slots are used again
+        module.zero_grad()
+        stage.forward(microbatch, (x.clone(),))
+        held = stage.held_bytes(microbatch)
+        for part in range(parts):
+            stage.offload(microbatch, part)
+        for part in range(parts):
+            before = stage.held_bytes(microbatch)
+            stage.drop(microbatch, part)
+            assert stage.held_bytes(microbatch) < before, "a dropped part frees its storages"
+        assert stage.held_bytes(microbatch) < 0.1 * held
+        for part in range(parts):
+            stage.reload(microbatch, part)
+        assert stage.held_bytes(microbatch) == held
+        (dx,) = stage.backward(microbatch, (dy,), split)
+        if split:
+            stage.weight(microbatch)
+        assert stage.held_bytes(microbatch) == 0
+        assert torch.equal(dx, plain.grad)
+        assert all(map(torch.equal, gradients(module), expected))
+    assert pool.peak_bytes == sum(stage.part_bytes(parts))
+
+
+def test_the_received_input_is_freed_too(link: Link) -> None:
+    stage, _ = make(nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH), link)
+    x = torch.randn(SHAPE)
+    memory = StorageWeakRef(x.untyped_storage())
+    stage.forward(0, (x,))
+    del x
+    assert not memory.expired(), "the weight gradient needs it"
+    stage.offload(0, 0)
+    stage.drop(0, 0)
+    assert memory.expired()
+
+
+def test_an_input_that_nothing_saved_does_not_stay(link: Link) -> None:
+    stage, _ = make(nn.Flatten(), link)
+    x = torch.randn(SHAPE)
+    memory = StorageWeakRef(x.untyped_storage())
+    stage.forward(0, (x,))
+    del x
+    assert memory.expired()
+    assert stage.held_bytes(0) == 0
+
+
+def test_using_what_is_offloaded_raises(link: Link) -> None:
+    stage, _ = make(rank_cases.Block(), link)
+    stage.forward(0, (torch.randn(SHAPE),))
+    stage.offload(0, 0)
+    stage.drop(0, 0)
+    with pytest.raises(OffloadedError, match="while it is offloaded"):
+        stage.backward(0, (torch.randn(SHAPE),), split=False)
+
+
+class Remembering(nn.Module):
+    """Keeps a reference to what it saved, as modules with a cache do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = torch.exp(x)
+        result: Tensor = self.inner(self.last)
+        return result
+
+
+def test_what_others_hold_is_found(link: Link) -> None:
+    stage, _ = make(Remembering(), link)
+    stage.forward(0, (torch.randn(SHAPE),))
+    held = stage.held_bytes(0)
+    stage.offload(0, 0)
+    stage.drop(0, 0)
+    assert stage.held_bytes(0) == held
+    assert len(stage.activation(0).stuck()) == 1
+
+
+def test_parameters_buffers_and_views_of_them_are_no_activations(link: Link) -> None:
+    norm = nn.BatchNorm1d(rank_cases.LENGTH).eval()
+    stage, _ = make(norm, link)
+    stage.forward(0, (torch.randn(SHAPE),))
+    x_bytes = torch.zeros(SHAPE).nbytes
+    assert stage.held_bytes(0) == x_bytes
+
+
+def test_a_parameter_frozen_beside_live_ones_and_no_gradient_at_all(link: Link) -> None:
+    module = nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH)
+    module.weight.requires_grad_(False)
+    stage, _ = make(module, link)
+    stage.forward(0, (torch.randn(SHAPE),))
+    (dx,) = stage.backward(0, (torch.ones(SHAPE),), split=True)
+    stage.weight(0)
+    assert torch.allclose(dx, module.weight.sum(0).expand(SHAPE))
+    assert module.weight.grad is None
+    assert module.bias.grad is not None
+
+
+def test_recompute_draws_the_same_random_numbers(link: Link) -> None:
+    torch.manual_seed(5)
+    module, x, dy = rank_cases.Block(dropout=0.5), torch.randn(SHAPE), torch.randn(SHAPE)
+    stage, _ = make(module, link)
+
+    def run(recompute: bool) -> tuple[Tensor, list[Tensor]]:
+        module.zero_grad()
+        torch.manual_seed(7)
+        (y,) = stage.forward(0, (x.clone(),), recompute=recompute)
+        torch.rand(3)  # others draw in between
+        if recompute:
+            assert stage.held_bytes(0) == x.nbytes
+            state = torch.get_rng_state()
+            stage.recompute(0)
+            assert torch.equal(state, torch.get_rng_state())
+        stage.backward(0, (dy,), split=False)
+        return y, gradients(module)
+
+    (y1, grads1), (y2, grads2) = run(False), run(True)
+    assert torch.equal(y1, y2)
+    assert all(map(torch.equal, grads1, grads2))
+
+
+def test_the_host_pool_is_capped_and_its_slots_are_used_again(link: Link) -> None:
+    pool = HostPool(CPU, limit=100)
+    slot = pool.take(60)
+    with pytest.raises(OptPipeError, match="host_memory_bytes = 100"):
+        pool.take(60)
+    pool.give(slot)
+    assert pool.take(60) is slot
+    pool.give(slot)
+    assert pool.take(90).numel() == 90  # idle slots of other sizes make room
+    assert pool.peak_bytes == 90
+
+
+def test_parts_are_about_equal() -> None:
+    sizes = (100, 0, 40, 40, 60, 10)
+    groups = balance(sizes, 3)
+    assert sorted(i for group in groups for i in group) == [0, 2, 3, 4, 5]
+    assert sorted(sum(sizes[i] for i in group) for group in groups) == [70, 80, 100]
+
+
+def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = rank_cases.Block()
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+    torch.manual_seed(2)
+    module, x, dy = Checkpointed(), torch.randn(SHAPE), torch.randn(SHAPE)
+    torch.autograd.backward(module(x), dy)
+    expected = gradients(module)
+    module.zero_grad()
+    stage, _ = make(module, link)
+    stage.forward(0, (x,))
+    stage.backward(0, (dy,), split=True)
+    stage.weight(0)
+    assert all(map(torch.equal, gradients(module), expected))
+
+
+def test_nothing_stays_after_a_step(link: Link) -> None:
+    stage, _ = make(rank_cases.Block(), link)
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(SHAPE)
+        memory = StorageWeakRef(x.untyped_storage())
+        stage.forward(0, (x,))
+        del x
+        stage.backward(0, (torch.randn(SHAPE),), split=True)
+        stage.weight(0)
+        assert memory.expired(), "no reference cycle keeps it until the next collection"
+        assert stage.idle
+    finally:
+        gc.enable()
