@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,10 +150,23 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
     return slot
 
 
+def _falls(slot: Ints, group: NDArray[np.integer[Any]]) -> Flags:
+    """Where the slot is less than that of the row before in the same group; (n,) and (n, any)."""
+    falls: Flags = (np.diff(slot) < 0) & (group[1:] == group[:-1]).all(axis=1)
+    return falls
+
+
 def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
     """Where a compute op spans the time from an offload's end to its reload's start, the reload stands behind it, as its drop does, and
     the device's later transfers behind the reload."""
     others = np.flatnonzero(np.isin(table[:, KIND], [Kind.O, Kind.D, Kind.R]))
+    moving = others[is_transfer(table[others])]
+    by_device = moving[np.lexsort((rank[moving], device[moving]))]
+    by_activation = others[np.lexsort((rank[others], *table[others, STAGE : PART + 1].T))]
+    if not (
+        _falls(slot[by_device], device[by_device, None]).any() or _falls(slot[by_activation], table[by_activation, STAGE : PART + 1]).any()
+    ):
+        return
     others = others[np.argsort(rank[others])]
     reached: dict[int, int] = {}
     stands: dict[tuple[int, ...], int] = {}  # of the step before of the same activation

@@ -1,8 +1,8 @@
-"""Heuristics: schedules in milliseconds, for every problem. `GENERATORS` by name; `improving` where there is time for better ones."""
+"""Heuristics: schedules in milliseconds, for every problem. `GENERATORS` by name; `STREAMS` go on to better ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from optpipe.child import Objective
@@ -11,18 +11,9 @@ from optpipe.schedule import Schedule
 from optpipe_solver.heuristics.generators import STREAMS
 from optpipe_solver.heuristics.search import value
 
-__all__ = ["GENERATORS", "generate", "improving", "value"]
+__all__ = ["GENERATORS", "STREAMS", "generate", "value"]
 
 ENOUGH = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
-
-
-def improving(method: str, problem: Problem, objective: Objective = "makespan") -> Iterator[Schedule]:
-    """Better and better schedules of one heuristic; whoever iterates decides when to stop."""
-    best = float("inf")
-    for schedule in STREAMS[method](problem, objective):
-        if value(schedule, objective) < best:
-            best = value(schedule, objective)
-            yield schedule
 
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:

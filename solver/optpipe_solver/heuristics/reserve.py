@@ -29,6 +29,9 @@ class Reserve:
         self._total, self._host_total = [0] * devices, [0] * devices
         self._of: dict[tuple[int, int], tuple[int, int]] = {}  # stage, micro-batch: device and host bytes
         self._largest = [max((sum(self._activation[s] for s in own[d]) for own in self._own), default=0) for d in range(devices)]
+        self._most_hosted = [
+            max(sum(need[s] for s in own[d]) for need, own in zip(self._host_need, self._own, strict=True)) for d in range(devices)
+        ]
         self.active: list[int] = []
 
     def admits(self, stage: int, j: int, held: int, host: int) -> bool:
@@ -102,6 +105,8 @@ class Reserve:
     def _host_safe(self, d: int, newest: int) -> bool:
         others, limit = self._host_total[d], self._host_limit[d]
         for i in self.active:
+            if others + self._most_hosted[d] <= limit:
+                return True
             r = self._route[i]
             need = sum(self._host_need[r][s] for s in self._own[r][d] if (s, i) not in self._of)
             if others + need > limit:

@@ -1,0 +1,34 @@
+"""`python -m optpipe_solver`: reads one request, writes frames (`optpipe.child`), and ends within the request's time limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from optpipe.child import End, read_request, write_frame
+from optpipe.errors import InputError
+from optpipe_solver.portfolio import Portfolio
+
+
+def main() -> None:
+    request = read_request()
+    try:
+        portfolio = Portfolio(request, write_frame)
+    except InputError as error:
+        sys.exit(str(error))
+    backstop = threading.Timer(request.time_limit_s, _end)  # a heuristic of a huge problem does not look at the clock
+    backstop.daemon = True
+    backstop.start()
+    portfolio.run()
+    backstop.cancel()
+    write_frame(End())
+
+
+def _end() -> None:
+    write_frame(End())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

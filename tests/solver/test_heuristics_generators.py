@@ -1,0 +1,96 @@
+"""The papers' schedules: their shapes where these are known, and how good they are where memory is short."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from support.strategies import problems
+
+from optpipe import Device, Problem, Stage, certify, check
+from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.heuristics import GENERATORS, STREAMS, generate, value
+from optpipe_solver.methods import HEURISTICS, WITHIN_MEMORY
+
+GB = 10**9
+
+
+def pipeline(
+    placement: list[int], microbatches: int, memory: float, ms: tuple[float, ...], p2p_ms: float = 1.0, **costs: object
+) -> Problem:
+    """Stages by device, with F, B, W and, if given, offload time."""
+    times = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=False))
+    offload = {"offload_ms": ms[3], "reload_ms": ms[3], "offload_bytes": 5 * GB} if len(ms) > 3 else {}
+    stages = [Stage(device=d, **{"activation_bytes": 5 * GB, "weight_grad_bytes": 2 * GB, **times, **offload, **costs}) for d in placement]
+    devices = [Device(memory_bytes=int(memory * 5 * GB))] * (max(placement) + 1)
+    return Problem(microbatches=microbatches, p2p_ms=p2p_ms, devices=devices, stages=stages)
+
+
+def test_every_name_has_its_generator():
+    assert tuple(GENERATORS) == tuple(STREAMS) == HEURISTICS
+    assert set(WITHIN_MEMORY) < set(HEURISTICS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_they_are_whole_schedules_of_any_problem(problem):
+    for name, generator in GENERATORS.items():
+        schedule = generator(problem)
+        assert check(problem, schedule) == []
+        assert schedule.method == name
+        assert schedule.makespan_ms >= trivial_bound(problem) - 1e-9
+
+
+def test_gpipe_runs_all_forwards_first():
+    schedule = generate("gpipe", pipeline([0, 1], 3, 8, (10, 10, 8)))
+    assert [program.texts() for program in schedule.programs] == [
+        ["0F0", "0F1", "0F2", "0BW0", "0BW1", "0BW2"],
+        ["1F0", "1F1", "1F2", "1BW0", "1BW1", "1BW2"],
+    ]
+
+
+def test_1f1b_starts_as_many_forwards_as_stages_follow():
+    schedule = generate("1f1b", pipeline([0, 1, 2], 4, 8, (10, 10, 10), p2p_ms=0.0))
+    assert [program.texts() for program in schedule.programs] == [
+        ["0F0", "0F1", "0F2", "0BW0", "0F3", "0BW1", "0BW2", "0BW3"],
+        ["1F0", "1F1", "1BW0", "1F2", "1BW1", "1F3", "1BW2", "1BW3"],
+        ["2F0", "2BW0", "2F1", "2BW1", "2F2", "2BW2", "2F3", "2BW3"],
+    ]
+    peaks = [peak.bytes for peak in certify(schedule.problem, schedule).device]
+    assert peaks == [3 * 5 * GB, 2 * 5 * GB, 5 * GB]
+
+
+def test_naive_needs_the_memory_of_one_micro_batch():
+    problem = pipeline([0, 1, 1, 0], 3, 2, (10, 10, 8))
+    schedule = generate("naive", problem)
+    assert [peak.bytes for peak in certify(problem, schedule).device] == [10 * GB, 10 * GB]
+    assert schedule.makespan_ms == 3 * (4 * 10 + 4 * 18 + 4 * 1)
+
+
+def test_zero_bubble_reaches_the_bound_where_memory_is_ample():
+    problem = pipeline(list(range(8)), 24, 16, (10, 10, 10), p2p_ms=0.0)
+    assert generate("zb", problem).makespan_ms == trivial_bound(problem) == 790.0
+
+
+@pytest.mark.parametrize(
+    ("problem", "at_most"),
+    [
+        (pipeline(list(range(8)), 16, 3, (10, 10, 8, 12)), 590),  # bound 525; 1F1B, which does not fit, 684
+        (pipeline(list(range(8)), 16, 3.8, (12, 12, 11, 40)), 1045),  # the link is the bottleneck
+        (pipeline([*range(4), *range(3, -1, -1)], 8, 3, (5, 5, 5, 2.5), p2p_ms=0.0), 260),  # a V, bound 255
+        (pipeline([*range(8)] * 2, 16, 6, (5, 5, 5, 2.5), p2p_ms=0.0), 530),  # two chunks, bound 515
+        (pipeline(list(range(4)), 12, 1.75, (10, 10, 9), 0.5, weight_grad_bytes=4 * GB, recompute_ms=10.0, checkpoint_bytes=GB // 2), 540),
+    ],
+    ids=["fastlink", "slowlink", "v-shape", "loop", "recompute"],
+)
+def test_adaoffload_is_near_the_bound_where_1f1b_does_not_fit(problem, at_most):
+    schedule = generate("adaoffload", problem)
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms <= at_most
+    assert not certify(problem, generate("1f1b", problem)).fits
+
+
+def test_the_objective_is_what_gets_small():
+    problem = pipeline(list(range(4)), 8, 3, (10, 10, 8, 12))
+    by_span, by_makespan = (generate("adaoffload", problem, objective) for objective in ("span", "makespan"))
+    assert value(by_span, "span") <= value(by_makespan, "span")
+    assert value(by_makespan, "makespan") <= value(by_span, "makespan")
