@@ -1,0 +1,208 @@
+"""The portfolio: the best of heuristics and engines, each engine's word verified, each engine's fault survived, the last line in time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import optpipe
+from optpipe import Device, InputError, Problem, Stage, check
+from optpipe.child import Bound, Incumbent, Infeasible, Note, Programs, Request
+from optpipe_solver import portfolio
+from optpipe_solver.heuristics import generate
+from optpipe_solver.portfolio import Portfolio
+
+ENGINE = """
+import os, sys, time
+from optpipe.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
+from optpipe_solver.heuristics import generate
+request = read_request()
+behaviour = os.environ[request.method]
+if behaviour == "crash":
+    os._exit(7)
+if behaviour == "garbage":
+    print("no frame", flush=True)
+if behaviour == "slow":
+    time.sleep(60)
+if behaviour == "good":
+    write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb", request.problem))))
+    write_frame(Bound(method="good engine", lower_bound_ms=260.0))
+if behaviour == "invalid":
+    write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))
+    write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("what?",) * len(request.problem.devices))))
+if behaviour == "boastful":
+    write_frame(Bound(method="boastful engine", lower_bound_ms=1e6))
+if behaviour == "tells":
+    write_frame(Note(text=f"start {request.warm_start is not None}, threads {request.threads}, time {request.time_limit_s}"))
+write_frame(End())
+"""
+
+
+def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 20, **changes: object) -> Problem:
+    costs = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    return Problem(
+        microbatches=microbatches,
+        p2p_ms=1.0,
+        devices=[Device(memory_bytes=memory)] * devices,
+        stages=[Stage(device=d, **costs) for d in range(devices)],
+        **changes,
+    )
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """Two engines, each behaving as told."""
+    (tmp_path / "fake_engine.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(portfolio, "ENGINE", "fake_engine")
+    monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
+
+    def behave(cyclic: str, milp: str) -> None:
+        monkeypatch.setenv("cyclic", cyclic)
+        monkeypatch.setenv("milp", milp)
+
+    return behave
+
+
+def run(problem: Problem, **asked: object) -> list[object]:
+    frames: list[object] = []
+    Portfolio(Request(problem=problem, **{"time_limit_s": 10.0, "threads": 2, **asked}), frames.append).run()
+    return frames
+
+
+def notes(frames: list[object]) -> list[str]:
+    return [frame.text for frame in frames if isinstance(frame, Note)]
+
+
+def test_incumbents_get_better_and_all_are_valid(engines):
+    engines("tells", "tells")
+    problem = pipeline()
+    frames = run(problem)
+    assert frames[0] == Bound(method="trivial", lower_bound_ms=257.0)
+    found = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+    values = [schedule.makespan_ms for schedule in found]
+    assert values == sorted(values, reverse=True)
+    assert values
+    assert all(check(problem, schedule) == [] for schedule in found)
+
+
+def test_engines_start_from_the_best_and_share_threads_and_time(engines):
+    engines("tells", "tells")
+    beside = notes(run(pipeline(), threads=4, time_limit_s=20.0))
+    assert len(beside) == 2
+    assert all(text.startswith("start True, threads 2, ") and 15 < float(text.split()[-1]) < 20 for text in beside)
+    one_by_one = notes(run(pipeline(), threads=1, time_limit_s=20.0))
+    assert one_by_one[0].startswith("start True, threads 1, ")
+    assert 7 < float(one_by_one[0].split()[-1]) < 10
+
+
+@pytest.mark.parametrize("fault", ["crash", "garbage"])
+def test_an_engine_that_fails_is_told_of_and_the_other_goes_on(engines, fault):
+    engines(fault, "good")
+    frames = run(pipeline())
+    assert any(text.startswith("cyclic failed: ") for text in notes(frames))
+    assert any(isinstance(frame, Bound) and frame.method == "good engine" for frame in frames)
+
+
+def test_what_an_engine_claims_is_verified(engines):
+    engines("invalid", "boastful")
+    frames = run(pipeline())
+    assert not any(isinstance(frame, Incumbent) and frame.method == "bad engine" for frame in frames)
+    rejected = [text for text in notes(frames) if "rejected" in text]
+    assert len(rejected) == 2
+    assert "0F0" in rejected[0]
+    assert "'what?'" in rejected[1]
+    assert any("milp claims a bound of 1000000.0 ms" in text for text in notes(frames))
+    assert max(frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)) == 257.0
+
+
+def test_a_slow_engine_is_stopped_in_time(engines):
+    engines("slow", "slow")
+    began = time.monotonic()
+    frames = run(pipeline(), time_limit_s=3.0)
+    assert time.monotonic() - began < 3.0
+    assert any(isinstance(frame, Incumbent) for frame in frames)
+
+
+def test_it_stops_when_the_bound_is_reached(engines):
+    engines("slow", "slow")
+    began = time.monotonic()
+    frames = run(pipeline(devices=1), time_limit_s=30.0)
+    assert time.monotonic() - began < 10.0
+    assert isinstance(frames[-1], Incumbent)
+
+
+def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem(engines):
+    engines("tells", "tells")
+    problem = pipeline()
+    best = generate("zb", problem)
+    frames = run(problem, warm_start=Programs.of(best), method="naive")
+    assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["warm start"]
+    stale = run(problem, warm_start=Programs.of(generate("zb", pipeline(microbatches=9))), method="naive")
+    assert any(text.startswith("the warm start is no schedule of this problem: ") for text in notes(stale))
+    assert [frame.method for frame in stale if isinstance(frame, Incumbent)] == ["naive"]
+
+
+def test_only_the_method_named_runs(engines):
+    engines("crash", "tells")
+    assert notes(run(pipeline(), method="milp"))[0].startswith("start True")
+    frames = run(pipeline(), method="zb")
+    assert {frame.method for frame in frames if isinstance(frame, Incumbent)} == {"zb"}
+    assert notes(frames) == []
+
+
+def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch):
+    engines("tells", "tells")
+    frames = run(pipeline(memory=15), method="1f1b")
+    assert notes(frames) == ["1f1b gives no schedule: device 0 needs 20 bytes during 0F3 and has 15"]
+
+    def broken(problem, objective):
+        raise ZeroDivisionError("oh")
+        yield
+
+    monkeypatch.setitem(portfolio.STREAMS, "adaoffload", broken)
+    frames = run(pipeline())
+    assert "adaoffload gives no schedule: ZeroDivisionError: oh" in notes(frames)
+    assert any(isinstance(frame, Incumbent) for frame in frames)
+
+
+def test_an_engine_that_is_not_for_this_problem_is_told_of(monkeypatch):
+    monkeypatch.setattr(Portfolio, "applies", lambda self, engine: False)
+    frames = run(pipeline(), method="milp")
+    assert notes(frames) == ["milp is not for a problem of this sort or size"]
+    assert any(isinstance(frame, Incumbent) for frame in frames)
+
+
+def test_memory_that_admits_nothing_is_proven():
+    assert run(pipeline(memory=4)) == [Infeasible(reason="device 0 needs at least 5 bytes for one micro-batch at a time and has 4")]
+
+
+def test_an_unknown_method_is_one_sentence():
+    with pytest.raises(InputError, match=r"^method = 'best': the methods are auto, naive, .*milp$"):
+        Portfolio(Request(problem=pipeline(), method="best"), print)
+    request = Request(problem=pipeline(), method="best").model_dump_json(exclude_none=True)
+    child = subprocess.run([sys.executable, "-m", "optpipe_solver"], input=request + "\n", capture_output=True, text=True)
+    assert child.returncode == 1
+    assert child.stderr.startswith("method = 'best': ")
+    assert child.stderr.count("\n") == 1
+
+
+def test_through_the_front_door():
+    problem = pipeline(microbatches=5)
+    result = optpipe.solve(problem, method="zb", time_limit=20.0)
+    assert result.schedule is not None
+    assert result.method == "zb"
+    assert check(problem, result.schedule) == []
+    assert result.lower_bound_ms == 33 + 5 * 20 + 3 * 11 + 8  # the last device's wait, its F and B, the way back
+    assert result.notes == ()
+    assert optpipe.solve(pipeline(memory=4), time_limit=20.0).status == "infeasible"
+
+
+def test_a_huge_problem_ends_in_time():
+    began = time.monotonic()
+    result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit=2.0)
+    assert time.monotonic() - began < 4.5  # two seconds, and the process's start
+    assert not any("exit code" in note for note in result.notes)
