@@ -1,0 +1,257 @@
+"""The periodic pattern (modulo scheduling): K micro-batches repeat with period T, solved by CP-SAT for a fixed T.
+
+Each op x of the pattern has a start s_x in its micro-batch's own time, 0 at the first forward; its copy n periods later runs at
+s_x + n·T. Each device has a frame of its own, which begins with its first forward: s_x = frame + r_x + q_x·T with 0 ≤ r_x < T. Since that
+forward is not interrupted, no compute op reaches over the frame's edge, and compute is an ordinary sequence in [0, T). Memory at r is
+then a sum over the events e that change it: Σ_e δ_e·(−q_e + [r_e ≤ r]), counted where something is allocated.
+Drop and reload points stand in that sequence, too, which is the program's rule (DESIGN section 3): none lies inside a compute op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from ortools.sat.python import cp_model
+
+from optpipe.ops import COMPUTE, Kind, Op
+from optpipe_solver.cyclic.ticks import Ticks
+
+F, B, W, O, R, D = Kind.F, Kind.B, Kind.W, Kind.O, Kind.R, Kind.D
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Starts (ticks) of every op of micro-batches 0 … K-1; micro-batch k + n·K runs n periods later."""
+
+    period: int
+    microbatches: int
+    starts: Mapping[Op, int]
+    latency: int  # first start to last end
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search for a pattern ended with: one, perhaps the shortest there is, or the proof that there is none, or neither."""
+
+    pattern: Pattern | None
+    proven: bool  # the least latency, or, without a pattern, that none exists
+
+
+def least_period(ticks: Ticks, K: int) -> int:
+    """No pattern of K micro-batches has a shorter one: the busiest device's work."""
+    return max(1, K * max(ticks.work))
+
+
+def sequential_period(ticks: Ticks, K: int) -> int:
+    """In this period, K micro-batches run one after the other with all their transfers: if that does not fit, nothing does."""
+    each = sum(ticks.lasts(kind, s) for s in ticks.problem.all_routes[0] for kind in (F, B, W)) + 2 * len(ticks.problem.stages) * ticks.p2p
+    moved = sum(ticks.lasts(kind, s) * len(ticks.activations[s].parts) for s in ticks.problem.all_routes[0] for kind in (O, R))
+    return K * (each + moved)
+
+
+class PatternModel:
+    """The model for one K and T. Variables carry the paper's letters; one method a constraint family."""
+
+    def __init__(self, ticks: Ticks, K: int, T: int) -> None:
+        self.ticks, self.K, self.T = ticks, K, T
+        self.model = cp_model.CpModel()
+        stages = ticks.problem.all_routes[0]
+        self.route = stages
+        chain = sum(ticks.lasts(kind, s) for s in stages for kind in (F, B, W)) + 2 * len(stages) * ticks.p2p
+        self.horizon = 3 * chain + 6 * T
+        self.start: dict[Op, cp_model.IntVar] = {}  # of F, B, W, O, R
+        self.point: dict[Op, cp_model.IntVar] = {}  # of D and R: where memory changes
+        self.leaves: dict[tuple[int, int, int], cp_model.IntVar] = {}  # (stage, k, part): is it offloaded?
+        self.r: dict[Op, cp_model.IntVar] = {}
+        self.q: dict[Op, cp_model.IntVar] = {}
+        for k in range(K):
+            for s in stages:
+                self._ops(s, k)
+            self._chains(k)
+        for d in range(len(ticks.problem.devices)):
+            self._frame(d)
+            self._one_at_a_time(d)
+            self._memory(d)
+        for kinds, users in ticks.streams:
+            self._link(kinds, users)
+        self._symmetries()
+
+    # --- ops and their order in a micro-batch
+
+    def _ops(self, s: int, k: int) -> None:
+        """F, B, W, and per part O, D, R, of which all run or none."""
+        model, ticks = self.model, self.ticks
+        for kind in (F, B, W):
+            self.start[Op(kind, s, k)] = model.new_int_var(0, self.horizon, f"{s}{kind.name}{k}")
+        f, b, w = (self.start[Op(kind, s, k)] for kind in (F, B, W))
+        model.add(w >= b + ticks.lasts(B, s))
+        model.add(b >= f + ticks.lasts(F, s))
+        for p in range(len(ticks.activations[s].parts)):
+            leaves = self.leaves[s, k, p] = model.new_bool_var(f"{s}leaves{k}.{p}")
+            for kind in (O, R):
+                self.start[Op(kind, s, k, p)] = model.new_int_var(0, self.horizon, f"{s}{kind.name}{k}.{p}")
+            for kind in (D, R):
+                self.point[Op(kind, s, k, p)] = model.new_int_var(0, self.horizon, f"{s}{kind.name}point{k}.{p}")
+            o, r = self.start[Op(O, s, k, p)], self.start[Op(R, s, k, p)]
+            drop, reload = self.point[Op(D, s, k, p)], self.point[Op(R, s, k, p)]
+            model.add(o >= f + ticks.lasts(F, s)).only_enforce_if(leaves)
+            model.add(drop >= o + ticks.lasts(O, s)).only_enforce_if(leaves)
+            model.add(reload >= drop)
+            model.add(r >= reload)
+            model.add(b >= r + ticks.lasts(R, s)).only_enforce_if(leaves)
+
+    def _chains(self, k: int) -> None:
+        """Forwards down the route, input gradients up."""
+        for s, t in pairwise(self.route):
+            delay = self.ticks.delay(s, t)
+            self.model.add(self.start[Op(F, t, k)] >= self.start[Op(F, s, k)] + self.ticks.lasts(F, s) + delay)
+            self.model.add(self.start[Op(B, s, k)] >= self.start[Op(B, t, k)] + self.ticks.lasts(B, t) + delay)
+
+    # --- the circle
+
+    def _frame(self, d: int) -> None:
+        """s_x = frame + r_x + q_x·T for the device's compute ops and points."""
+        own = self._own(d)
+        if not own:
+            return
+        frame = self.start[own[0]]
+        turns = self.horizon // self.T + 1
+        for x in own:
+            at = self.point[x] if x in self.point else self.start[x]
+            length = self.ticks.lasts(x.kind, x.stage) if x.kind in COMPUTE else 0
+            self.r[x] = self.model.new_int_var(0, self.T - length, f"r{x}")
+            self.q[x] = self.model.new_int_var(-turns, turns, f"q{x}")
+            self.model.add(at == frame + self.r[x] + self.T * self.q[x])
+        self.model.add(self.r[own[0]] == 0)
+        self.model.add(self.q[own[0]] == 0)
+
+    def _own(self, d: int) -> list[Op]:
+        """A device's compute ops and points; its first forward comes first."""
+        stages = [s for s in self.route if self.ticks.problem.stages[s].device == d]
+        return [
+            *(Op(kind, s, k) for kind in (F, B, W) for s in stages for k in range(self.K)),
+            *(Op(kind, *leaving) for leaving in self.leaves if leaving[0] in stages for kind in (D, R)),
+        ]
+
+    def _one_at_a_time(self, d: int) -> None:
+        """Compute ops one after the other, no point inside one; `before[x, y]` says who comes first in the frame."""
+        model, own = self.model, self._own(d)
+        self.before: dict[tuple[Op, Op], cp_model.LiteralT] = {}
+        for x, y in combinations(own, 2):
+            first = model.new_bool_var(f"{x}<{y}")
+            self.before[x, y], self.before[y, x] = first, ~first
+            there = [self.leaves[z.stage, z.microbatch, z.part] for z in (x, y) if z.kind not in COMPUTE]
+            model.add(self.r[x] + self._length(x) <= self.r[y]).only_enforce_if(first, *there)
+            model.add(self.r[y] + self._length(y) <= self.r[x]).only_enforce_if(~first, *there)
+        intervals = [model.new_fixed_size_interval_var(self.r[x], self._length(x), f"{x}") for x in own if x.kind in COMPUTE]
+        model.add_no_overlap(intervals)
+
+    def _length(self, x: Op) -> int:
+        return self.ticks.lasts(x.kind, x.stage) if x.kind in COMPUTE else 0
+
+    def _memory(self, d: int) -> None:
+        """At every op that allocates, the copies alive fit."""
+        own = self._own(d)
+        capacity = self.ticks.capacity(d)
+        changes = [(x, start, change) for x in own for start, change in self._changes(x) if change]
+        for at in own:
+            if not any(change > 0 for _, change in self._changes(at)):
+                continue
+            level = []
+            for x, at_start, change in changes:
+                level.append(-change * self._turns(x))
+                if x == at:
+                    level.append(change if at_start else 0)
+                else:
+                    level.append(change * self._happened(x, at))
+            there = [self.leaves[at.stage, at.microbatch, at.part]] if at.kind == R else []
+            self.model.add(sum(level) <= capacity).only_enforce_if(there)
+
+    def _changes(self, x: Op) -> list[tuple[bool, int]]:
+        """What x does to memory: (at its start rather than its end, by how much)."""
+        need = self.ticks.activations[x.stage]
+        match x.kind:
+            case Kind.F:
+                return [(True, need.whole)]
+            case Kind.B:
+                return [(True, max(0, need.kept - need.whole)), (False, -max(0, need.whole - need.kept))]
+            case Kind.W:
+                return [(False, -need.kept)]
+            case Kind.D:
+                return [(True, -need.parts[x.part])]
+            case _:
+                return [(True, need.parts[x.part])]
+
+    def _turns(self, x: Op) -> cp_model.LinearExprT:
+        """q_x, or 0 where x does not take place."""
+        if x.kind in COMPUTE:
+            return self.q[x]
+        leaves = self.leaves[x.stage, x.microbatch, x.part]
+        self.model.add(self.q[x] == 0).only_enforce_if(~leaves)
+        return self.q[x]
+
+    def _happened(self, x: Op, at: Op) -> cp_model.LinearExprT:
+        """1 where x takes place, and before `at` in the frame."""
+        if x.kind in COMPUTE:
+            return self.before[x, at]
+        leaves = self.leaves[x.stage, x.microbatch, x.part]
+        both = self.model.new_bool_var(f"{x}there<{at}")
+        self.model.add_bool_and(leaves, self.before[x, at]).only_enforce_if(both)
+        self.model.add_bool_or(both, ~leaves, ~self.before[x, at])
+        return both
+
+    # --- links
+
+    def _link(self, kinds: tuple[Kind, ...], users: list[int]) -> None:
+        """Transfers one at a time: for some whole n, y starts between x's end and the start of x's next copy, less y's length."""
+        model, T = self.model, self.T
+        transfers = [Op(kind, *leaving) for leaving in self.leaves if leaving[0] in users for kind in kinds]
+        busy = [self.ticks.lasts(x.kind, x.stage) * self._leaves(x) for x in transfers]
+        model.add(sum(busy) <= T)
+        turns = self.horizon // T + 1
+        for x, y in combinations(transfers, 2):
+            n = model.new_int_var(-turns, turns, f"{x}~{y}")
+            gap = self.start[y] - self.start[x] + T * n
+            both = list({self._leaves(x).index: self._leaves(x), self._leaves(y).index: self._leaves(y)}.values())
+            model.add(gap >= self.ticks.lasts(x.kind, x.stage)).only_enforce_if(*both)
+            model.add(gap <= T - self.ticks.lasts(y.kind, y.stage)).only_enforce_if(*both)
+
+    def _leaves(self, x: Op) -> cp_model.IntVar:
+        return self.leaves[x.stage, x.microbatch, x.part]
+
+    def _symmetries(self) -> None:
+        """Equal parts leave in order; micro-batches enter in order, and within one period."""
+        model, first = self.model, self.route[0]
+        model.add(self.start[Op(F, first, 0)] == 0)
+        for j, k in pairwise(range(self.K)):
+            model.add(self.start[Op(F, first, j)] + self.ticks.lasts(F, first) <= self.start[Op(F, first, k)])
+        if self.K > 1:
+            model.add(self.start[Op(F, first, self.K - 1)] <= self.T)
+        for s, k, p in self.leaves:
+            parts = self.ticks.activations[s].parts
+            if p and parts[p] == parts[p - 1]:
+                model.add_implication(self.leaves[s, k, p], self.leaves[s, k, p - 1])
+                for kind in (O, R):
+                    model.add(self.start[Op(kind, s, k, p)] >= self.start[Op(kind, s, k, p - 1)])
+
+    # --- the answer
+
+    def solve(self, time_limit_s: float, threads: int, seed: int, below: int | None = None) -> Outcome:
+        """The pattern of least latency, shorter than `below`."""
+        model = self.model
+        latency = model.new_int_var(0, self.horizon if below is None else below - 1, "latency")
+        for s in self.route:
+            for k in range(self.K):
+                model.add(latency >= self.start[Op(W, s, k)] + self.ticks.lasts(W, s))
+        model.minimize(latency)
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit_s
+        solver.parameters.num_workers = threads
+        solver.parameters.random_seed = seed
+        status = solver.solve(model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return Outcome(None, status == cp_model.INFEASIBLE)
+        starts = {x: solver.value(at) for x, at in self.start.items() if x.kind in COMPUTE or solver.value(self._leaves(x))}
+        return Outcome(Pattern(self.T, self.K, starts, solver.value(latency)), status == cp_model.OPTIMAL)

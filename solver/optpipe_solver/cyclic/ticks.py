@@ -1,0 +1,184 @@
+"""A problem in integers, for CP-SAT: times in ticks, sizes in grains, both chosen from the data and rounded to the safe side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, gcd, lcm
+
+from optpipe.ops import COMPUTE, Kind, Op
+from optpipe.problem import Problem, Stage
+
+FINEST = 2000  # ticks that the busiest device's work on one micro-batch may last before times are rounded
+FULL = 100_000  # grains of the roomiest device before sizes are rounded
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One stage's memory on one micro-batch, in grains; each figure is rounded up on its own, the last of `parts` stays on the device.
+
+    `parts` are there from F to B: first those that may leave, then what stays. From B to W there is `kept`, and during B the greater.
+    """
+
+    parts: tuple[int, ...]
+    stays: int
+    kept: int
+
+    @property
+    def whole(self) -> int:
+        return sum(self.parts) + self.stays
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """`problem` on a grid. Durations are never rounded down, needs of memory neither, capacities never up."""
+
+    problem: Problem
+    tick: Fraction  # ms
+    exact: bool  # no duration was rounded
+
+    @classmethod
+    def of(cls, problem: Problem) -> Ticks:
+        """Ticks in which every duration is whole where that is cheap, otherwise so many that rounding costs little."""
+        times = [_exact(problem.p2p_ms), *(ms for stage in problem.stages for ms in _durations(stage).values())]
+        denominator = lcm(*(ms.denominator for ms in times))
+        unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
+        if not unit:
+            return cls(problem, Fraction(1), False)  # nothing takes any time
+        coarsest = max(_work(problem)) / FINEST
+        exact = unit >= coarsest and all(ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE)
+        return cls(problem, max(unit, coarsest), exact)
+
+    @cached_property
+    def _ticks(self) -> list[dict[Kind, int]]:
+        """Compute takes a tick at least: of ops that take no time, starts would not tell the order."""
+        return [
+            {kind: max(ceil(ms / self.tick), int(kind in COMPUTE)) for kind, ms in _durations(stage).items()}
+            for stage in self.problem.stages
+        ]
+
+    @cached_property
+    def rounded(self) -> Problem:
+        """The problem with ticks for milliseconds: what is simulated in it falls on whole ticks."""
+        stages = [
+            stage.model_copy(
+                update={
+                    "forward_ms": float(ticks[Kind.F]),
+                    "backward_input_ms": float(ticks[Kind.B]),
+                    "backward_weight_ms": float(ticks[Kind.W]),
+                    "offload_ms": float(ticks[Kind.O] * stage.offload_parts) if stage.can_offload else None,
+                    "reload_ms": float(ticks[Kind.R] * stage.offload_parts) if stage.can_offload else None,
+                }
+            )
+            for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
+        ]
+        return self.problem.model_copy(update={"stages": tuple(stages), "p2p_ms": float(self.p2p)})
+
+    def lasts(self, kind: Kind, stage: int) -> int:
+        """Ticks of an op; of one part for O and R."""
+        return self._ticks[stage][kind]
+
+    @cached_property
+    def p2p(self) -> int:
+        return ceil(_exact(self.problem.p2p_ms) / self.tick)
+
+    def delay(self, stage: int, other: int) -> int:
+        """Ticks from one stage to another."""
+        return 0 if self.problem.stages[stage].device == self.problem.stages[other].device else self.p2p
+
+    def ms(self, ticks: int) -> float:
+        return float(ticks * self.tick)
+
+    def starts_ms(self, starts: dict[Op, int]) -> dict[Op, float]:
+        return {op: self.ms(at) for op, at in starts.items()}
+
+    @cached_property
+    def grain(self) -> int:
+        """Bytes in which needs are counted: as many as divide every need, or a small share of the roomiest device."""
+        return max(self._common, int(self.problem.costs.memory.max()) // FULL, 1)
+
+    @property
+    def exact_sizes(self) -> bool:
+        return self.grain == max(self._common, 1)
+
+    @cached_property
+    def _common(self) -> int:
+        costs = self.problem.costs
+        return gcd(*costs.activation.tolist(), *costs.weight_grad.tolist(), *(size for sizes in self._part_bytes for size in sizes))
+
+    @cached_property
+    def _part_bytes(self) -> list[list[int]]:
+        return [
+            [(stage.offload_bytes * (p + 1) // n) - (stage.offload_bytes * p // n) for p in range(n)]
+            if stage.offload_bytes is not None and (n := stage.offload_parts)
+            else []
+            for stage in self.problem.stages
+        ]
+
+    @cached_property
+    def activations(self) -> list[Activation]:
+        """By stage."""
+        return [
+            Activation(
+                tuple(self._up(size) for size in parts), self._up(stage.activation_bytes - sum(parts)), self._up(stage.weight_grad_bytes)
+            )
+            for stage, parts in zip(self.problem.stages, self._part_bytes, strict=True)
+        ]
+
+    def _up(self, size: int) -> int:
+        return -(-size // self.grain)
+
+    def capacity(self, device: int) -> int:
+        return self.problem.devices[device].memory_bytes // self.grain
+
+    def host_limited(self, device: int) -> bool:
+        """Whether so much may be offloaded at once that the device's host memory could run out."""
+        limit = self.problem.devices[device].host_memory_bytes
+        own = self.problem.stages_on(device)
+        return limit is not None and sum(sum(self._part_bytes[s]) for s in own) * self.problem.microbatches > limit
+
+    def host_capacity(self, device: int) -> int:
+        return (self.problem.devices[device].host_memory_bytes or 0) // self.grain
+
+    @cached_property
+    def work(self) -> list[int]:
+        """By device: ticks of compute on one micro-batch."""
+        own = [self.problem.stages_on(d) for d in range(len(self.problem.devices))]
+        return [sum(self.lasts(kind, s) for s in stages for kind in (Kind.F, Kind.B, Kind.W)) for stages in own]
+
+    @cached_property
+    def link_users(self) -> list[list[int]]:
+        """By link: the stages that can offload over it."""
+        costs = self.problem.costs
+        users: list[list[int]] = [[] for _ in range(int(costs.link.max()) + 1)]
+        for s, stage in enumerate(self.problem.stages):
+            if stage.can_offload:
+                users[int(costs.link[stage.device])].append(s)
+        return users
+
+    @cached_property
+    def streams(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
+        """The transfers that run one at a time: which kinds, and of which stages."""
+        together = [(Kind.O, Kind.R)] if self.problem.transfer_mode == "half_duplex" else [(Kind.O,), (Kind.R,)]
+        return [(kinds, stages) for stages in self.link_users if stages for kinds in together]
+
+
+def _exact(ms: float) -> Fraction:
+    return Fraction(repr(float(ms)))  # what the file says, not its nearest float
+
+
+def _durations(stage: Stage) -> dict[Kind, Fraction]:
+    return {
+        Kind.F: _exact(stage.forward_ms),
+        Kind.B: _exact(stage.backward_input_ms),
+        Kind.W: _exact(stage.backward_weight_ms),
+        Kind.O: _exact(stage.offload_ms or 0.0) / stage.offload_parts,
+        Kind.R: _exact(stage.reload_ms or 0.0) / stage.offload_parts,
+    }
+
+
+def _work(problem: Problem) -> list[Fraction]:
+    """By device: time of compute on one micro-batch."""
+    own = [[_durations(problem.stages[s]) for s in problem.stages_on(d)] for d in range(len(problem.devices))]
+    return [sum((ms[Kind.F] + ms[Kind.B] + ms[Kind.W] for ms in stages), Fraction(0)) for stages in own]

@@ -1,0 +1,270 @@
+"""The cyclic engine: patterns, what they unroll to, windows, and the engine as a whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.child import Bound, Frame, Incumbent, Programs, Request
+from optpipe.memory import certify
+from optpipe.ops import Kind, Op
+from optpipe.problem import Device, Problem, Stage
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_solver import cyclic
+from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
+from optpipe_solver.cyclic.ticks import Ticks
+from optpipe_solver.cyclic.timed import covers, split, timed
+from optpipe_solver.cyclic.unroll import prune, unroll
+from optpipe_solver.cyclic.whole import Window, WindowModel
+from optpipe_solver.cyclic.window import everything, finish, windows
+
+GB = 10**9
+
+
+def pipeline(devices: int, microbatches: int, memory: float, p2p: float = 1.0, **stage: float) -> Problem:
+    """F 10, B 10, W 8, activations of 5 GB that take 12 ms each way."""
+    costs = {
+        "forward_ms": 10.0,
+        "backward_input_ms": 10.0,
+        "backward_weight_ms": 8.0,
+        "activation_bytes": 5 * GB,
+        "weight_grad_bytes": 2 * GB,
+        "offload_ms": 12.0,
+        "reload_ms": 12.0,
+        "offload_bytes": 5 * GB,
+    }
+    return Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": p2p,
+            "devices": [{"memory_bytes": int(memory * GB)}] * devices,
+            "stages": [{"device": d, **costs, **stage} for d in range(devices)],
+        }
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, least_ms: int = 0) -> Problem:
+    """Small ones of every sort: chunks, looped and V-shaped, uneven, in parts, full duplex, shared links, greater weight gradients."""
+    devices = draw(st.integers(1, 3))
+    chunks = draw(st.integers(1, 2))
+    v_shape = draw(st.booleans())
+    shared, odd = draw(st.booleans()), draw(st.sampled_from([1.0, 1.15, 1 / 3]))
+    stages = []
+    for s in range(devices * chunks):
+        turn, place = divmod(s, devices)
+        offload = draw(st.sampled_from([None, 1, 2, 3]))
+        activation = draw(st.integers(1, 6))
+        stages.append(
+            Stage(
+                device=devices - 1 - place if v_shape and turn % 2 else place,
+                forward_ms=odd * draw(st.integers(least_ms, 6)),
+                backward_input_ms=odd * draw(st.integers(1, 6)),
+                backward_weight_ms=float(draw(st.integers(least_ms, 6))),
+                activation_bytes=activation,
+                weight_grad_bytes=draw(st.integers(0, activation + 2)),
+                offload_ms=None if offload is None else float(draw(st.integers(0, 9))),
+                reload_ms=None if offload is None else float(draw(st.integers(1, 9))),
+                offload_bytes=None if offload is None else draw(st.integers(0, activation)),
+                offload_parts=offload or 1,
+            )
+        )
+    least = max(sum(max(s.activation_bytes, s.weight_grad_bytes) for s in stages if s.device == d) for d in range(devices))
+    memory = least + draw(st.integers(0, 8))
+    return Problem(
+        microbatches=draw(st.integers(2, 5)),
+        p2p_ms=draw(st.sampled_from([0.0, 0.5, 2.0])),
+        transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
+        devices=tuple(Device(memory_bytes=memory, link="pcie0" if shared else None) for _ in range(devices)),
+        stages=tuple(stages),
+    )
+
+
+def solve(ticks: Ticks, K: int, T: int, seconds: float = 20.0) -> Pattern | None:
+    return PatternModel(ticks, K, T).solve(seconds, 1, 0).pattern
+
+
+def answers(problem: Problem, seconds: float, **request: object) -> list[Frame]:
+    frames: list[Frame] = []
+    cyclic.run(Request.model_validate({"problem": problem, "method": "cyclic", "time_limit_s": seconds, **request}), frames.append)
+    return frames
+
+
+def best(problem: Problem, frames: list[Frame]) -> Schedule:
+    return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)][-1]
+
+
+def test_eight_devices_with_memory_for_three_lose_no_time_in_the_steady_state() -> None:
+    ticks = Ticks.of(pipeline(8, 16, memory=15))
+    outcome = PatternModel(ticks, 1, least_period(ticks, 1)).solve(60.0, 1, 0)
+    assert outcome.pattern is not None
+    assert outcome.proven
+    assert (ticks.ms(outcome.pattern.period), ticks.ms(outcome.pattern.latency)) == (28.0, 224.0)
+    schedule = unroll(ticks, outcome.pattern, "cyclic")
+    assert check(ticks.problem, schedule) == []
+    assert schedule.makespan_ms <= 224.0 + 15 * 28.0
+
+
+def test_without_offload_memory_sets_the_period() -> None:
+    """Memory for one: device 0 runs F 10, waits for F and B of device 1, 20, then B 10 and W 8, which frees the last of it."""
+    alone = pipeline(2, 8, memory=5, p2p=0.0, offload_ms=None, reload_ms=None, offload_bytes=None)
+    ticks = Ticks.of(alone)
+    assert solve(ticks, 1, round(46 / ticks.tick)) is None
+    pattern = solve(ticks, 1, round(48 / ticks.tick))
+    assert pattern is not None
+    assert ticks.ms(pattern.latency) == 48.0
+
+
+@pytest.mark.parametrize(("parts", "period"), [(1, 76), (4, 50)])
+def test_slow_links_need_parts(parts: int, period: int) -> None:
+    slow = pipeline(8, 16, 38, forward_ms=12.0, backward_input_ms=12.0, backward_weight_ms=11.0, activation_bytes=10 * GB,
+                    weight_grad_bytes=4 * GB, offload_bytes=10 * GB, offload_ms=40.0, reload_ms=40.0, offload_parts=parts)  # fmt: skip
+    ticks = Ticks.of(slow)
+    assert solve(ticks, 1, round((period - 1) / ticks.tick)) is None
+    assert solve(ticks, 1, round(period / ticks.tick)) is not None
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.integers(1, 2))
+def test_a_pattern_unrolled_is_valid_and_no_later_than_the_circle_says(problem: Problem, K: int) -> None:
+    ticks = Ticks.of(problem)
+    T = sequential_period(ticks, K)
+    pattern = next(filter(None, (solve(ticks, K, t, 0.3) for t in (least_period(ticks, K), (least_period(ticks, K) + T) // 2, T))), None)
+    if pattern is None:
+        return
+    schedule = unroll(ticks, pattern, "cyclic")
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms <= ticks.ms(pattern.latency + (problem.microbatches - 1) // K * pattern.period) + 1e-6
+    pruned = prune(schedule)
+    assert check(problem, pruned) == []
+    assert pruned.makespan_ms <= schedule.makespan_ms + 1e-9
+
+
+def level(ticks: Ticks, pattern: Pattern, device: int) -> int:
+    """The most grains that the pattern needs on a device in its steady state: counted op by op over many periods."""
+    problem, T, K = ticks.problem, pattern.period, pattern.microbatches
+    periods = 4 + 2 * max(pattern.starts.values()) // T
+    many = problem.model_copy(update={"microbatches": K * periods})
+    return certify(many, unroll(Ticks(many, ticks.tick, ticks.exact), pattern, "cyclic")).device[device].bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(least_ms=1))
+def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
+    """With the memory that a long run needs, the pattern's period can be had; with a byte less, this pattern's starts cannot."""
+    ticks = Ticks.of(problem)
+    T = sequential_period(ticks, 1)
+    pattern = solve(ticks, 1, T, 0.3)
+    if pattern is None:
+        return
+    for d in range(len(problem.devices)):
+        needed = level(ticks, pattern, d)
+        for memory, possible in ((needed, True), (needed - 1, False)):
+            devices = tuple(
+                device.model_copy(update={"memory_bytes": memory if e == d else 1000}) for e, device in enumerate(problem.devices)
+            )
+            model = PatternModel(Ticks(problem.model_copy(update={"devices": devices}), ticks.tick, ticks.exact), 1, T)
+            for op, at in pattern.starts.items():
+                model.model.add(model.start[op] == at)
+            for (s, k, p), leaves in model.leaves.items():
+                model.model.add(leaves == (Op(Kind.O, s, k, p) in pattern.starts))
+            assert (model.solve(20.0, 1, 0).pattern is not None) == possible
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems())
+def test_every_schedule_emitted_holds_and_beats_the_one_before(problem: Problem) -> None:
+    frames = answers(problem, 1.0)
+    schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+    assert all(check(problem, schedule) == [] for schedule in schedules)
+    assert [s.makespan_ms for s in schedules] == sorted((s.makespan_ms for s in schedules), reverse=True)
+    bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
+    assert all(bound <= schedule.makespan_ms + 1e-6 for bound, schedule in product(bounds, schedules))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(), st.data())
+def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
+    ticks = Ticks.of(problem)
+    pattern = solve(ticks, 1, sequential_period(ticks, 1), 0.3)
+    if pattern is None:
+        return
+    schedule = prune(unroll(ticks, pattern, "cyclic"))
+    known = timed(ticks, schedule)
+    begin = data.draw(st.integers(0, known.end))
+    window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
+    answer = WindowModel(ticks, known, window, in_order=True).solve(0.5, 1, 0)
+    if answer.starts is None:
+        assert not answer.proven  # the incumbent itself is a solution
+        return
+    assert answer.end <= known.end
+    assert all(answer.starts[x] == at for x, at in known.start.items() if at < begin and x.kind != Kind.D)
+    better = finish(ticks, answer.starts)
+    assert check(problem, better) == []
+    assert better.makespan_ms <= ticks.ms(answer.end) + 1e-6
+
+
+def test_small_windows_lead_to_the_optimum_of_the_whole() -> None:
+    ticks = Ticks.of(pipeline(2, 4, memory=15))
+    pattern = solve(ticks, 1, sequential_period(ticks, 1))
+    assert pattern is not None
+    schedule = unroll(ticks, pattern, "cyclic")
+    whole = WindowModel(ticks, timed(ticks, schedule), everything(timed(ticks, schedule)), in_order=False).solve(30.0, 1, 0)
+    assert whole.proven
+    assert whole.starts
+    # F, p2p, F, B, p2p, and on device 0 four times F + B + W = 28 with the first B after 10 + 1 + 20 + 1: nothing can be shorter
+    *_, last = windows(ticks, schedule, time.monotonic() + 30.0, 1, 0)
+    assert finish(ticks, whole.starts).makespan_ms == ticks.ms(whole.bound) == last.makespan_ms
+
+
+def test_the_optimum_is_that_of_trying_every_order() -> None:
+    """One device, two micro-batches, memory for one activation and a transfer's worth of gain: brute force over all programs."""
+    problem = pipeline(1, 2, memory=7, offload_ms=3.0, reload_ms=2.0)
+    found = min(s.makespan_ms for s in every_schedule(problem))
+    frames = answers(problem, 2.0)
+    assert best(problem, frames).makespan_ms == found
+
+
+def every_schedule(problem: Problem) -> Iterator[Schedule]:
+    """Of one device and two micro-batches: each one's ops in order, with offload or without, and every way to merge the two lists."""
+    for leaving in product(["", "ODR"], repeat=2):
+        mine, other = ([f"0{kind}{j}" for kind in f"F{way}BW"] for j, way in enumerate(leaving))
+        for places in combinations(range(len(mine) + len(other)), len(mine)):
+            first, second = iter(mine), iter(other)
+            program = [next(first if i in places else second) for i in range(len(mine) + len(other))]
+            schedule = Schedule.parse(problem, [program])
+            if not check(problem, schedule):
+                yield schedule
+
+
+def test_a_warm_start_is_what_is_to_be_beaten() -> None:
+    problem = pipeline(2, 4, memory=15)
+    first = best(problem, answers(problem, 2.0))
+    assert not any(isinstance(frame, Incumbent) for frame in answers(problem, 2.0, warm_start=Programs.of(first)))
+
+
+def test_fused_backwards_are_taken_apart() -> None:
+    problem = pipeline(1, 2, memory=15)
+    fused = Schedule.parse(problem, [["0F0", "0BW0", "0F1", "0BW1"]])
+    assert not covers(fused)
+    apart = split(fused)
+    assert covers(apart)
+    assert check(problem, apart) == []
+    assert apart.programs[0].texts() == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
+
+
+def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
+    assert answers(pipeline(2, 4, memory=4), 5.0) == []
+
+
+def test_one_route_only() -> None:
+    assert cyclic.applies(pipeline(2, 4, memory=15))
+    assert not cyclic.applies(pipeline(2, 1, memory=15))
+    both_ways = Problem.from_dict({**pipeline(2, 2, memory=15).to_dict(), "routes": [[0, 1], [1, 0]], "microbatch_routes": [0, 1]})
+    assert not cyclic.applies(both_ways)
