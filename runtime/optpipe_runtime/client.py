@@ -92,7 +92,8 @@ class ScheduleClient:
     """Follows one problem on the service at `url`.
 
     `warm_start` is the schedule that the training runs now: the search starts there, and only what is better is offered. Times are
-    seconds; after a failure the next try waits from `backoff_s[0]`, doubled each time, up to `backoff_s[1]`.
+    seconds; after a failure the next try waits from `backoff_s[0]`, doubled each time, up to `backoff_s[1]`. Raises `InputError` for
+    a url that is none; everything else that can go wrong later is the log's.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ScheduleClient:
         read_timeout_s: float = 45.0,
         backoff_s: tuple[float, float] = (0.5, 30.0),
     ) -> None:
-        self._url, self._problem, self._objective = url.rstrip("/"), problem, objective
+        self._url, self._problem, self._objective = _base(url), problem, objective
         self._request = {"method": method, "objective": objective, "time_limit_s": time_limit_s}
         self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s)
         self._reply_s = connect_timeout_s + read_timeout_s
@@ -277,6 +278,16 @@ class ScheduleClient:
         if outage in self._outages:
             self._outages.remove(outage)
             log.info("the solver service at %s is %s again", self._url, "there" if outage == "away" else "right")
+
+
+def _base(url: str) -> str:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        parts = httpx.URL("")
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise InputError(f"url = {url[:100]!r}: must be http://HOST:PORT")
+    return url.rstrip("/")
 
 
 def _parsed(model: type[Model], text: str | bytes) -> Model:

@@ -39,7 +39,7 @@ class Service:
         self.store = Store(settings.database)
 
     def open(self) -> None:
-        if interrupted := self.store.stop_open("the service ended while the job was not over"):
+        if interrupted := self.store.stop_open():
             log.warning("%d jobs were interrupted when the service last ended; their best schedules are kept", interrupted)
         self.changes = Changes(asyncio.get_running_loop())
         self.solves = Solves(self.settings, self.store, self.cache, self.changes.tell)

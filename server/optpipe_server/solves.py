@@ -17,12 +17,13 @@ from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_cache import Cache
 from optpipe_server.settings import Settings
-from optpipe_server.store import NewJob, State, Store
+from optpipe_server.store import INTERRUPTED, NewJob, State, Store
 
 log = logging.getLogger("optpipe.server")
 
 SHORT_SEARCHES = 2  # at a time
 PROVEN = 1e-9  # a gap that is rounding
+_REASONS: dict[State, str] = {"cancelled": "the job was cancelled", "stopped": INTERRUPTED}
 
 
 @dataclass
@@ -156,7 +157,8 @@ class Solves:
     def _end(self, task: Task, state: State) -> None:
         with self._lock:
             self._tasks.pop(task.job_id, None)
-        self._store.finish(task.job_id, state, task.best)
+        best = replace(task.best, reason=_REASONS.get(state, task.best.reason))
+        self._store.finish(task.job_id, state, best)
         self._tell(task.job_id)
 
 

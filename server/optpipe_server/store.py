@@ -43,6 +43,7 @@ Source = Literal["cache", "warm_start", "solver"]
 
 BUSY_MS = 10_000  # how long a connection waits for another one that writes
 MOST_LISTED = 200
+INTERRUPTED = "the service ended while the job was not over"
 
 _metadata = MetaData()
 
@@ -166,10 +167,12 @@ class Store:
         with self._engine.begin() as db:
             return db.execute(update(jobs).where(jobs.c.id == job_id, jobs.c.state.in_(OPEN)).values(**values)).rowcount == 1
 
-    def stop_open(self, reason: str) -> int:
-        """Every queued or running job becomes `stopped`, with its best schedule kept: nobody works on it any more."""
+    def stop_open(self) -> int:
+        """Every queued or running job becomes `stopped`, with its best schedule kept: nobody works on it any more. Returns how many."""
         with self._engine.begin() as db:
-            return db.execute(update(jobs).where(jobs.c.state.in_(OPEN)).values(state="stopped", reason=reason, ended_at=now())).rowcount
+            return db.execute(
+                update(jobs).where(jobs.c.state.in_(OPEN)).values(state="stopped", reason=INTERRUPTED, ended_at=now())
+            ).rowcount
 
     def job(self, job_id: str) -> Row[Any] | None:
         with self._read() as db:

@@ -19,6 +19,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.service import running, settings_in, use_fake_solver
 
+from optpipe.errors import InputError
 from optpipe.files import ScheduleFile
 from optpipe.validity import check
 from optpipe_runtime.client import Offer, ScheduleClient
@@ -198,6 +199,12 @@ def test_close_at_once_and_twice() -> None:
     client.close()
     client.close()
     assert not client._thread.is_alive()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://host:x", "/v1"])
+def test_a_url_that_is_none_is_a_sentence(url: str) -> None:
+    with pytest.raises(InputError, match="must be http://HOST:PORT"):
+        ScheduleClient(url, chain())
 
 
 # A service that lies

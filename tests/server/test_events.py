@@ -105,4 +105,5 @@ def test_a_restart_keeps_the_best_and_says_that_the_job_was_stopped(settings: Se
             assert incumbent["id"] == "1"
             shown = json.loads(end["data"])
             assert (shown["state"], shown["best"]["seq"]) == ("stopped", 1)
+            assert shown["reason"] == "the service ended while the job was not over"
             assert client.get(f"{job}/incumbents/best").json()["method"] == "naive"

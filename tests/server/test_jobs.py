@@ -119,7 +119,7 @@ def test_cancel_keeps_the_best_and_ends_the_process(client: httpx.Client, tmp_pa
     reply = client.post(f"{job['url']}/cancel")
     assert reply.status_code == 202
     over = until_over(client, job)
-    assert (over["state"], over["best"]) == ("cancelled", job["best"])
+    assert (over["state"], over["reason"], over["best"]) == ("cancelled", "the job was cancelled", job["best"])
     assert not alive(pid)
     again = client.post(f"{job['url']}/cancel")
     assert (again.status_code, again.json()) == (202, over)

@@ -1,0 +1,38 @@
+"""Many jobs and readers at once: nothing is lost, mixed up or left behind."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import httpx
+from support.chain import chain, gpipe
+from support.service import events, running
+
+from optpipe_server import Settings
+
+JOBS = 8
+
+
+def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_solver: None) -> None:
+    problems = [chain(m=1 + n % 3, memory=3, forward=1.0 + n) for n in range(JOBS)]
+    with running(replace(settings, solves=2, first_schedule_s=60.0)) as (url, server), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+
+        def one(n: int) -> tuple[dict[str, object], list[int]]:
+            job = client.post("/v1/jobs", json={"problem": problems[n].to_dict(), "method": "steps"}).json()
+            assert job["best"]["schedule"]["problem"] == problems[n].to_dict()
+            with client.stream("GET", f"{job['url']}/events") as response:
+                *found, end = list(events(response))
+            return json.loads(end["data"]), [int(event["id"]) for event in found]
+
+        with ThreadPoolExecutor(JOBS) as pool:
+            ends = list(pool.map(one, range(JOBS)))
+        for problem, (end, seqs) in zip(problems, ends, strict=True):
+            assert end["state"] == "done"
+            assert end["problem_sha256"] == problem.sha256
+            assert seqs == list(range(1, len(seqs) + 1))
+            best = client.get(f"{end['url']}/incumbents/best").json()
+            assert best["makespan_ms"] == gpipe(problem).makespan_ms
+        assert server._service.solves._tasks == {}
+        assert server._service.changes._waiting == {}

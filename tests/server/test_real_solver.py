@@ -1,0 +1,63 @@
+"""The service with the real solver behind it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+from support.chain import chain
+from support.service import events
+
+from optpipe.files import ScheduleFile
+from optpipe.problem import Problem
+from optpipe.validity import check
+from optpipe_runtime.client import ScheduleClient
+from optpipe_server import Settings
+
+Serving = Callable[[Settings], httpx.Client]
+
+
+@pytest.fixture
+def client(serving: Serving, settings: Settings) -> httpx.Client:
+    return serving(settings)
+
+
+def test_first_schedule_then_the_end_then_the_cache(client: httpx.Client) -> None:
+    problem = chain(memory=2, m=4)
+    job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 4.0}).json()
+    first = ScheduleFile.from_json(json.dumps(job["best"]["schedule"])).schedule()
+    assert check(problem, first) == []
+    with client.stream("GET", f"{job['url']}/events") as response:
+        *found, end = [json.loads(event["data"]) for event in events(response)]
+    assert end["state"] == "done"
+    assert end["best"] == found[-1]
+    assert found[-1]["makespan_ms"] <= first.makespan_ms
+    assert end["lower_bound_ms"] <= end["best"]["makespan_ms"] * (1 + 1e-9)
+    again = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 4.0}).json()
+    assert again["best"]["source"] == "cache"
+    assert again["best"]["makespan_ms"] == end["best"]["makespan_ms"]
+
+
+def test_too_little_memory_is_named(client: httpx.Client) -> None:
+    content = chain().to_dict()
+    content["devices"][1]["memory_bytes"] = 999
+    job = client.post("/v1/jobs", json={"problem": content, "time_limit_s": 4.0}).json()
+    with client.stream("GET", f"{job['url']}/events") as response:
+        [end] = [json.loads(event["data"]) for event in events(response)]
+    assert end["state"] == "infeasible"
+    assert "1000" in end["reason"]
+    assert "999" in end["reason"]
+
+
+def test_a_training_follows(client: httpx.Client) -> None:
+    problem = Problem.from_dict({**chain(memory=1, m=4, offload=None).to_dict(), "p2p_ms": 0.0})
+    with ScheduleClient(str(client.base_url), problem, time_limit_s=4.0) as following:
+        offer = None
+        while offer is None and following._thread.is_alive():
+            time.sleep(0.01)
+            offer = following.poll()
+    assert offer is not None
+    assert check(problem, offer.schedule) == []
