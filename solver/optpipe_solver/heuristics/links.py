@@ -125,11 +125,11 @@ class Links:
 
     def _reload(self, n: int) -> bool:
         at, look = self._at, float("inf")
-        candidates = [key for d in self._sharers[n] for key in self._next(d)]
-        for stage, j in sorted(candidates, key=lambda key: at.expected(*key)) if len(candidates) > 1 else candidates:
+        candidates = [key for d in self._sharers[n] for key in self._next(d) if self._away[key].dropped > self._away[key].granted]
+        if len(candidates) > 1:
+            candidates.sort(key=lambda key: at.expected(*key))
+        for stage, j in candidates:
             away, d = self._away[stage, j], at.device[stage]
-            if away.dropped == away.granted:
-                continue
             if not away.returns and (wanted := self._wanted(stage, j)) > at.now:
                 if wanted < look:
                     look, looker = wanted, stage

@@ -49,7 +49,8 @@ class Listing:
         self.route = [problem.route(j) for j in range(m)]
         self.position = [{s: k for k, s in enumerate(route)} for route in self.route]
         ahead = {route: self._ahead(route) for route in set(self.route)}
-        self.ahead = [ahead[route] for route in self.route]
+        back = {route: dict(zip(route, ahead[route][-2::-1], strict=False)) for route in ahead}  # the last is the end
+        self.ahead, self.back = [ahead[route] for route in self.route], [back[route] for route in self.route]
         self.base = [reliefs(problem, route) for route in problem.all_routes]
         unlimited = [2**62] * devices
         self.memory = [d.memory_bytes for d in problem.devices] if policy.limited else unlimited
@@ -113,8 +114,7 @@ class Listing:
 
     def expected(self, stage: int, j: int) -> float:
         """When the backward will be able to start, if all goes at full speed from here."""
-        ahead = self.ahead[j]
-        return self.begun[j] + ahead[len(ahead) - 2 - self.position[j][stage]]
+        return self.begun[j] + self.back[j][stage]
 
     def _happen(self, code: int, stage: int, j: int, part: int) -> int:
         d = self.device[stage]
