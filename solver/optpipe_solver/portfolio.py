@@ -12,7 +12,7 @@ from optpipe.child import Bound, Child, End, Frame, Incumbent, Infeasible, Note,
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe.validity import check
-from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 from optpipe_solver.methods import ENGINES, HEURISTICS, METHODS, WITHIN_MEMORY
@@ -44,6 +44,7 @@ class Portfolio:
             self.emit(Infeasible(reason=reason))
             return
         self.raise_bound(trivial_bound(problem, self.request.objective), "trivial")
+        self.raise_bound(memory_bound(problem, self.request.objective), "memory")
         self.take_warm_start()
         engines = [name for name in ENGINES if method in ("auto", name) and self.applies(name)]
         if method in ENGINES and not engines:
@@ -63,7 +64,7 @@ class Portfolio:
         return value(schedule, self.request.objective)
 
     def raise_bound(self, lower_bound_ms: float, method: str) -> None:
-        if lower_bound_ms > self.bound:
+        if lower_bound_ms > self.bound * (1 + 1e-9):
             self.bound = lower_bound_ms
             self.emit(Bound(method=method, lower_bound_ms=lower_bound_ms))
 

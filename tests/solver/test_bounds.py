@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from support.strategies import problems_with_schedules
 
-from optpipe import Device, Problem, Stage
-from optpipe_solver.bounds import trivial_bound
+from optpipe import Device, Problem, Stage, certify
+from optpipe_solver.bounds import memory_bound, trivial_bound
 
 
-def pipeline(devices: int, microbatches: int, ms: tuple[float, float, float], p2p_ms: float, **changes: object) -> Problem:
+def pipeline(devices: int, microbatches: int, ms: tuple[float, float, float], p2p_ms: float, memory: int = 1, **changes: object) -> Problem:
     forward, backward, weight = ms
     costs = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight, "activation_bytes": 1}
     return Problem(
         microbatches=microbatches,
         p2p_ms=p2p_ms,
-        devices=[Device(memory_bytes=1)] * devices,
+        devices=[Device(memory_bytes=memory)] * devices,
         stages=[Stage(device=d, weight_grad_bytes=1, **costs) for d in range(devices)],
         **changes,
     )
@@ -57,3 +57,23 @@ def test_span_is_a_devices_work_or_its_way_there_and_back():
 def test_pairs_take_their_share_but_the_first_forward_and_the_last_backward():
     one = pipeline(1, 2, (10.0, 10.0, 8.0), 1.0, overlap_factor=0.5)
     assert trivial_bound(one) == 10 + 0.5 * (10 + 10 + 8) + 10 + 8
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems_with_schedules())
+def test_no_schedule_is_shorter_than_its_memory_allows(pair):
+    problem, schedule = pair
+    devices = [
+        {**d.model_dump(exclude_none=True), "memory_bytes": p.bytes}
+        for d, p in zip(problem.devices, certify(problem, schedule).device, strict=True)
+    ]
+    tight = Problem.from_dict({**problem.to_dict(), "devices": devices})
+    assert memory_bound(tight, "makespan") <= schedule.makespan_ms + 1e-6
+    assert memory_bound(tight, "span") <= schedule.span_ms + 1e-6
+
+
+def test_the_memory_bound_is_bytes_times_ms():
+    short = pipeline(4, 8, (10.0, 10.0, 10.0), 0.0)  # memory for one activation, held at stage 0 for 80 ms and a weight gradient's 10
+    assert memory_bound(short) == 8 * 90.0
+    ample = pipeline(4, 8, (10.0, 10.0, 10.0), 0.0, memory=1000)
+    assert memory_bound(ample) == trivial_bound(ample)
