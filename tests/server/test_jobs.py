@@ -31,7 +31,7 @@ def submit(client: httpx.Client, problem: Problem | None = None, method: str = "
 
 
 def until_over(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    for _ in range(200):
+    for _ in range(1000):
         shown: dict[str, Any] = client.get(job["url"]).json()
         if shown["state"] not in ("queued", "running"):
             return shown

@@ -17,7 +17,10 @@ JOBS = 8
 
 def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_solver: None) -> None:
     problems = [chain(m=1 + n % 3, memory=3, forward=1.0 + n) for n in range(JOBS)]
-    with running(replace(settings, solves=2, first_schedule_s=60.0)) as (url, server), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with (
+        running(replace(settings, solves=2, first_schedule_s=60.0)) as (url, server),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
 
         def one(n: int) -> tuple[dict[str, object], list[int]]:
             job = client.post("/v1/jobs", json={"problem": problems[n].to_dict(), "method": "steps"}).json()

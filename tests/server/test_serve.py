@@ -51,7 +51,7 @@ def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
     return job["url"], int(pid_file.read_text())
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
+def gone(pid: int, within_s: float = 10.0) -> bool:
     """Whether the process ends within the time; one that waits to be reaped by its new parent has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

@@ -31,7 +31,7 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            assert ready.wait(10)
+            assert ready.wait(30)
             yield urls[0], server
         finally:
             server.should_exit = True
@@ -40,7 +40,7 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
 
 
 def settings_in(folder: Path) -> Settings:
-    return Settings(database=f"sqlite:///{folder / 'jobs.sqlite'}", cache=folder / "cache.sqlite", ping_s=0.2, first_schedule_s=5.0)
+    return Settings(database=f"sqlite:///{folder / 'jobs.sqlite'}", cache=folder / "cache.sqlite", ping_s=0.2, first_schedule_s=30.0)
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
