@@ -22,7 +22,7 @@ def pipeline(devices: int, microbatches: int, ms: tuple[float, float, float], p2
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems_with_schedules())
 def test_no_schedule_is_shorter(pair):
     problem, schedule = pair
@@ -59,7 +59,7 @@ def test_pairs_take_their_share_but_the_first_forward_and_the_last_backward():
     assert trivial_bound(one) == 10 + 0.5 * (10 + 10 + 8) + 10 + 8
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems_with_schedules())
 def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     problem, schedule = pair

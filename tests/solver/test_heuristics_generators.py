@@ -30,7 +30,7 @@ def test_every_name_has_its_generator():
     assert set(WITHIN_MEMORY) < set(HEURISTICS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_they_are_whole_schedules_of_any_problem(problem):
     for name, generator in GENERATORS.items():

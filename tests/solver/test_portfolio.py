@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
 import pytest
 
 import optpipe
-from optpipe import Device, InputError, Problem, Stage, check
-from optpipe.child import Bound, Incumbent, Infeasible, Note, Programs, Request
+from optpipe import Device, InputError, Problem, SolverError, Stage, check
+from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver import portfolio
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio
@@ -183,11 +181,9 @@ def test_memory_that_admits_nothing_is_proven():
 def test_an_unknown_method_is_one_sentence():
     with pytest.raises(InputError, match=r"^method = 'best': the methods are auto, naive, .*milp$"):
         Portfolio(Request(problem=pipeline(), method="best"), print)
-    request = Request(problem=pipeline(), method="best").model_dump_json(exclude_none=True)
-    child = subprocess.run([sys.executable, "-m", "optpipe_solver"], input=request + "\n", capture_output=True, text=True)
-    assert child.returncode == 1
-    assert child.stderr.startswith("method = 'best': ")
-    assert child.stderr.count("\n") == 1
+    child = Child("optpipe_solver", Request(problem=pipeline(), method="best"))
+    with pytest.raises(SolverError, match=r"exit code 1: method = 'best': the methods are auto, "):
+        list(child.frames())
 
 
 def test_through_the_front_door():
