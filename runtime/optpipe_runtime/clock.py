@@ -1,4 +1,4 @@
-"""Times of ops: the host's clock on CPU; on CUDA events on the compute stream, which nobody waits for until the step is over."""
+"""Times of ops: the host's clock on CPU; on CUDA events on the current stream, which nobody waits for until the step is over."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from optpipe.errors import InputError
 from optpipe.ops import Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Action, Message, Plan
+from optpipe_runtime.pool import Ticket
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import Spec, StageRunner, Tensors
 
 
 class OpTime(NamedTuple):
-    """When an op ran, in ms since the step began on this rank. A compute op starts when its message is there; O and R only issue a copy."""
+    """When an op ran, in ms since the step began on this rank. Compute starts when its message is there; O and R are their copies."""
 
     op: Op
     start_ms: float
@@ -89,7 +90,7 @@ class Executor:
             host_peak_bytes=self._pool.peak_bytes,
             buffer_peak_bytes=self._mail.peak_bytes,
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
-            trace=tuple(OpTime(op, self._clock.ms(begun, a), self._clock.ms(begun, b)) for op, a, b in step.times) if trace else (),
+            trace=tuple(step.trace(self._clock, begun)) if trace else (),
         )
 
     def _run(self, step: _Step, action: Action) -> None:
@@ -98,6 +99,7 @@ class Executor:
         stage = self._stages[s]
         received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
         made: Tensors = ()
+        copies: Sequence[Ticket] = ()
         start = self._clock.mark()
         match kind:
             case Kind.F:
@@ -112,13 +114,13 @@ class Executor:
             case Kind.W:
                 stage.weight(j)
             case Kind.O:
-                stage.offload(j, part)
+                copies = stage.offload(j, part)
             case Kind.D:
                 stage.drop(j, part)
             case Kind.R:
-                stage.reload(j, part)
+                copies = stage.reload(j, part)
         del received
-        step.times.append((action.op, start, self._clock.mark()))
+        step.times.append((action.op, start, self._clock.mark(), copies))
         if action.sends is not None and action.to is not None:
             self._mail.send(action.sends, made, action.to, self._sent_specs(stage, kind))
 
@@ -142,7 +144,7 @@ class _Step:
     def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors]) -> None:
         self.plan, self.batch, self.answers = plan, batch, answers
         self.losses: dict[int, Tensor] = {}
-        self.times: list[tuple[Op, Any, Any]] = []
+        self.times: list[tuple[Op, Any, Any, Sequence[Ticket]]] = []  # op, start, end; for O and R what they issued
         self.peak_bytes = 0
         self._held: dict[tuple[int, int], int] = {}
         self._now = 0
@@ -153,6 +155,11 @@ class _Step:
         self._now += held - self._held.get(key, 0)
         self._held[key] = held
         self.peak_bytes = max(self.peak_bytes, self._now)
+
+    def trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
+        for op, start, end, copies in self.times:
+            spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
+            yield OpTime(op, min(clock.ms(begun, a) for a, _ in spans), max(clock.ms(begun, b) for _, b in spans))
 
 
 def cut(value: Any, microbatches: int, what: str) -> list[Tensors]:

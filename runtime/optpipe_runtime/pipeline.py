@@ -38,6 +38,7 @@ from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import LossFn, Spec, StageRunner, Tensors
+from optpipe_runtime.ties import Tie
 
 
 class Pipeline:
@@ -83,6 +84,7 @@ class Pipeline:
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
         self.version = 0  # how many schedules have been swapped in
         self._plan: Plan | None = None
+        self._ties: list[Tie] = []
         self._learned = False
         self._executor = Executor(self._rank)
         self._offers = Offers(self._rank.council, self.prepare)
@@ -101,8 +103,20 @@ class Pipeline:
             self.swap(offered)
         if self._plan is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")
+        for tie in self._ties:
+            tie.start_step()
         report = self._executor.run(self._plan, inputs, targets, trace)
+        for tie in self._ties:
+            tie.end_step()
         return replace(report, version=self.version)
+
+    def tie(self, parameter: nn.Parameter | None) -> None:
+        """Collective: ties copies of one parameter that several ranks hold (tied embeddings); a rank without one passes None.
+
+        The copies take the value of the lowest rank's, and after every step the sum of their gradients. Two stages on one rank need no tie:
+        they share the parameter itself.
+        """
+        self._ties.append(Tie(parameter, self._rank.council))
 
     @property
     def schedule(self) -> Schedule | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import defaultdict
 from typing import Any, Protocol
 
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
+from optpipe_runtime.clock import Clock
 
 
 class Ticket(Protocol):
     """A copy under way."""
+
+    start: Any
+    end: Any  # marks of `Clock`: when the copy ran, to be read after the step
 
     def wait(self) -> None:
         """Whatever is computed or freed from here on, comes after the copy."""
@@ -38,6 +43,7 @@ class _Done:
 
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.start = self.end = 0.0
         self.error: BaseException | None = None
 
     def wait(self) -> None:
@@ -62,10 +68,12 @@ class ThreadEngine:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             destination, source, done = job
+            done.start = time.perf_counter()
             try:
                 destination.copy_(source)
             except BaseException as error:
                 done.error = error
+            done.end = time.perf_counter()
             del job, destination, source  # before anyone is told: a drop right after must find no reference left
             done.event.set()
 
@@ -78,25 +86,26 @@ class StreamEngine:
     """CUDA's copy engine: a side stream that waits for the compute stream where a copy is issued. Never blocks the host. Not measured."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._clock = device, Clock(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, destination: Tensor, source: Tensor) -> _StreamTicket:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            start = self._clock.mark()
             destination.copy_(source, non_blocking=True)
-        return _StreamTicket(self._stream.record_event(), self._device)
+            return _StreamTicket(start, self._clock.mark(), self._device)
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
 class _StreamTicket:
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self.event, self._device = event, device
+    def __init__(self, start: Any, end: Any, device: torch.device) -> None:
+        self.start, self.end, self._device = start, end, device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.end)
 
 
 class Link:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
-from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.pool import HostPool, Link, Ticket
 from optpipe_runtime.split import Splitting, WeightQueue
 from optpipe_runtime.store import Activation, balance, storage_key
 
@@ -205,17 +205,17 @@ class StageRunner:
         """What each of `parts` parts takes on the host; zeros before the first forward."""
         return [sum(self._sizes[i] for i in group) for group in balance(self._sizes, parts)]
 
-    def offload(self, microbatch: int, part: int) -> None:
+    def offload(self, microbatch: int, part: int) -> Sequence[Ticket]:
         """O"""
-        self._running[microbatch].activation.offload(part, self._parts, self._link, self._pool)
+        return self._running[microbatch].activation.offload(part, self._parts, self._link, self._pool)
 
     def drop(self, microbatch: int, part: int) -> None:
         """D"""
         self._running[microbatch].activation.drop(part)
 
-    def reload(self, microbatch: int, part: int) -> None:
+    def reload(self, microbatch: int, part: int) -> Sequence[Ticket]:
         """R"""
-        self._running[microbatch].activation.reload(part, self._link)
+        return self._running[microbatch].activation.reload(part, self._link)
 
     def activation(self, microbatch: int) -> Activation:
         """What the stage keeps of a micro-batch, for the profiler."""

@@ -105,7 +105,7 @@ class Parcel:
     def wait(self) -> None:
         for ticket in self.tickets:
             ticket.wait()
-        self.tickets.clear()
+        self.tickets = []
 
 
 class Activation:
@@ -159,12 +159,13 @@ class Activation:
         """Bytes of each block that can leave, 0 for one that stays."""
         return tuple(0 if i in self._stuck or b.nbytes < SMALLEST else b.nbytes for i, b in enumerate(self._blocks.values()))
 
-    def offload(self, part: int, parts: int, link: Link, pool: HostPool) -> None:
+    def offload(self, part: int, parts: int, link: Link, pool: HostPool) -> Sequence[Ticket]:
         """O: starts to copy a part to the host."""
         blocks = self.parts(parts)[part]
         parcel = Parcel(blocks, pool.take(sum(block.nbytes for block in blocks)))
         parcel.tickets = [link.down.copy(piece, block.view()) for block, piece in parcel.pieces()]
         self._parcels[part] = parcel
+        return parcel.tickets
 
     def drop(self, part: int) -> None:
         """D: waits for the copy and lets the device memory go."""
@@ -173,7 +174,7 @@ class Activation:
         for block in parcel.blocks:
             block.storage = None
 
-    def reload(self, part: int, link: Link) -> None:
+    def reload(self, part: int, link: Link) -> Sequence[Ticket]:
         """R: allocates here and starts to copy back; `restore` waits for it."""
         parcel = self._parcels[part]
         for block, piece in parcel.pieces():
@@ -181,6 +182,7 @@ class Activation:
             parcel.returning.append(home.untyped_storage())
             block.memory = Memory(home.untyped_storage())
             parcel.tickets.append(link.up.copy(home, piece))
+        return parcel.tickets
 
     def restore(self, pool: HostPool) -> None:
         """Before the backward: waits for the reloads and gives the host slots back."""

@@ -110,7 +110,7 @@ def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list
     """One step with each schedule, swapped between the steps."""
     microbatches = schedules[0].problem.microbatches
     modules = own_stages(placement)
-    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD([torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1)
     reports, gradients = [], []
     with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
         for step, schedule in enumerate(schedules):
@@ -215,3 +215,33 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
             except (OptPipeError, AttributeError) as error:
                 told.append(str(error))
     return told
+
+
+def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients], Gradients]:
+    """Two accumulated steps of a model whose head shares the embedding's weight; and the same model in one process."""
+    m = schedule.problem.microbatches
+    modules = make_stages(len(placement))
+    embedding, head = next(modules[0].children()), list(modules[-1].children())[-1]
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
+    rank = torch.distributed.get_rank()
+    ours = embedding.weight if rank == placement[0] else head.weight
+    found = []
+    own = {s: modules[s] for s in range(len(placement)) if placement[s] == rank}
+    with Pipeline(own, placement, loss_fn, m) as pipe:
+        pipe.tie(ours)
+        pipe.load(schedule)
+        for step in range(2):
+            pipe.step(*batch(step, m))
+            assert ours.grad is not None
+            found.append({"tied": ours.grad.numpy().copy()})
+
+    whole = make_stages(len(placement))
+    first, last = next(whole[0].children()), list(whole[-1].children())[-1]
+    last.weight = first.weight
+    for step in range(2):
+        for x, y in zip(*(part.chunk(m) for part in batch(step, m)), strict=True):
+            for module in whole:
+                x = module(x)
+            torch.autograd.backward(loss_fn(x, y) / m)
+    return found, {"tied": whole[0][0].weight.grad.numpy()}  # type: ignore[index]

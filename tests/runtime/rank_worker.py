@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -49,7 +50,14 @@ class Ranks:
     def __call__(self, function: Callable[..., Any], timeout: float = 60, **arguments: Any) -> list[Any]:
         for connection in self._connections:
             connection.send((function, arguments))
-        answers = [connection.recv() if connection.poll(timeout) else (False, "no answer in time") for connection in self._connections]
+        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self._world
+        waiting, until = set(range(self._world)), time.monotonic() + timeout
+        while waiting and (left := until - time.monotonic()) > 0:
+            for rank in [rank for rank in waiting if self._connections[rank].poll(min(left, 0.01))]:
+                answers[rank] = self._connections[rank].recv()
+                waiting.discard(rank)
+                if not answers[rank][0]:
+                    until = min(until, time.monotonic() + 3)  # the others may wait for it for ever
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
         if failed:
             self._end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rank_worker import Ranks
 from support.strategies import schedules
 
+from optpipe.ops import COMPUTE
 from optpipe.schedule import Schedule
 
 ONE_F_ONE_B = [
@@ -70,8 +72,26 @@ def test_swaps_between_steps_change_nothing(ranks: Ranks) -> None:
 
 
 @settings(max_examples=12)
-@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]))
+@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1], [0, 0]]))
 def test_any_valid_schedule_gives_the_same_sums(ranks: Ranks, data: Any, placement: list[int]) -> None:
     problem = rank_cases.problem(placement, 3, offload_parts=2)
     schedule = data.draw(schedules(problem))
     same(ranks, placement, [[program.texts() for program in schedule.programs]], exact=False, offload_parts=2)
+
+
+def test_tied_embeddings_get_the_sum_of_both_gradients(ranks: Ranks) -> None:
+    schedule = Schedule.parse(rank_cases.problem([0, 1], 4), ONE_F_ONE_B)
+    (first, whole), (last, _) = ranks(rank_cases.tied, placement=[0, 1], schedule=schedule)
+    for step in range(2):
+        np.testing.assert_array_equal(first[step]["tied"], last[step]["tied"])
+    np.testing.assert_allclose(first[1]["tied"], whole["tied"], rtol=1e-4, atol=1e-7)
+
+
+def test_the_trace_has_every_op_in_its_place(ranks: Ranks) -> None:
+    for rank, (report,) in enumerate(same(ranks, [0, 1], [OFFLOADED])):
+        assert [str(time.op) for time in report.trace] == OFFLOADED[rank]
+        ended = {str(time.op): time.end_ms for time in report.trace}
+        assert all(0 <= time.start_ms <= time.end_ms <= report.step_ms for time in report.trace)
+        assert ended[f"{rank}O0"] <= ended[f"{rank}D0"] <= ended[f"{rank}R0"]
+        compute = [time for time in report.trace if time.op.kind in COMPUTE]
+        assert all(a.end_ms <= b.start_ms for a, b in pairwise(compute))
