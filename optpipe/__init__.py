@@ -49,7 +49,30 @@ _HOME = {
     "simulate": "timeline",
     "solve": "anytime",
 }
-__all__ = list(_HOME)
+__all__ = [
+    "Certificate",
+    "DeadlockError",
+    "Device",
+    "InputError",
+    "Kind",
+    "Op",
+    "OptPipeError",
+    "Pair",
+    "Problem",
+    "Program",
+    "Result",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleFile",
+    "SolverError",
+    "Stage",
+    "Timeline",
+    "certify",
+    "check",
+    "improve",
+    "simulate",
+    "solve",
+]
 __version__ = "0.1.0"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Programs, Request
+from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Programs, Refused, Request
 from optpipe.errors import InputError, SolverError, input_error
 from optpipe.files import Status
 from optpipe.problem import Problem
@@ -86,17 +86,19 @@ def _results(request: Request, child: Child, deadline: threading.Timer) -> Gener
     best = shown = Result("unknown", objective=request.objective, reason="no schedule was found within the time limit")
     try:
         for frame in child.frames():
+            if isinstance(frame, Refused):
+                raise InputError(frame.reason)
             best = replace(_after(best, frame, request.problem), time_s=time.monotonic() - began)
             if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
                 yield best
                 shown = best
     except SolverError as error:
         best = replace(best, notes=(*best.notes, str(error)))
-        if best.schedule is None and best.status == "unknown":
-            best = replace(best, reason=str(error))
     finally:
         deadline.cancel()
         child.stop()
+    if best.status == "unknown" and best.notes:
+        best = replace(best, reason=best.notes[-1])
     yield replace(best, time_s=time.monotonic() - began)
 
 
@@ -147,7 +149,7 @@ def improve(
     """Better and better schedules: the first within moments, from a heuristic, then what the engines find until `time_limit` (seconds).
 
     Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have since changed.
-    Raises `InputError` for an argument out of range.
+    Raises `InputError` for an argument out of range; an unknown method is known to be one when the first result is asked for.
     """
     try:
         request = Request(

@@ -80,6 +80,13 @@ class Infeasible(Record):
     reason: str
 
 
+class Refused(Record):
+    """The request cannot be served as it is, such as an unknown method; the last line."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
 class Note(Record):
     """Something to tell, such as an engine that crashed; the search goes on."""
 
@@ -93,7 +100,7 @@ class End(Record):
     type: Literal["end"] = "end"
 
 
-Frame = Incumbent | Bound | Infeasible | Note | End
+Frame = Incumbent | Bound | Infeasible | Refused | Note | End
 _FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="type")])
 
 
@@ -116,7 +123,7 @@ class Child:
             self._process.stdin.flush()
 
     def frames(self) -> Iterator[Frame]:
-        """The frames as they come, until `End`. Raises `SolverError` where the child breaks the protocol or dies unasked."""
+        """The frames as they come, until `End` or `Refused`. Raises `SolverError` where the child breaks the protocol or dies unasked."""
         assert self._process.stdout is not None
         try:
             while line := self._process.stdout.readline(LONGEST_LINE):
@@ -124,7 +131,7 @@ class Child:
                     break
                 frame = _frame(line)
                 yield frame
-                if isinstance(frame, End):
+                if isinstance(frame, End | Refused):
                     return
             if not self._stopped.is_set():
                 raise SolverError(f"{self.module} ended with exit code {self._process.wait(5)}: {self._last_words()}")

@@ -1,6 +1,26 @@
-"""`optpipe demo`: the main job, small."""
+"""`optpipe demo`: the main job, small: a service, a training beside it, better schedules swapped in, and the truth about the gain."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from optpipe.errors import OptPipeError
+
+if TYPE_CHECKING:
+    from optpipe_runtime.demo.train import Plan, Step, Told
+
+TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
 
 def demo() -> None:
@@ -9,6 +29,154 @@ def demo() -> None:
 
     need("runtime")
     need("server")
-    from optpipe_runtime.demo import run  # type: ignore[import-not-found, unused-ignore]
+    from optpipe_runtime.demo.train import Plan
 
-    run()
+    with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
+        outcome = run(Plan(), Path(folder))
+    if not outcome.sound:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the demo found: the largest relative difference of a loss, the memory, and the quiet phase's medians and spreads in ms."""
+
+    loss_difference: float
+    within_memory: bool
+    start_ms: tuple[float, float]
+    best_ms: tuple[float, float]
+    found_in_cache: bool
+
+    @property
+    def gained(self) -> bool:
+        """Lower by more than the spread of either."""
+        return self.start_ms[0] - self.best_ms[0] > max(self.start_ms[1], self.best_ms[1])
+
+    @property
+    def sound(self) -> bool:
+        return self.loss_difference <= TOLERANCE and self.within_memory and self.found_in_cache
+
+
+def run(plan: Plan, folder: Path) -> Outcome:
+    """Runs the main job in `folder` and prints its table."""
+    from optpipe_runtime.demo import reference
+    from optpipe_runtime.demo.train import Told
+
+    ranks = max(2, min(4, os.cpu_count() or 1))
+    plan.save(folder / "plan.json")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(folder / "cache.db")}
+    with _service(folder, environment) as (url, pid):
+        typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
+        _train(folder, environment, url, ranks)
+    told = Told.load(folder / "told.json")
+    typer.echo("the same steps in one plain process, to compare the losses")
+    plain = reference.losses(plan.size, ranks, plan.microbatches, len(told.steps))
+    difference = max(abs(step.loss - loss) / abs(loss) for step, loss in zip(told.steps, plain, strict=True))
+    _print_table(told)
+    limits = [device["memory_bytes"] for device in told.problem["devices"]]
+    best = _best(told)
+    outcome = Outcome(
+        loss_difference=difference,
+        within_memory=all(peak <= limit for step in told.steps for peak, limit in zip(step.peak_bytes, limits, strict=True)),
+        start_ms=_middle(told, 0),
+        best_ms=_middle(told, best),
+        found_in_cache=_look_up(told, folder),
+    )
+    _print_verdict(outcome, ranks)
+    return outcome
+
+
+@contextlib.contextmanager
+def _service(folder: Path, environment: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """The service as a process of its own, on a free port and an embedded database; ended at the end."""
+    command = [sys.executable, "-m", "optpipe", "serve", "--port", "0", "--database", f"sqlite:///{folder / 'optpipe.db'}"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("listening on "):
+            process.kill()
+            raise OptPipeError("the service did not start; what it said stands above")
+        try:
+            yield line.removeprefix("listening on ").strip(), process.pid
+        finally:
+            process.terminate()
+
+
+def _train(folder: Path, environment: dict[str, str], url: str, ranks: int) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = ["-m", "optpipe_runtime.demo.train", str(folder / "plan.json"), url, str(folder / "told.json")]
+    if subprocess.run([*launch, *script], env=environment, check=False).returncode != 0:
+        raise OptPipeError("the training failed; what it said stands above")
+
+
+def _best(told: Told) -> int:
+    return min(range(len(told.schedules)), key=lambda version: told.schedules[version]["predicted_ms"])
+
+
+def _middle(told: Told, version: int) -> tuple[float, float]:
+    """Median and interquartile range of a schedule's settled steps while the machine was quiet, in ms."""
+    return _spread([step for step in told.steps if step.version == version and step.settled and not step.live])
+
+
+def _spread(steps: list[Step]) -> tuple[float, float]:
+    values = [step.ms for step in steps]
+    if len(values) < 2:
+        return (values[0] if values else float("nan")), float("nan")
+    low, _, high = quantiles(values, n=4)
+    return median(values), high - low
+
+
+def _print_table(told: Told) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    limits = [device["memory_bytes"] for device in told.problem["devices"]]
+    table = Table(
+        "schedule",
+        "predicted ms",
+        "measured ms",
+        "spread",
+        "solver beside it: ms",
+        "steps",
+        "peak MB predicted",
+        "measured",
+        "allowed",
+        "loss",
+    )
+    for version, schedule in enumerate(told.schedules):
+        steps = [step for step in told.steps if step.version == version]
+        live = _spread([step for step in steps if step.live and step.settled])
+        quiet = _middle(told, version)
+        peaks = [max(step.peak_bytes[d] for step in steps) for d in range(len(limits))]
+        table.add_row(
+            schedule["method"],
+            f"{schedule['predicted_ms']:.0f}",
+            *(f"{value:.0f}" if value == value else "" for value in (*quiet, live[0])),
+            str(len(steps)),
+            *(" ".join(f"{size / 1e6:.1f}" for size in sizes) for sizes in (schedule["predicted_peak_bytes"], peaks, limits)),
+            f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
+        )
+    Console(width=max(120, Console().width)).print(table)
+
+
+def _look_up(told: Told, folder: Path) -> bool:
+    """The last thing a user would do: the same problem again, found by the command line."""
+    from optpipe.problem import Problem
+
+    Problem.from_dict(told.problem).save(folder / "problem.json")
+    command = [sys.executable, "-m", "optpipe", "cache", "lookup", str(folder / "problem.json"), "--cache", str(folder / "cache.db")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    typer.echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")
+    return done.returncode == 0
+
+
+def _print_verdict(outcome: Outcome, ranks: int) -> None:
+    say: Any = typer.echo
+    say(f"losses: at most {outcome.loss_difference:.1e} from the plain run's, relatively (tolerance {TOLERANCE:g})")
+    say(f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step")
+    (start, start_spread), (best, best_spread) = outcome.start_ms, outcome.best_ms
+    gain = f"{start:.0f} ± {start_spread:.0f} ms at the start, {best:.0f} ± {best_spread:.0f} ms with the best schedule"
+    say(f"time: {gain}: {'a gain of' if outcome.gained else 'no gain beyond the spread:'} {1 - best / start:.1%}")
+    cores = os.cpu_count() or 1
+    if ranks > cores:
+        say(f"note: {ranks} ranks share {cores} cores, so their compute takes turns and hides part of the gain")

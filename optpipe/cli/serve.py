@@ -18,4 +18,4 @@ def serve(
     need("server")
     from optpipe_server import serve as run
 
-    run(host=host, port=port, database=database)
+    run(host, port, database, ready=lambda url: print(f"listening on {url}", flush=True))

@@ -25,7 +25,7 @@ class Objective(StrEnum):
 def solve(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
     method: Annotated[
-        str, typer.Option(help="auto, an engine (milp, cyclic), or a generator (see `optpipe solve --method help`).")
+        str, typer.Option(help="auto, an engine (cyclic, milp) or one heuristic (naive, gpipe, 1f1b, po-f, zb, adaoffload).")
     ] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
     threads: Annotated[int | None, typer.Option(help="Default: all cores.")] = None,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 
-from optpipe.child import End, read_request, write_frame
+from optpipe.child import End, Refused, read_request, write_frame
 from optpipe.errors import InputError
 from optpipe_solver.portfolio import Portfolio
 
@@ -16,7 +15,8 @@ def main() -> None:
     try:
         portfolio = Portfolio(request, write_frame)
     except InputError as error:
-        sys.exit(str(error))
+        write_frame(Refused(reason=str(error)))
+        return
     backstop = threading.Timer(request.time_limit_s, _end)  # a heuristic of a huge problem does not look at the clock
     backstop.daemon = True
     backstop.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HEURISTICS = ("naive", "gpipe", "1f1b", "zb", "adaoffload")
+HEURISTICS = ("naive", "gpipe", "1f1b", "po-f", "zb", "adaoffload")
 WITHIN_MEMORY = ("adaoffload", "zb", "naive")  # those that fit wherever any schedule does, the most promising first
 ENGINES = ("cyclic", "milp")
 METHODS = ("auto", *HEURISTICS, *ENGINES)

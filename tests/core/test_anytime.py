@@ -67,6 +67,11 @@ def test_a_solver_that_never_spoke_is_the_reason(problem):
     assert "exit code 7" in result.reason
 
 
+def test_a_request_refused_is_the_callers_mistake(problem):
+    with pytest.raises(InputError, match="method = 'unknown': the methods are good and worse"):
+        solve(problem, method="unknown", time_limit=20)
+
+
 def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeypatch):
     monkeypatch.setattr(anytime, "GRACE_S", 0.2)
     began = time.monotonic()

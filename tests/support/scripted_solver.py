@@ -7,7 +7,7 @@ import sys
 import time
 
 from optpipe import Problem, Schedule
-from optpipe.child import Bound, End, Incumbent, Infeasible, Note, Programs, read_request, write_frame
+from optpipe.child import Bound, End, Incumbent, Infeasible, Note, Programs, Refused, read_request, write_frame
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
@@ -41,6 +41,9 @@ def main() -> None:
         found(slow, "slow")
     elif request.method == "infeasible":
         write_frame(Infeasible(reason="device 0 needs 2 bytes and has 1"))
+    elif request.method == "unknown":
+        write_frame(Refused(reason="method = 'unknown': the methods are good and worse"))
+        return
     elif request.method == "invalid":
         found(slow, "slow")
         found(Schedule.parse(request.problem, [["0F0"], []]), "liar")

@@ -37,6 +37,13 @@ def zero_bubble(problem: Problem, objective: Objective) -> Iterator[Schedule]:
     yield from descend(problem, objective, [Policy()], aspects, "zb")
 
 
+def pipe_offload(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+    """PO-F, PipeOffload with every activation offloaded (Wan et al. 2025): it leaves after its forward and comes back for its backward,
+    which is not split; as many micro-batches in flight as in 1F1B."""
+    everything = tuple(float(can) for can in problem.costs.can_offload.tolist())
+    yield listed(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, offload=everything), "po-f")
+
+
 def ada_offload(problem: Problem, objective: Objective) -> Iterator[Schedule]:
     """AdaOffload (OptPipe, Algorithm 1): forwards as dense as memory and transfers allow, before the first backward and beyond what it
     would wait for; then an offload after each forward and a reload before its backward, as in PipeOffload (Wan et al. 2025).
@@ -63,6 +70,7 @@ STREAMS: dict[str, Callable[[Problem, Objective], Iterator[Schedule]]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "po-f": pipe_offload,
     "zb": zero_bubble,
     "adaoffload": ada_offload,
 }

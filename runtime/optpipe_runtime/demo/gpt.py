@@ -1,0 +1,92 @@
+"""A byte-level GPT, and how it is cut into pipeline stages: pre-norm blocks of causal attention and MLP, an untied head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BYTES = 256  # the vocabulary
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model and of one micro-batch."""
+
+    width: int = 256
+    heads: int = 4
+    blocks: int = 6
+    context: int = 128
+    sequences: int = 4  # per micro-batch
+
+
+class Embedding(nn.Module):
+    """(n, t) bytes to (n, t, width)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.token = nn.Embedding(BYTES, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        places = torch.arange(text.shape[1], device=text.device)
+        return self.token(text) + self.position(places)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (n, t, width)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.out = nn.Linear(size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, width = x.shape
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(seen.transpose(1, 2).reshape(n, t, width))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm and beside a residual."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.attention = Attention(size)
+        self.mlp = nn.Sequential(nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """(n, t, width) to (n, t, 256) logits."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width)
+        self.logits = nn.Linear(size.width, BYTES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))  # type: ignore[no-any-return]
+
+
+def stages(size: Size, count: int, seed: int = 0) -> list[nn.Module]:
+    """The model as `count` stages of about equal work, the same for every caller with this seed."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [Embedding(size), *(Block(size) for _ in range(size.blocks)), Head(size)]
+    cuts = [0, *(1 + round(size.blocks * k / count) for k in range(1, count)), len(layers)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
+
+
+def loss(logits: Tensor, text: Tensor) -> Tensor:
+    """Mean cross-entropy of the next byte: (n, t, 256) logits against (n, t) bytes."""
+    return functional.cross_entropy(logits.flatten(0, 1), text.flatten())

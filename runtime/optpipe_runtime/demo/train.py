@@ -1,0 +1,207 @@
+"""The training of `optpipe demo`, one process a rank, started by torchrun: profile, ask the service, train, swap, note what was measured.
+
+While the service solves, every schedule that it finds is swapped in (the live phase). The solver then shares the cores with the ranks,
+so the gain is measured afterwards: in the quiet phase the first and the best schedule take turns in blocks of steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optpipe import Problem, Schedule, ScheduleFile, certify
+from optpipe_runtime.client import ScheduleClient
+from optpipe_runtime.demo import gpt
+from optpipe_runtime.demo.text import batch, corpus
+from optpipe_runtime.pipeline import Pipeline
+
+
+FIRST_S = 20.0  # how long the training waits for a first schedule before it begins with the plainest one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large and how long. `budget`: each rank's memory in activations of its stage; 1F1B needs as many as there are ranks."""
+
+    microbatches: int = 8
+    budget: float = 1.5
+    solve_s: float = 20.0
+    block: int = 5  # steps that a schedule runs before another takes its turn
+    rounds: int = 3  # of the quiet phase
+    most_live_steps: int = 60
+    size: gpt.Size = field(default_factory=gpt.Size)
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        content = json.loads(path.read_text())
+        return cls(**{**content, "size": gpt.Size(**content["size"])})
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step showed, over all ranks."""
+
+    version: int  # of the schedule, counted from 0
+    live: bool  # the solver was running beside it
+    settled: bool  # not the first step after a swap
+    loss: float
+    ms: float  # the slowest rank's
+    peak_bytes: list[int]
+    host_peak_bytes: list[int]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the training tells at its end: the problem, the schedules in the order of their first use, and the steps."""
+
+    problem: dict[str, Any]
+    schedules: list[dict[str, Any]]
+    steps: list[Step]
+
+    @classmethod
+    def load(cls, path: Path) -> Told:
+        content = json.loads(path.read_text())
+        return cls(content["problem"], content["schedules"], [Step(**step) for step in content["steps"]])
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+class Training:
+    """This rank's stage, optimizer and data, and what all ranks have measured."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rank, self.ranks = plan, dist.get_rank(), dist.get_world_size()
+        self._text = corpus()
+        stage = gpt.stages(plan.size, self.ranks)[self.rank]
+        self._optimizer = torch.optim.AdamW(stage.parameters(), lr=gpt.LEARNING_RATE)
+        self.pipe = Pipeline({self.rank: stage}, list(range(self.ranks)), gpt.loss, plan.microbatches)
+        self.schedules: list[Schedule] = []
+        self.steps: list[Step] = []
+
+    def data(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(self._text, step, self.plan.microbatches * self.plan.size.sequences, self.plan.size.context)
+
+    def profile(self) -> Problem:
+        """The model as a problem, with so little memory that 1F1B does not fit: on the first of p ranks it keeps p activations."""
+        profiled = self.pipe.profile(*self.data(0), memory_bytes=2**40)
+        budgets = [int(self.plan.budget * stage.activation_bytes) for stage in profiled.stages]
+        devices = [device.model_copy(update={"memory_bytes": budget}) for device, budget in zip(profiled.devices, budgets, strict=True)]
+        self.pipe.problem = profiled.replace(devices=devices, name="demo")
+        return self.pipe.problem
+
+    def step(self, live: bool) -> None:
+        """Collective: one training step."""
+        self._optimizer.zero_grad()
+        report = self.pipe.step(*self.data(len(self.steps)))
+        self._optimizer.step()
+        seen: list[Any] = [None] * self.ranks
+        dist.all_gather_object(seen, (report.loss, report.step_ms, report.peak_activation_bytes, report.host_peak_bytes))
+        losses, ms, peaks, host_peaks = zip(*seen, strict=True)
+        version = self._version()
+        settled = bool(self.steps) and self.steps[-1].version == version
+        loss = next(loss for loss in losses if loss is not None)
+        self.steps.append(Step(version, live, settled, loss, max(ms), list(peaks), list(host_peaks)))
+
+    def _version(self) -> int:
+        now = self.pipe.schedule
+        assert now is not None
+        if now not in self.schedules:
+            self.schedules.append(now)
+            if self.rank == 0:
+                print(f"step {len(self.steps):3}: {now.method}, predicted {now.makespan_ms:.0f} ms", flush=True)
+        return self.schedules.index(now)
+
+    def agreed(self, value: Any) -> Any:
+        """Collective: rank 0's value."""
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+
+def one_at_a_time(problem: Problem) -> Schedule:
+    """What to begin with where no service answers: needs the least memory and no solver."""
+    words = [f"{kind}{j}" for j in range(problem.microbatches) for kind in ("F", "BW")]
+    return Schedule.parse(problem, [[f"{s}{word}" for word in words] for s in range(len(problem.stages))], method="one at a time")
+
+
+def train(plan: Plan, url: str) -> Told:
+    """Collective: both phases."""
+    training = Training(plan)
+    with training.pipe:
+        problem = training.profile()
+        start = _start(url, problem) if training.rank == 0 else None
+        training.pipe.load(start)
+        client = ScheduleClient(url, problem, time_limit_s=plan.solve_s, warm_start=start) if training.rank == 0 else None
+        try:
+            _live(training, client)
+        finally:
+            if client:
+                client.close()
+        best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
+        for _ in range(plan.rounds):
+            for schedule in (training.schedules[0], best):
+                training.pipe.load(schedule)
+                for _ in range(plan.block + 1):
+                    training.step(live=False)
+    return Told(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
+
+
+def _live(training: Training, client: ScheduleClient | None) -> None:
+    """Trains while the service solves. A schedule runs for a block of steps before the next one is taken."""
+    swapped_at = 0
+    while training.agreed(client is None or not client.ended) and len(training.steps) < training.plan.most_live_steps:
+        if client and len(training.steps) - swapped_at >= training.plan.block and (offer := client.poll()):
+            training.pipe.offer(offer.schedule)
+            swapped_at = len(training.steps)
+        training.step(live=True)
+    if client and (offer := client.poll()):
+        training.pipe.offer(offer.schedule)
+    for _ in range(training.plan.block):
+        training.step(live=False)
+
+
+def _start(url: str, problem: Problem) -> Schedule:
+    """What a user would run without a solver: PipeOffload, asked of the service, too; it comes with the reply."""
+    with ScheduleClient(url, problem, method="po-f", time_limit_s=FIRST_S) as client:
+        deadline = time.monotonic() + FIRST_S
+        while time.monotonic() < deadline and not client.ended:
+            if offer := client.poll():
+                return offer.schedule
+            time.sleep(0.05)
+        offer = client.poll()
+    return offer.schedule if offer else one_at_a_time(problem)
+
+
+def _row(schedule: Schedule) -> dict[str, Any]:
+    peaks = certify(schedule.problem, schedule).device
+    return {
+        "method": schedule.method,
+        "predicted_ms": schedule.makespan_ms,
+        "predicted_peak_bytes": [peak.bytes for peak in peaks],
+        "file": json.loads(ScheduleFile.of(schedule).to_json()),
+    }
+
+
+def main() -> None:
+    plan, url, out = Plan.load(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)  # the ranks share the cores
+    dist.init_process_group("gloo")
+    told = train(plan, url)
+    if dist.get_rank() == 0:
+        told.save(out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
