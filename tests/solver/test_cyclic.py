@@ -20,7 +20,7 @@ from optpipe_solver import cyclic
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.ticks import Ticks
 from optpipe_solver.cyclic.timed import covers, split, timed
-from optpipe_solver.cyclic.unroll import prune, unroll
+from optpipe_solver.cyclic.unroll import prune, repeat_within, unroll
 from optpipe_solver.cyclic.whole import Window, WindowModel
 from optpipe_solver.cyclic.window import everything, finish, windows
 
@@ -268,3 +268,15 @@ def test_one_route_only() -> None:
     assert not cyclic.applies(pipeline(2, 1, memory=15))
     both_ways = Problem.from_dict({**pipeline(2, 2, memory=15).to_dict(), "routes": [[0, 1], [1, 0]], "microbatch_routes": [0, 1]})
     assert not cyclic.applies(both_ways)
+
+
+def test_periods_put_between_warm_up_and_cool_down_cost_no_more_than_a_period() -> None:
+    long = Ticks.of(pipeline(4, 20, memory=15))
+    short = Ticks.of(pipeline(4, 9, memory=15))
+    pattern = solve(long, 1, least_period(long, 1))
+    assert pattern is not None
+    few = prune(unroll(short, pattern, "cyclic"))
+    many = repeat_within(long, pattern, few)
+    assert many is not None
+    assert check(long.problem, many) == []
+    assert many.makespan_ms <= few.makespan_ms + 11 * 28.0 + 1e-6

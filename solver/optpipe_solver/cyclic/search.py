@@ -1,9 +1,11 @@
-"""The engine: patterns first, the shortest period there is and some longer ones, then windows of the best schedule until time is up."""
+"""The engine: patterns first, the shortest period there is and some longer ones; then warm-up and cool-down solved together, with the
+periods put in between; then windows of the best schedule until time is up."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import ceil
 
 from optpipe.child import Bound, Frame, Incumbent, Programs, Request
@@ -13,13 +15,13 @@ from optpipe.validity import check
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.ticks import Ticks
 from optpipe_solver.cyclic.timed import covers, split, timed
-from optpipe_solver.cyclic.unroll import prune, unroll
+from optpipe_solver.cyclic.unroll import prune, repeat_within, unroll
 from optpipe_solver.cyclic.whole import Starts, WindowModel
 from optpipe_solver.cyclic.window import everything, finish, windows
 
 LARGEST_K = 4
-SMALL = 200  # forwards: so few, and the whole problem is tried at once
-WHOLE_SHARE = 0.5  # of the time that is left then
+SMALL = 600  # forwards: so few, and warm-up and cool-down are solved at once
+WHOLE_SHARE = 0.6  # of the time that is left then
 PATTERNS_SHARE = 0.4  # of the time, at most
 PERIOD_S = 10.0  # for one period, at most
 STRETCHES = (1.02, 1.05, 1.1, 1.2, 1.35)  # of the shortest period: a longer one may have so much less latency that it pays
@@ -51,19 +53,50 @@ class Search:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def whole(self, ticks: Ticks, schedule: Schedule) -> Schedule:
-        """Solves the whole problem from `schedule` on, for a part of the time left; returns the best. Tells the bound where it is one."""
-        known, found = timed(ticks, schedule), [schedule]
+    def patterns(self, ticks: Ticks) -> Pattern | None:
+        """Offers what the patterns unroll to; returns the one that gave the shortest schedule."""
+        request = self.request
+        chosen: list[tuple[float, int, Pattern]] = []
+        until = time.monotonic() + PATTERNS_SHARE * request.time_limit_s
+        for K in range(1, min(LARGEST_K, request.problem.microbatches) + 1):
+            shortest = None
+            for pattern in patterns(ticks, K, until, request.threads, request.seed):
+                schedule = prune(unroll(ticks, pattern, "cyclic"))
+                self.offer(schedule)
+                chosen.append((schedule.makespan_ms, len(chosen), pattern))
+                shortest = shortest or pattern
+            if shortest and shortest.period == least_period(ticks, K):
+                break  # more micro-batches could not repeat in less
+        return min(chosen)[2] if chosen else None
+
+    def ramps(self, ticks: Ticks, pattern: Pattern) -> None:
+        """Solves the problem of just so many micro-batches that warm-up and cool-down meet, for a part of the time left, and puts the
+        periods between them into each solution. Where that is the whole problem, tells the bound if it is one."""
+        problem, K = ticks.problem, pattern.microbatches
+        most = problem.microbatches
+        few = 2 * K * -(-pattern.latency // pattern.period)
+        few = min(most, few + (most - few) % K)
+        if few * len(problem.stages) > SMALL:
+            return
+        core = replace(ticks, problem=problem.model_copy(update={"microbatches": few, "microbatch_routes": None}))
+        start = prune(unroll(core, pattern, "cyclic"))
+        if few == most and self.best and self.best.makespan_ms < start.makespan_ms and _modelled(split(self.best)):
+            start = split(self.best)
+        best = [start.makespan_ms]
 
         def on_better(starts: Starts) -> None:
-            found.append(finish(ticks, starts))
-            self.offer(found[-1])
+            short = finish(core, starts)
+            if short.makespan_ms < best[0] * (1 - 1e-9):
+                best[0] = short.makespan_ms
+                longer = repeat_within(ticks, pattern, short)
+                if longer:
+                    self.offer(prune(longer))
 
-        model = WindowModel(ticks, known, everything(known), in_order=True)
+        known = timed(core, start)
+        model = WindowModel(core, known, everything(known), in_order=True)
         answer = model.solve(max(0.0, WHOLE_SHARE * self.left()), self.request.threads, self.request.seed, on_better)
-        if self.request.objective == "makespan" and bounds_all(ticks):
+        if few == most and self.request.objective == "makespan" and bounds_all(ticks):
             self._emit(Bound(method="cyclic", lower_bound_ms=ticks.ms(answer.bound)))
-        return min(found, key=lambda s: s.makespan_ms)
 
     def offer(self, schedule: Schedule) -> None:
         """Keeps and tells the schedule if it is better and holds."""
@@ -77,20 +110,18 @@ def run(request: Request, emit: Callable[[Frame], None]) -> None:
     """Emits better and better schedules until the request's time is up."""
     search = Search(request, emit)
     ticks = Ticks.of(request.problem)
-    until = time.monotonic() + PATTERNS_SHARE * request.time_limit_s
-    for K in range(1, min(LARGEST_K, request.problem.microbatches) + 1):
-        shortest = None
-        for pattern in patterns(ticks, K, until, request.threads, request.seed):
-            shortest = shortest or pattern
-            search.offer(prune(unroll(ticks, pattern, "cyclic")))
-        if shortest and shortest.period == least_period(ticks, K):
-            break  # more micro-batches could not repeat in less
+    pattern = search.patterns(ticks)
+    if pattern:
+        search.ramps(ticks, pattern)
     schedule = split(search.best) if search.best else None
-    if schedule and covers(schedule) and not check(request.problem, schedule):
-        if len(request.problem.stages) * request.problem.microbatches <= SMALL:
-            schedule = search.whole(ticks, schedule)
+    if schedule and _modelled(schedule):
         for better in windows(ticks, schedule, search.deadline, request.threads, request.seed):
             search.offer(better)
+
+
+def _modelled(schedule: Schedule) -> bool:
+    """Whether the models here can start from it."""
+    return covers(schedule) and not check(schedule.problem, schedule)
 
 
 def bounds_all(ticks: Ticks) -> bool:

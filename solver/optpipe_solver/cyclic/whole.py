@@ -274,7 +274,7 @@ class WindowModel:
         bound = round(solver.best_objective_bound)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Answer(None, self.incumbent.end, bound, status == cp_model.INFEASIBLE)
-        return Answer(self.starts(solver.value), round(solver.objective_value), bound, status == cp_model.OPTIMAL)
+        return Answer(self.starts(solver.value), solver.value(self.end), bound, status == cp_model.OPTIMAL)
 
     def starts(self, value: Callable[[Any], int]) -> Starts:
         """Of all ops but drops, which `lift` derives."""

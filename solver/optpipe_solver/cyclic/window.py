@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from itertools import cycle
 
 from optpipe.ops import COMPUTE
 from optpipe.schedule import Schedule
@@ -14,32 +15,41 @@ from optpipe_solver.cyclic.unroll import prune
 from optpipe_solver.cyclic.whole import Starts, Window, WindowModel
 from optpipe_solver.lift import lift
 
-FIRST = 100  # compute ops in the first window
-PATIENCE_S = 4.0  # for one window
+FIRST = 100  # compute ops in the first windows
+PATIENCE_S = 5.0  # for one of the first windows
 QUICK_S = 0.5
+PLACES = ("warm-up", "cool-down", "between")
 
 
 def windows(ticks: Ticks, schedule: Schedule, deadline: float, threads: int, seed: int) -> Iterator[Schedule]:
     """Shorter and shorter schedules, each from the one before by solving one window of it, until `deadline` (monotonic clock).
 
-    Windows grow while they are solved to proven optimality and shrink where they are not. Ends when a window that holds everything has
-    been solved.
+    Windows take turns: the warm-up and the cool-down, where the gap is, and anywhere between. At each place they grow while they are
+    solved to proven optimality; where they are not, they shrink a little and get more time. Ends when a window
+    that holds everything has been solved.
     """
     chance = random.Random(seed)
-    size = FIRST
+    sizes, patience = dict.fromkeys(PLACES, FIRST), dict.fromkeys(PLACES, PATIENCE_S)
     known = timed(ticks, schedule)
-    while (left := deadline - time.monotonic()) > 0:
-        window = _choose(known, size, chance)
+    for place in cycle(PLACES):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        window = _choose(known, place, sizes[place], chance)
         began = time.monotonic()
-        answer = WindowModel(ticks, known, window, in_order=True).solve(min(left, PATIENCE_S), threads, chance.randrange(2**31))
+        answer = WindowModel(ticks, known, window, in_order=True).solve(min(left, patience[place]), threads, chance.randrange(2**31))
+        solved = answer.proven and window == everything(known)
+        if answer.proven:
+            sizes[place] = round(sizes[place] * (1.5 if time.monotonic() - began < QUICK_S else 1.15))
+        elif answer.end == known.end:
+            sizes[place] = max(10, round(sizes[place] * 0.9))
+            patience[place] *= 1.5
         if answer.starts and answer.end < known.end:
             schedule = finish(ticks, answer.starts)
             known = timed(ticks, schedule)
             yield schedule
-        elif answer.proven and window == everything(known):
+        if solved:
             return
-        quick = answer.proven and time.monotonic() - began < QUICK_S
-        size = max(10, round(size * (1.25 if quick else 1.0 if answer.proven else 0.85)))
 
 
 def finish(ticks: Ticks, starts: Starts) -> Schedule:
@@ -51,9 +61,10 @@ def everything(known: Timed) -> Window:
     return Window(0, known.end + 1)
 
 
-def _choose(known: Timed, size: int, chance: random.Random) -> Window:
-    """A window of so many compute ops, anywhere, but often at one of the ends: warm-up and cool-down are where the gap is."""
+def _choose(known: Timed, place: str, size: int, chance: random.Random) -> Window:
+    """A window of so many compute ops."""
     moments = sorted(at for x, at in known.start.items() if x.kind in COMPUTE)
-    first = max(0, min(chance.randrange(-size, max(1, len(moments))), len(moments) - size))
+    most = max(0, len(moments) - size)
+    first = {"warm-up": 0, "cool-down": most, "between": chance.randrange(most + 1)}[place]
     last = first + size
     return Window(moments[first] if first else 0, moments[last] if last < len(moments) else everything(known).end)
