@@ -209,10 +209,11 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
     attempt(*fine, inputs=inputs, targets=targets, load=False)
     attempt(fine[0], placement, lambda output, target: output, m, inputs=inputs, targets=targets)
     with Pipeline(*fine) as pipe:
-        for call in (lambda: pipe.profile(inputs, targets), lambda: pipe.offer(schedule) if rank else pipe.swap(object())):
+        pipe.problem = problem(placement, m, activation_bytes=100 + rank)
+        for call in (lambda: pipe.load(schedule), lambda: pipe.profile(inputs, targets), lambda: pipe.offer(schedule)):
             try:
                 call()
-            except (OptPipeError, AttributeError) as error:
+            except OptPipeError as error:
                 told.append(str(error))
     return told
 

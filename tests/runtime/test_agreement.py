@@ -40,5 +40,7 @@ def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
         assert sentences[3].startswith("inputs is NoneType: this rank needs a tensor")
         assert sentences[4] == "no schedule is loaded: call load(schedule) before the first step"
         assert sentences[5] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
-        assert sentences[6] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
-    assert told[1][7] == "offer was called on rank 1: schedules are offered on rank 0"
+        assert sentences[6] == "the ranks prepared different schedules: they were profiled differently"
+        assert sentences[7] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
+    assert len(told[0]) == 8
+    assert told[1][8] == "offer was called on rank 1: schedules are offered on rank 0"

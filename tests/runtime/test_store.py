@@ -228,3 +228,54 @@ def test_nothing_stays_after_a_step(link: Link) -> None:
         assert stage.idle
     finally:
         gc.enable()
+
+
+class LastMoment:
+    """A copy engine as slow as allowed: it copies when somebody waits, not before."""
+
+    def __init__(self) -> None:
+        self.start = self.end = 0.0
+        self._jobs: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, destination: Tensor, source: Tensor) -> LastMoment:
+        self._jobs.append((destination, source))
+        return self
+
+    def wait(self) -> None:
+        for destination, source in self._jobs:
+            destination.copy_(source)
+        self._jobs = []
+
+    def close(self) -> None:
+        pass
+
+
+def test_drops_and_backwards_wait_for_the_copies(link: Link) -> None:
+    slow = Link(CPU, False)
+    slow.close()
+    slow.down, slow.up = LastMoment(), LastMoment()
+    torch.manual_seed(1)
+    module, x, dy = rank_cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
+    results = []
+    for way in (link, slow):
+        module.zero_grad()
+        stage, _ = make(module, way)
+        stage.forward(0, (x.clone(),))
+        stage.offload(0, 0)
+        stage.drop(0, 0)
+        stage.reload(0, 0)
+        (dx,) = stage.backward(0, (dy,), split=False)
+        results.append([dx, *gradients(module)])
+    assert all(map(torch.equal, *results))
+
+
+def test_an_output_that_the_stage_saved_leaves_as_a_copy(link: Link) -> None:
+    module = nn.Sequential(nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH), nn.ReLU())  # saves its own output
+    stage, _ = make(module, link)
+    (y,) = stage.forward(0, (torch.randn(SHAPE),))
+    held, before = stage.held_bytes(0), y.clone()
+    stage.offload(0, 0)
+    stage.drop(0, 0)
+    assert held > 0
+    assert stage.held_bytes(0) == 0, "who got the output must not hold our memory"
+    assert torch.equal(y, before)
