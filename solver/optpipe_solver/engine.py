@@ -7,18 +7,17 @@ is a package with `applies(problem) -> bool`, which loads nothing heavy, and `ru
 from __future__ import annotations
 
 import importlib
+import sys
 
 from optpipe.child import End, read_request, write_frame
-from optpipe.errors import InputError
-
-ENGINES = ("milp", "cyclic")
+from optpipe_solver.methods import ENGINES
 
 
 def main() -> None:
     """Runs the engine that the request names; ends with an `End` frame, or at once when standard input closes."""
     request = read_request()
     if request.method not in ENGINES:
-        raise InputError(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
+        sys.exit(f"method = {request.method!r}: the engines are {', '.join(ENGINES)}")
     importlib.import_module(f"optpipe_solver.{request.method}").run(request, write_frame)
     write_frame(End())
 

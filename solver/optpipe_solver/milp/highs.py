@@ -65,6 +65,8 @@ def minimize(
     highs.cbMipImprovingSolution += lambda event: on_solution(np.array(event.data_out.mip_solution))
     highs.cbMipLogging += lambda event: bound(event.data_out.mip_dual_bound)
     highs.run()
+    if highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        on_solution(np.array(highs.getSolution().col_value))  # the callback is not called for every solution found outside the tree
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
 

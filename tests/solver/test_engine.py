@@ -1,0 +1,86 @@
+"""The engine process: it does what the request says, and dies with its parent even while native code runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from optpipe import Problem, SolverError, Stage, check
+from optpipe.child import Child, End, Incumbent, Request
+from optpipe.problem import Device
+
+
+def pipeline(devices: int, microbatches: int) -> Problem:
+    stage = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    stage |= {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
+    return Problem(
+        microbatches=microbatches,
+        p2p_ms=1.0,
+        devices=tuple(Device(memory_bytes=15) for _ in range(devices)),
+        stages=tuple(Stage.model_validate(stage | {"device": d}) for d in range(devices)),
+    )
+
+
+@contextmanager
+def engine(request: Request, own_group: bool) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "optpipe_solver.engine"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=own_group) as process:
+        assert process.stdin
+        process.stdin.write(request.model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("own_group", [True, False])
+def test_the_engine_dies_as_soon_as_its_input_closes(own_group: bool) -> None:
+    with engine(Request(problem=pipeline(4, 8), method="milp", time_limit_s=60), own_group) as process:
+        assert process.stdin
+        assert process.stdout
+        assert b"incumbent" in process.stdout.readline()  # HiGHS is at work
+        time.sleep(0.3)
+        assert process.poll() is None
+        closed = time.monotonic()
+        process.stdin.close()
+        assert process.wait(10) != 0
+        assert time.monotonic() - closed < 2.0
+
+
+def test_the_engine_solves_and_ends() -> None:
+    problem = pipeline(2, 3)
+    *frames, last = Child("optpipe_solver.engine", Request(problem=problem, method="milp", time_limit_s=30)).frames()
+    assert last == End()
+    schedules = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+    assert schedules
+    assert [check(problem, schedule) for schedule in schedules] == [[]] * len(schedules)
+
+
+def test_the_time_limit_holds() -> None:
+    began = time.monotonic()
+    *_, last = Child("optpipe_solver.engine", Request(problem=pipeline(4, 8), method="milp", time_limit_s=1.5)).frames()
+    assert last == End()
+    assert time.monotonic() - began < 8.0
+
+
+def test_an_unknown_method_is_one_sentence() -> None:
+    with pytest.raises(SolverError, match=r"method = 'simplex': the engines are cyclic, milp$"):
+        list(Child("optpipe_solver.engine", Request(problem=pipeline(2, 2), method="simplex")).frames())
+
+
+def test_only_the_named_engine_is_loaded() -> None:
+    code = (
+        "import sys; from optpipe.child import Request; from optpipe_solver import milp\n"
+        "request = Request.model_validate_json(sys.stdin.read())\n"
+        "assert milp.applies(request.problem) and 'highspy' not in sys.modules\n"
+        "milp.run(request, print)\n"
+        "assert 'highspy' in sys.modules and 'ortools' not in sys.modules\n"
+    )
+    request = Request(problem=pipeline(2, 2), method="milp", time_limit_s=10).model_dump_json()
+    assert subprocess.run([sys.executable, "-c", code], input=request, text=True, capture_output=True).returncode == 0
