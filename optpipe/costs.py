@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
 class Costs:
     """Arrays by stage (length S), by route and stage, or by device. What a stage cannot do costs 0 and is marked in `can_…`."""
 

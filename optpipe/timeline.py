@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
 class Timeline:
     """When each op runs: arrays over all ops, device after device in program order, times in milliseconds."""
 

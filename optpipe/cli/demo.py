@@ -131,32 +131,26 @@ def _print_table(told: Told) -> None:
     from rich.table import Table
 
     limits = [device["memory_bytes"] for device in told.problem["devices"]]
-    table = Table(
-        "schedule",
-        "predicted ms",
-        "measured ms",
-        "spread",
-        "solver beside it: ms",
-        "steps",
-        "peak MB predicted",
-        "measured",
-        "allowed",
-        "loss",
-    )
+    table = Table(box=None, title="times in ms: median ± interquartile range; peaks in MB, one figure a rank", title_justify="left")
+    for name in ("schedule", "predicted", "measured", "beside the solver", "steps", "peak predicted", "measured", "allowed", "loss"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "schedule" else "right")
     for version, schedule in enumerate(told.schedules):
         steps = [step for step in told.steps if step.version == version]
-        live = _spread([step for step in steps if step.live and step.settled])
-        quiet = _middle(told, version)
         peaks = [max(step.peak_bytes[d] for step in steps) for d in range(len(limits))]
         table.add_row(
             schedule["method"],
             f"{schedule['predicted_ms']:.0f}",
-            *(f"{value:.0f}" if value == value else "" for value in (*quiet, live[0])),
+            _figure(_middle(told, version)),
+            _figure(_spread([step for step in steps if step.live and step.settled])),
             str(len(steps)),
             *(" ".join(f"{size / 1e6:.1f}" for size in sizes) for sizes in (schedule["predicted_peak_bytes"], peaks, limits)),
             f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
         )
-    Console(width=max(120, Console().width)).print(table)
+    Console(width=130).print(table)
+
+
+def _figure(middle: tuple[float, float]) -> str:
+    return f"{middle[0]:.0f} ± {middle[1]:.0f}" if middle[1] == middle[1] else "–"
 
 
 def _look_up(told: Told, folder: Path) -> bool:

@@ -111,6 +111,16 @@ def test_files_read_back(problem):
     assert Problem.from_dict(json.loads(problem.to_json())) == problem
 
 
+def test_problems_compare_whatever_was_asked_of_them():
+    one, two, other = (Problem.from_dict(content(p2p_ms=ms)) for ms in (1.0, 1.0, 2.0))
+    for problem in (one, two, other):
+        assert problem.costs.ms.shape == (8, 2)
+        assert problem.shared_links == {}
+    assert one == two
+    assert one != other
+    assert one.model_copy(update={"p2p_ms": 2.0}).sha256 == other.sha256 != one.sha256
+
+
 def test_the_hash_knows_every_figure_but_not_the_name():
     base = Problem.from_dict(content())
     assert Problem.from_dict(content(name="other")).sha256 == base.sha256

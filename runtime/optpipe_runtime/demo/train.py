@@ -22,7 +22,6 @@ from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.pipeline import Pipeline
 
-
 FIRST_S = 20.0  # how long the training waits for a first schedule before it begins with the plainest one
 
 
