@@ -4,7 +4,9 @@ While a forward runs under `Splitting`, `F.linear` and `F.embedding` of leaf par
 Their backward computes the input gradient and, where the op is a B, only notes (input, output gradient) in the `WeightQueue`; `W` does the
 products. Every other parameter (norms, scales, convolutions) gets its gradient at B. The user's modules stay as they are.
 
-A weight queued for W is a parameter held by reference, never one unpacked from saved tensors: that would be an alias whose `.grad` is lost.
+W adds to `.grad` itself, so autograd's hooks on those parameters (post-accumulate-grad hooks, DDP's reducer) do not fire for a split
+backward. A weight queued for W is a parameter held by reference, never one unpacked from saved tensors: that would be an alias whose
+`.grad` is lost.
 """
 
 from __future__ import annotations

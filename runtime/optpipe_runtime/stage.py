@@ -66,10 +66,10 @@ class StageRunner:
     ) -> None:
         self.index, self.module, self.device = index, module, device
         self._link, self._pool = link, pool
-        self._loss_fn: LossFn | None = loss[0] if loss else None
-        self._loss_scale = loss[1] if loss else 1.0  # the last stage's, with the weight of one micro-batch's loss
+        self._loss_fn: LossFn | None
+        self._loss_fn, self._loss_scale = loss or (None, 1.0)  # the last stage's, and what one micro-batch's loss counts in the mean
         self._parts = 1
-        self._sizes: tuple[int, ...] = ()
+        self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 where one cannot leave
         self.inputs: tuple[Spec, ...] = ()
         self.outputs: tuple[Spec, ...] = ()
         self.stuck: frozenset[int] = frozenset()  # blocks that others hold, too: offloading them frees nothing (the profiler learns them)
@@ -125,7 +125,7 @@ class StageRunner:
         running.activation.release()
         running.queue.deferring = split
         if self._loss_fn is not None:
-            gradients = tuple(torch.full((), self._loss_scale, dtype=spec.dtype, device=self.device) for spec in self.outputs)
+            gradients = tuple(torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in self.outputs)
         if edges:
             with Splitting(running.queue):  # torch.utils.checkpoint runs forwards in here: they must match those of F
                 torch.autograd.backward(edges, gradients)

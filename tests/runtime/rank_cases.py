@@ -246,3 +246,9 @@ def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients],
                 x = module(x)
             torch.autograd.backward(loss_fn(x, y) / m)
     return found, {"tied": whole[0][0].weight.grad.numpy()}  # type: ignore[index]
+
+
+def measure(placement: Sequence[int], microbatches: int, offload_parts: int) -> Problem:
+    """The profiled problem."""
+    with Pipeline(own_stages(placement), placement, loss_fn, microbatches) as pipe:
+        return pipe.profile(*batch(0, microbatches), memory_bytes=10**9, offload_parts=offload_parts, repeats=1)

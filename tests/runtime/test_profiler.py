@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 import pytest
 import rank_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rank_worker import Ranks
+from support.strategies import schedules
 
 from optpipe.memory import certify
 from optpipe.problem import Problem
@@ -45,3 +51,19 @@ def test_times_are_measured(ranks: Ranks) -> None:
     for stage in problem.stages:
         times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms, stage.offload_ms, stage.reload_ms)
         assert all(ms is not None and ms > 0 for ms in times)
+
+
+@settings(max_examples=10)
+@given(st.data(), st.sampled_from([(0, 1), (0, 1, 1, 0)]))
+def test_no_schedule_holds_more_than_certified(ranks: Ranks, data: Any, placement: tuple[int, ...]) -> None:
+    problem = measured(ranks, placement)
+    schedule = data.draw(schedules(problem))
+    certificate = certify(problem, schedule)
+    for rank, ((report,), _) in enumerate(ranks(rank_cases.train, placement=placement, schedules=[schedule])):
+        assert 0.3 * certificate.device[rank].bytes < report.peak_activation_bytes <= certificate.device[rank].bytes
+
+
+@cache
+def measured(ranks: Ranks, placement: tuple[int, ...]) -> Problem:
+    problem: Problem = ranks(rank_cases.measure, placement=placement, microbatches=M, offload_parts=2)[0]
+    return problem
