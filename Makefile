@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Ranks and solver engines share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup check test demo bench clean
+.PHONY: setup check test demo bench pictures clean
 
 setup: .venv/ready
 
@@ -26,6 +26,9 @@ demo: setup
 
 bench: setup
 	$(BIN)/optpipe bench core
+
+pictures: setup
+	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

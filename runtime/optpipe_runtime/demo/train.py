@@ -22,8 +22,6 @@ from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.pipeline import Pipeline
 
-FIRST_S = 20.0  # how long the training waits for a first schedule before it begins with the plainest one
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -31,6 +29,7 @@ class Plan:
 
     microbatches: int = 8
     budget: float = 1.5
+    first_s: float = 20.0  # how long to wait for a first schedule before the plainest one is taken
     solve_s: float = 20.0
     block: int = 5  # steps that a schedule runs before another takes its turn
     rounds: int = 3  # of the quiet phase
@@ -139,7 +138,7 @@ def train(plan: Plan, url: str) -> Told:
     training = Training(plan)
     with training.pipe:
         problem = training.profile()
-        start = _start(url, problem) if training.rank == 0 else None
+        start = _start(url, problem, plan.first_s) if training.rank == 0 else None
         training.pipe.load(start)
         client = ScheduleClient(url, problem, time_limit_s=plan.solve_s, warm_start=start) if training.rank == 0 else None
         try:
@@ -170,10 +169,10 @@ def _live(training: Training, client: ScheduleClient | None) -> None:
         training.step(live=False)
 
 
-def _start(url: str, problem: Problem) -> Schedule:
+def _start(url: str, problem: Problem, first_s: float) -> Schedule:
     """What a user would run without a solver: PipeOffload, asked of the service, too; it comes with the reply."""
-    with ScheduleClient(url, problem, method="po-f", time_limit_s=FIRST_S) as client:
-        deadline = time.monotonic() + FIRST_S
+    with ScheduleClient(url, problem, method="po-f", time_limit_s=first_s) as client:
+        deadline = time.monotonic() + first_s
         while time.monotonic() < deadline and not client.ended:
             if offer := client.poll():
                 return offer.schedule

@@ -1,0 +1,86 @@
+"""The main job end to end: a service, a training under torchrun that swaps, the cache at the end; a service killed on the way."""
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from optpipe.cli import demo
+from optpipe_runtime.demo.gpt import Size
+from optpipe_runtime.demo.train import Plan, Told
+
+SMALL = Plan(
+    microbatches=4,
+    solve_s=6.0,
+    block=3,
+    rounds=1,
+    most_live_steps=200,
+    size=Size(width=64, heads=2, blocks=2, context=64, sequences=2),
+)
+
+
+@pytest.fixture(autouse=True)
+def _two_ranks(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+def test_the_main_job(tmp_path, capsys):
+    outcome = demo.run(SMALL, tmp_path)
+    told = Told.load(tmp_path / "told.json")
+    assert outcome.sound
+    assert outcome.loss_difference <= 1e-5
+    assert told.schedules[0]["method"] == "po-f"
+    assert len(told.schedules) > 1, "something better than PipeOffload was found and swapped in"
+    assert {step.version for step in told.steps} == set(range(len(told.schedules)))
+    best = min(schedule["predicted_ms"] for schedule in told.schedules)
+    assert best < told.schedules[0]["predicted_ms"]
+    assert all(max(step.host_peak_bytes) > 0 for step in told.steps if step.version == 0), "activations were really offloaded"
+    assert told.steps[-1].loss < told.steps[0].loss
+    printed = capsys.readouterr().out
+    assert "optpipe cache lookup problem.json: exact hit" in printed
+    assert "po-f" in printed
+
+
+def test_1f1b_does_not_fit_the_demos_budget(tmp_path):
+    import optpipe
+
+    plan = Plan()
+    activation = 10**6
+    stage = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": activation,
+        "weight_grad_bytes": activation,
+    }
+    problem = optpipe.Problem(
+        microbatches=plan.microbatches,
+        devices=[{"memory_bytes": int(plan.budget * activation)}] * 2,
+        stages=[{"device": d, **stage} for d in range(2)],
+    )
+    result = optpipe.solve(problem, method="1f1b", time_limit=20)
+    assert result.schedule is None
+    assert "device 0 needs 2000000 bytes" in result.reason
+
+
+@pytest.mark.parametrize("after_s", [0.0, 8.0])
+def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, after_s):
+    serve = demo._service
+
+    @contextlib.contextmanager
+    def doomed(*arguments):
+        with serve(*arguments) as (url, pid):
+            killer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
+            killer.start()
+            yield url, pid
+            killer.join()
+
+    monkeypatch.setattr(demo, "_service", doomed)
+    plan = Plan(microbatches=4, first_s=3.0, solve_s=60.0, block=3, rounds=1, most_live_steps=30, size=SMALL.size)
+    outcome = demo.run(plan, tmp_path)
+    told = Told.load(tmp_path / "told.json")
+    assert outcome.loss_difference <= 1e-5
+    assert outcome.within_memory
+    assert len(told.steps) >= 30
