@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,9 @@ from optpipe.ops import Kind, Op
 from optpipe.program import Program
 from optpipe_solver import milp
 from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.lift import lift
+from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.start import assignment
 
 # highspy cannot be loaded beside ortools, which other tests use: one process runs the MILP for all tests here.
 DRIVER = """
@@ -249,6 +253,25 @@ def test_a_warm_start_is_where_the_search_begins(solver: Solver) -> None:
     frames = solver.frames(problem, warm_start=best.schedule)
     assert [frame for frame in frames if isinstance(frame, Incumbent)] == []  # nothing is better
     assert max(frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)) == 24.0
+
+
+@pytest.mark.parametrize("name", ["both offload", "full duplex", "two chunks", "a shared link", "three micro-batches, no offload"])
+def test_a_warm_start_satisfies_every_row(solver: Solver, name: str) -> None:
+    problem = EXHAUSTIVE[name]
+    incumbents = [frame for frame in solver.frames(problem) if isinstance(frame, Incumbent)]
+    schedule = incumbents[-1].schedule.schedule(problem, "milp")
+    model = Model(problem, "makespan", schedule.makespan_ms, fixed_order=False)
+    x = np.array(model.rows.lower)
+    given = assignment(model, schedule)
+    assert set(given) == set(np.flatnonzero(model.rows.binary).tolist())
+    x[list(given)] = list(given.values())
+    x = model.rows.earliest(x)
+    x[model.C] = schedule.makespan_ms * model.scale
+    begins, index, value = model.rows.matrix()
+    sums = [value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)]
+    assert (np.array(sums) >= np.array(model.rows.at_least) - 1e-9).all()
+    assert (x <= np.array(model.rows.upper) + 1e-9).all()
+    assert check(problem, lift(problem, model.starts(x))) == []
 
 
 def test_a_warm_start_that_is_no_schedule_does_no_harm(solver: Solver) -> None:
