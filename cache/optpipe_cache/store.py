@@ -97,8 +97,7 @@ class Cache:
             if version not in (0, VERSION):
                 raise InputError(f"{self.path}: its tables have version {version}; this release knows version {VERSION}")
             if version == 0:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.executescript(_SCHEMA + f"PRAGMA user_version = {VERSION};")
+                db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

@@ -200,6 +200,31 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_path() == Path("/elsewhere/cache.sqlite")
 
 
+def _create(paths: list[Path], start: Any) -> None:
+    try:
+        for path in paths:
+            start.wait(60)
+            Cache(path)
+    except InputError:
+        start.abort()  # the others need not wait
+        raise
+
+
+def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{k}.sqlite" for k in range(40)]
+    spawn = multiprocessing.get_context("spawn")
+    start = spawn.Barrier(4)
+    creators = [spawn.Process(target=_create, args=(paths, start)) for _ in range(4)]
+    for creator in creators:
+        creator.start()
+    for creator in creators:
+        creator.join()
+    codes = [creator.exitcode for creator in creators]
+    for creator in creators:
+        creator.close()
+    assert codes == [0] * 4
+
+
 def _add_many(path: Path, first: int) -> None:
     cache = Cache(path)
     for k in range(first, first + 20):
