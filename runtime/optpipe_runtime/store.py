@@ -7,16 +7,16 @@ Parameters, buffers and the batch itself are not captured: they stay anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from optpipe.errors import InputError
 from optpipe_runtime.pool import HostPool, Link, Ticket
 
 SMALLEST = 4096  # bytes; below it a copy of its own costs more than it brings, such a block stays
@@ -63,18 +63,38 @@ class Block:
 
 
 class Saved:
-    """A tensor that autograd saved: a view of a block."""
+    """A tensor that autograd saved: a view of a block. `changed`: in place, after it was saved."""
 
-    __slots__ = ("block", "dtype", "offset", "shape", "stride")
+    __slots__ = ("block", "changed", "dtype", "offset", "shape", "stride")
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
-        self.block, self.dtype = block, tensor.dtype
+        self.block, self.dtype, self.changed = block, tensor.dtype, False
         self.offset, self.shape, self.stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
     def tensor(self) -> Tensor:
         if self.block.storage is None:
             raise OffloadedError(f"a saved tensor of shape {list(self.shape)} was used while it is offloaded")
+        _require_unchanged(self.changed, self.shape)
         return _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
+
+
+class Staying:
+    """A tensor that autograd saved and that is not ours to hold."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def tensor(self) -> Tensor:
+        _require_unchanged(self._tensor._version != self._version, self._tensor.shape)
+        return self._tensor
+
+
+def _require_unchanged(changed: bool, shape: Sequence[int]) -> None:
+    """Autograd's own check, which it leaves out where hooks are set: the gradient would be wrong and nobody would know."""
+    if changed:
+        raise InputError(f"a tensor of shape {list(shape)} was changed in place after it was saved for the backward; change a copy of it")
 
 
 def _tensor(
@@ -83,8 +103,8 @@ def _tensor(
     return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
 
-def _unpack(saved: Saved | Tensor) -> Tensor:
-    return saved.tensor() if isinstance(saved, Saved) else saved
+def _unpack(saved: Saved | Staying) -> Tensor:
+    return saved.tensor()
 
 
 class Parcel:
@@ -115,16 +135,26 @@ class Activation:
         self._device, self._excluded, self._stuck = device, excluded, stuck
         self._blocks: dict[int, Block] = {}
         self._parcels: dict[int, Parcel] = {}
+        self._fresh: list[tuple[Saved, Tensor, int]] = []  # what this forward has saved, with its version then
 
     # F, C
 
-    def capture(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def capture(self) -> Iterator[None]:
         """A context in which everything that autograd saves goes into this store."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        for saved, tensor, version in self._fresh:
+            saved.changed = tensor._version != version
+        self._fresh.clear()
 
-    def _pack(self, tensor: Tensor) -> Saved | Tensor:
+    def _pack(self, tensor: Tensor) -> Saved | Staying:
         block = self.keep(tensor)
-        return tensor if block is None else Saved(block, tensor)
+        if block is None:
+            return Staying(tensor)
+        saved = Saved(block, tensor)
+        self._fresh.append((saved, tensor, tensor._version))
+        return saved
 
     def keep(self, tensor: Tensor) -> Block | None:
         """Holds a tensor's storage; None where it is not ours to hold."""

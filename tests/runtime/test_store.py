@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.stage import StageRunner
 from optpipe_runtime.store import OffloadedError, balance
@@ -228,6 +228,45 @@ def test_nothing_stays_after_a_step(link: Link) -> None:
         assert stage.idle
     finally:
         gc.enable()
+
+
+class Changing(nn.Module):
+    """Changes in place what autograd has saved: of an activation, or of a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("scale", torch.ones(rank_cases.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(x)
+        z = y * self.scale
+        if self.what == "activation":
+            y += 1
+        elif self.what == "buffer":
+            self.scale += 1
+        else:
+            y.detach().exp_()  # its node is not part of what the output came from
+            z = x * 2
+        return z
+
+
+@pytest.mark.parametrize("what", ["activation", "buffer"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_is_changed_after_it_was_saved_gives_no_wrong_gradient(link: Link, what: str, recompute: bool) -> None:
+    stage, _ = make(Changing(what), link)
+    stage.forward(0, (torch.randn(SHAPE),), recompute=recompute)
+    if recompute:
+        stage.recompute(0)
+    with pytest.raises(InputError, match="changed in place after it was saved for the backward"):
+        stage.backward(0, (torch.randn(SHAPE),), split=True)
+
+
+def test_what_is_changed_and_not_needed_is_nobodys_mistake(link: Link) -> None:
+    stage, _ = make(Changing("nothing"), link)
+    stage.forward(0, (torch.randn(SHAPE),))
+    (dx,) = stage.backward(0, (torch.ones(SHAPE),), split=True)
+    assert torch.equal(dx, torch.full(SHAPE, 2.0))
 
 
 class LastMoment:
