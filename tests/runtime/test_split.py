@@ -130,6 +130,14 @@ def test_without_deferring_it_is_plain_autograd() -> None:
     require_equal(found, gradients(module))
 
 
+@pytest.mark.parametrize("first", [nn.Linear(8, 6), nn.Embedding(4, 6)])
+def test_what_follows_may_change_the_output_in_place(first: nn.Module) -> None:
+    module = nn.Sequential(first, nn.ReLU(inplace=True))
+    queue, expected = plain_and_split(module, WORDS if isinstance(first, nn.Embedding) else torch.randn(2, 5, 8), module)
+    queue.run()
+    require_equal(gradients(module), expected)
+
+
 def test_attention_with_its_packed_weight() -> None:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(8, 2, batch_first=True)
