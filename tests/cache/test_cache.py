@@ -201,20 +201,21 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _create(paths: list[Path], start: Any) -> None:
+    schedule = gpipe(chain())
     try:
         for path in paths:
             start.wait(60)
-            Cache(path)
+            Cache(path).add(schedule, "feasible")
     except InputError:
         start.abort()  # the others need not wait
         raise
 
 
 def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{k}.sqlite" for k in range(40)]
+    paths = [tmp_path / f"{k}.sqlite" for k in range(20)]
     spawn = multiprocessing.get_context("spawn")
-    start = spawn.Barrier(4)
-    creators = [spawn.Process(target=_create, args=(paths, start)) for _ in range(4)]
+    start = spawn.Barrier(6)
+    creators = [spawn.Process(target=_create, args=(paths, start)) for _ in range(6)]
     for creator in creators:
         creator.start()
     for creator in creators:
@@ -222,7 +223,7 @@ def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
     codes = [creator.exitcode for creator in creators]
     for creator in creators:
         creator.close()
-    assert codes == [0] * 4
+    assert codes == [0] * 6
 
 
 def _add_many(path: Path, first: int) -> None:
