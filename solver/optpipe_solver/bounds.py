@@ -83,9 +83,9 @@ class _Ways:
 
 
 def _shortest(problem: Problem) -> Floats:
-    """(len(Kind), S) the least time that can be put down to each op: of a pair's time its share."""
+    """(len(Kind), S) the least time that can be put down to each op: of a pair's time its share, W as a part of a paired BW."""
     ms = problem.costs.ms.copy()
-    ms[[Kind.F, Kind.B]] *= problem.overlap_factor or 1.0
+    ms[[Kind.F, Kind.B, Kind.W]] *= problem.overlap_factor or 1.0
     return ms
 
 

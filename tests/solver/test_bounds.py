@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from support.strategies import problems_with_schedules
 
-from optpipe import Device, Problem, Stage, certify
+from optpipe import Device, Problem, Schedule, Stage, certify, check
 from optpipe_solver.bounds import memory_bound, trivial_bound
 
 
@@ -57,6 +57,17 @@ def test_span_is_a_devices_work_or_its_way_there_and_back():
 def test_pairs_take_their_share_but_the_first_forward_and_the_last_backward():
     one = pipeline(1, 2, (10.0, 10.0, 8.0), 1.0, overlap_factor=0.5)
     assert trivial_bound(one) == 10 + 0.5 * (10 + 10 + 8) + 10 + 8
+
+
+def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
+    nothing = {"device": 0, "forward_ms": 0.0, "backward_input_ms": 0.0, "activation_bytes": 0, "weight_grad_bytes": 0}
+    routes = {"routes": [[0], [1]], "microbatch_routes": [0, 1]}
+    stages = [Stage(**nothing, backward_weight_ms=10.0), Stage(**nothing, backward_weight_ms=0.0)]
+    problem = Problem(microbatches=2, devices=[Device(memory_bytes=0)], stages=stages, overlap_factor=0.5, **routes)
+    paired = Schedule.parse(problem, [["0F0", "1F1+0BW0", "1BW1"]])
+    assert check(problem, paired) == []
+    for objective, value in (("makespan", paired.makespan_ms), ("span", paired.span_ms)):
+        assert trivial_bound(problem, objective) == memory_bound(problem, objective) == value == 5.0
 
 
 @settings(max_examples=200, deadline=None)
