@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from optpipe.errors import SolverError, input_error
-from optpipe.problem import Ms, Problem, Record
+from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
 
 Objective = Literal["makespan", "span"]
@@ -70,7 +70,7 @@ class Bound(Record):
 
     type: Literal["bound"] = "bound"
     method: str
-    lower_bound_ms: Ms
+    lower_bound_ms: TotalMs
 
 
 class Infeasible(Record):

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from optpipe.errors import InputError, input_error
 from optpipe.ops import Kind
-from optpipe.problem import Ms, Problem, Record, read_file
+from optpipe.problem import Problem, Record, TotalMs, read_file
 from optpipe.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
 
@@ -31,8 +31,8 @@ class TimedOp(Record):
     stage: Annotated[int, Field(strict=True, ge=0)]
     microbatch: Annotated[int, Field(strict=True, ge=0)]
     part: Annotated[int, Field(strict=True, ge=0)] | None = None
-    start_ms: Ms
-    end_ms: Ms
+    start_ms: TotalMs
+    end_ms: TotalMs
 
 
 class ScheduleFile(Record):
@@ -43,9 +43,9 @@ class ScheduleFile(Record):
     problem_sha256: Annotated[str, Field(max_length=64)] | None = None
     method: str = ""
     status: Found = "feasible"
-    makespan_ms: Ms | None = None
-    span_ms: Ms | None = None
-    lower_bound_ms: Ms | None = None
+    makespan_ms: TotalMs | None = None
+    span_ms: TotalMs | None = None
+    lower_bound_ms: TotalMs | None = None
     devices: tuple[DeviceProgram, ...]
     links: dict[str, Texts] | None = None
     ops: tuple[TimedOp, ...] | None = None

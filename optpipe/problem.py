@@ -14,6 +14,7 @@ from optpipe.costs import Costs
 from optpipe.errors import InputError, input_error
 
 Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
+TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: no limit but being a number
 Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]

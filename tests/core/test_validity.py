@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from support.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
+from optpipe.child import Bound
 
 
 def items(schedule: Schedule) -> list[list[Op | Pair]]:
@@ -33,6 +34,16 @@ def test_schedule_files_read_back(pair):
     assert again.schedule() == schedule
     assert again.schedule().makespan_ms == file.makespan_ms
     assert len(file.ops) == sum(op.kind is not Kind.D for program in schedule.programs for op in program.ops())
+
+
+def test_the_longest_ops_make_a_file_and_a_bound():
+    stage = {"device": 0, "activation_bytes": 1, "weight_grad_bytes": 1}
+    longest = {"forward_ms": 1e12, "backward_input_ms": 1e12, "backward_weight_ms": 1e12}
+    problem = Problem(microbatches=1, devices=[{"memory_bytes": 1}], stages=[stage | longest])
+    file = ScheduleFile.of(Schedule.parse(problem, [["0F0", "0BW0"]]), "optimal", 3e12)
+    assert ScheduleFile.from_json(file.to_json()) == file
+    assert (file.makespan_ms, file.ops[-1].end_ms) == (3e12, 3e12)
+    assert Bound(method="work", lower_bound_ms=3e12).lower_bound_ms == 3e12
 
 
 DEPENDENT = [
