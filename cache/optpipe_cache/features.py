@@ -16,6 +16,7 @@ from optpipe.ops import Kind
 from optpipe.problem import Problem
 
 GRID = 20  # steps in a unit: differences below a twentieth are noise of the profile
+MOST = 1e9  # a larger proportion is as good as this one; times near zero have quotients that are no number
 
 Features = dict[str, list[int]]  # name -> one figure per stage or device, in steps of 1/GRID
 
@@ -63,7 +64,7 @@ def features(problem: Problem) -> Features:
         "offload_bytes": costs.offload / activation,
         "checkpoint": costs.checkpoint / activation,
     }
-    return {name: [round(GRID * float(value)) for value in values] for name, values in proportions.items()}
+    return {name: [round(GRID * min(MOST, float(value))) for value in values] for name, values in proportions.items()}
 
 
 def _microbatches(limit: int, per_stage: NDArray[np.int64], m: int) -> float:

@@ -17,13 +17,14 @@ from pydantic import ValidationError
 from optpipe.child import Objective, Programs
 from optpipe.errors import InputError, ScheduleError, input_error
 from optpipe.files import Found
-from optpipe.problem import Ms, Problem, Record
+from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_cache.features import distance, features, shape
 
 VERSION = 1  # of the tables, kept in the file's user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
+MOST_KEPT = 2**63 - 1  # the largest LIMIT
 MOST_TRIED = 16  # candidates that are checked before a lookup gives up
 
 _SCHEMA = """
@@ -46,9 +47,9 @@ class Entry(Record):
     format: Literal["optpipe.cache/1"] = "optpipe.cache/1"
     problem: Problem
     objective: Objective
-    objective_ms: Ms
+    objective_ms: TotalMs
     status: Found
-    lower_bound_ms: Ms | None = None
+    lower_bound_ms: TotalMs | None = None
     method: str
     programs: Programs
 
@@ -118,13 +119,16 @@ class Cache:
     def add(self, schedule: Schedule, status: Found, lower_bound_ms: float | None = None, objective: Objective = "makespan") -> bool:
         """Keeps the schedule unless a better one for its problem is there; tells whether it did.
 
-        Raises `ScheduleError` for a schedule that `check` refuses, `InputError` for a bound above its own length.
+        Raises `ScheduleError` for a schedule that `check` refuses, `InputError` for a bound above its own length, or for `optimal` without
+        the bound that proves it: who finds such an entry would never search again.
         """
         if wrong := check(schedule.problem, schedule):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
         value = schedule.makespan_ms if objective == "makespan" else schedule.span_ms
         if lower_bound_ms is not None and lower_bound_ms > value * (1 + 1e-9) + 1e-9:
             raise InputError(f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not above it")
+        if status == "optimal" and (lower_bound_ms is None or value > lower_bound_ms * (1 + 1e-9) + 1e-9):
+            raise InputError(f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is {value} ms")
         try:
             entry = Entry(
                 problem=schedule.problem,
@@ -144,7 +148,7 @@ class Cache:
         row = (problem.sha256, entry.objective, shape(problem), json.dumps(features(problem)), datetime.now(UTC).isoformat())
         with self._write() as db:
             known = _entry(db, problem.sha256, entry.objective)
-            if known and not entry.beats(known):
+            if known and not entry.beats(known) and _fitting(known, problem):
                 return False
             db.execute("INSERT OR REPLACE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", (*row, entry.model_dump_json(exclude_none=True)))
         return True
@@ -201,7 +205,7 @@ class Cache:
             raise InputError(f"keep = {keep}: must not be negative")
         newest = "SELECT rowid FROM schedules ORDER BY added DESC, problem_sha256 LIMIT ?"
         with self._write() as db:
-            return db.execute(f"DELETE FROM schedules WHERE rowid NOT IN ({newest})", (keep,)).rowcount
+            return db.execute(f"DELETE FROM schedules WHERE rowid NOT IN ({newest})", (min(keep, MOST_KEPT),)).rowcount
 
 
 def _entry(db: sqlite3.Connection, problem_sha256: str, objective: Objective) -> Entry | None:

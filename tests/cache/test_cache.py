@@ -121,11 +121,25 @@ def test_distance_says_what_its_documentation_says() -> None:
     assert distance(features(chain(memory=2)), features(chain(memory=9))) == 0.0, "memory for all micro-batches is as good as any more"
 
 
+def test_proportions_of_times_near_zero_are_numbers(cache: Cache) -> None:
+    content = chain().to_dict() | {"p2p_ms": 1e12}
+    for stage in content["stages"]:
+        stage |= {name: 1e-300 for name in stage if name.endswith("_ms")}
+    problem = Problem.from_dict(content)
+    cache.add(gpipe(problem), "feasible")
+    near = cache.lookup(problem.replace(p2p_ms=9e11))
+    assert near is not None
+    assert near.distance == 0.0
+
+
 def test_an_invalid_schedule_is_not_added(cache: Cache) -> None:
     with pytest.raises(ScheduleError, match="device 0 needs 2000 bytes"):
         cache.add(gpipe(chain(memory=1)), "feasible")
     with pytest.raises(InputError, match="lower_bound_ms = 99"):
         cache.add(gpipe(chain()), "feasible", 99.0)
+    for bound in (None, 1.0):
+        with pytest.raises(InputError, match="status = 'optimal': lower_bound_ms = "):
+            cache.add(gpipe(chain()), "optimal", bound)
     assert cache.entries() == []
 
 
@@ -162,7 +176,7 @@ def test_prune_keeps_the_newest(cache: Cache) -> None:
         cache.add(gpipe(chain(forward=forward)), "feasible")
     assert cache.prune(2) == 1
     assert [entry.problem.stages[0].forward_ms for entry in cache.entries()] == [3.0, 2.0]
-    assert cache.prune(2) == 0
+    assert cache.prune(2) == cache.prune(10**30) == 0
     with pytest.raises(InputError, match="keep = -1"):
         cache.prune(-1)
 
@@ -175,6 +189,8 @@ def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache) -> None:
     db.close()
     assert cache.lookup(chain()) is None
     assert cache.lookup(chain(scale=2.0)) is None
+    assert cache.add(gpipe(chain()), "feasible")
+    assert cache.lookup(chain()) is not None
 
 
 def test_files_that_are_no_cache_are_refused_in_a_sentence(tmp_path: Path) -> None:
