@@ -172,4 +172,5 @@ def cut(value: Any, microbatches: int, what: str) -> list[Tensors]:
             raise InputError(
                 f"{what} has shape {list(tensor.shape)}: its first dimension must be a multiple of the {microbatches} micro-batches"
             )
-    return list(zip(*(tensor.split(len(tensor) // microbatches) for tensor in tensors), strict=True))
+    # By `data`, so that one micro-batch that is changed in place is no change of the others.
+    return list(zip(*([part.data for part in tensor.split(len(tensor) // microbatches)] for tensor in tensors), strict=True))

@@ -34,7 +34,9 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
         memory_bytes = _budget(rank.device)
     rank.council.least(0)  # start together
     costs = {
-        s: _Measurement(stage, inputs if s == 0 else None, targets if s == rank.last else (), parts)(repeats)
+        s: _Measurement(stage, tuple(tensor.clone() for tensor in inputs) if s == 0 else None, targets if s == rank.last else (), parts)(
+            repeats
+        )
         for s, stage in rank.stages.items()
     }
     p2p_ms = max((_p2p_ms(rank, s, repeats) for s in range(rank.last)), default=0.0)

@@ -107,7 +107,8 @@ class _Linear(torch.autograd.Function):
         ctx.queue, ctx.weight, ctx.bias = queue, weight, bias
         with torch.autocast(x.device.type, enabled=False):
             y = functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            return torch.ops.aten._unsafe_view(y, y.shape)  # a view, as y may be, could not be changed in place by what follows
+            own: Tensor = torch.ops.aten._unsafe_view(y, y.shape)  # a view, as y may be, could not be changed in place by what follows
+            return own
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

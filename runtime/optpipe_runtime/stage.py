@@ -74,6 +74,8 @@ class StageRunner:
         self.outputs: tuple[Spec, ...] = ()
         self.stuck: frozenset[int] = frozenset()  # blocks that others hold, too: offloading them frees nothing (the profiler learns them)
         self._excluded: frozenset[int] = frozenset()
+        self._changes_inputs = False  # in place
+        self._changing: list[Tensor] = []  # the buffers of modules that write them in a forward, such as running means
         self._running: dict[int, _Microbatch] = {}
 
     def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
@@ -106,10 +108,10 @@ class StageRunner:
             running.activation.keep(tensor)
         running.again = self._replay(running, inputs, target)
         with torch.no_grad():
-            return self._outputs(inputs, target)
+            return self._leaving(running, self._outputs(_copies(inputs) if self._changes_inputs else inputs, target))
 
     def recompute(self, microbatch: int) -> None:
-        """C: the forward again, with the random numbers of the first time, now keeping what the backward needs."""
+        """C: the forward again, with the random numbers and buffers of the first time, now keeping what the backward needs."""
         running = self._running[microbatch]
         again, running.again = running.again, None
         assert again is not None
@@ -142,13 +144,17 @@ class StageRunner:
         devices = self._cuda_devices()
         cpu = torch.get_rng_state()
         on_device = [torch.cuda.get_rng_state(device) for device in devices]
+        buffers = _copies(self._changing)
 
         def again() -> None:
             with torch.random.fork_rng(devices):
                 torch.set_rng_state(cpu)
                 for device, state in zip(devices, on_device, strict=True):
                     torch.cuda.set_rng_state(state, device)
+                now = _copies(self._changing)
+                _overwrite(self._changing, buffers)
                 self._forward(running, inputs, target)
+                _overwrite(self._changing, now)
 
         return again
 
@@ -157,8 +163,12 @@ class StageRunner:
             outputs = self._outputs(self._enter(running, inputs), target)
         running.edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
         self._sizes = running.activation.sizes()
-        # What leaves is a tensor of its own: a neighbour that still holds it must not keep our blocks in memory.
-        return tuple(out.detach().clone() if running.activation.holds(out) else out.detach() for out in outputs)
+        return self._leaving(running, outputs)
+
+    def _leaving(self, running: _Microbatch, outputs: Tensors) -> Tensors:
+        """The outputs as tensors of their own: a neighbour that holds them keeps no block of ours, and not the batch."""
+        ours = [running.activation.holds(out) or storage_key(out) in self._excluded for out in outputs]
+        return tuple(out.detach().clone() if own else out.detach() for own, out in zip(ours, outputs, strict=True))
 
     def _enter(self, running: _Microbatch, inputs: Tensors) -> Tensors:
         wanted = [k for k, spec in enumerate(self.inputs) if spec.requires_grad]
@@ -183,18 +193,23 @@ class StageRunner:
         """Runs one forward and forgets it. Returns the outputs' specs."""
         self.inputs = tuple(Spec.of(tensor) for tensor in inputs)
         with self.undisturbed(), torch.enable_grad():
-            self.outputs = tuple(Spec.of(output) for output in self._outputs(inputs, target))
+            copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
+            self.outputs = tuple(Spec.of(output) for output in self._outputs(copies, target))
+            if self._loss_fn is not None and not self.outputs[0].requires_grad:
+                raise InputError("the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage")
+            self._changes_inputs = any(tensor._version for tensor in copies)
+            own = [list(module.buffers(recurse=False)) for module in self.module.modules()]
+            self._changing = [b for buffers in own if not all(torch.equal(b, before.get(b, b)) for b in buffers) for b in buffers]
         return self.outputs
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """What runs in here leaves buffers and random numbers as they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        buffers = list(self.module.buffers())
+        before = _copies(buffers)
         with torch.random.fork_rng(self._cuda_devices()):
             yield
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        _overwrite(buffers, before)
 
     def _cuda_devices(self) -> list[torch.device]:
         return [self.device] if self.device.type == "cuda" else []
@@ -220,6 +235,15 @@ class StageRunner:
     def activation(self, microbatch: int) -> Activation:
         """What the stage keeps of a micro-batch, for the profiler."""
         return self._running[microbatch].activation
+
+
+def _copies(tensors: Iterable[Tensor]) -> Tensors:
+    return tuple(tensor.clone() for tensor in tensors)
+
+
+def _overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data.copy_(value)  # not seen by autograd: graphs that have saved the tensor stay good, it gets back what they saw
 
 
 class _Entrance(torch.autograd.Function):

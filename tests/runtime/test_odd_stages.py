@@ -1,0 +1,154 @@
+"""Stages as users write them: gradients, buffers and the batch are those of a plain run, split or not, recomputed or offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from optpipe.errors import InputError
+from optpipe_runtime.executor import cut
+from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.stage import StageRunner
+
+CPU, WIDTH, BATCH = torch.device("cpu"), 64, 3
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link(CPU, False)
+    yield link
+    link.close()
+
+
+class Of(nn.Module):
+    """A function of layers and inputs."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*self.layers, *inputs)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+STAGES: dict[str, Callable[[], nn.Module]] = {
+    "in place at entry": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
+    "adds in place at entry": lambda: Of(lambda f, x: f(x.add_(1)), linear()),
+    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(8), linear(), nn.BatchNorm1d(8)),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(linear()), nn.ReLU(inplace=True), linear()),
+    "weight norm": lambda: nn.Sequential(weight_norm(linear()), nn.Tanh()),
+    "dropout": lambda: nn.Sequential(linear(), nn.Dropout(0.5), linear()),
+    "identity": nn.Identity,
+    "a view": lambda: Of(lambda f, x: f(x).transpose(1, 2), linear()),
+    "a slice": lambda: Of(lambda f, x: f(x)[..., 1:5], linear()),
+    "expanded": lambda: Of(lambda f, x: f(x).mean(1, keepdim=True).expand(x.shape), linear()),
+    "an input passed on": lambda: Of(lambda f, x: (f(x), x), linear()),
+    "an output twice": lambda: Of(lambda f, x: (f(x),) * 2, linear()),
+    "integers beside": lambda: Of(lambda f, x: (f(x), x.argmax(-1), x > 0), linear()),
+    "other types": lambda: Of(lambda f, x: (f(x.double()).float(), x.bfloat16()), linear().double()),
+    "a weight twice": lambda: Of(lambda f, x: f(f(x)), linear()),
+    "lstm": lambda: Of(lambda f, x: f(x)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+}
+
+
+def tensors(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def state(module: nn.Module) -> list[Tensor]:
+    return [*(p.grad for p in module.parameters() if p.grad is not None), *module.buffers()]
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("way", ["kept", "offloaded", "recomputed"])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
+def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None:
+    torch.manual_seed(1)
+    inputs = [torch.randn(BATCH, 8, WIDTH) for _ in range(2)]
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        modules.append(STAGES[name]())
+    plain, module = modules
+
+    torch.manual_seed(3)
+    expected, dxs = [], []
+    for x in inputs:
+        leaf = x.clone().requires_grad_()
+        outputs = tensors(plain(leaf.clone()))
+        wanted = [y for y in outputs if y.requires_grad]
+        torch.autograd.backward(wanted, [torch.ones_like(y) for y in wanted])
+        expected.append(outputs)
+        dxs.append(leaf.grad)
+
+    pool = HostPool(CPU)
+    stage = StageRunner(0, module, CPU, link, pool)
+    stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),), ())
+    stage.start_step((), 1)
+    torch.manual_seed(3)
+    for j, x in enumerate(inputs):
+        found = stage.forward(j, (x.clone(),), recompute=way == "recomputed")
+        for ours, theirs in zip(found, expected[j], strict=True):
+            torch.testing.assert_close(ours, theirs.detach())
+        if way == "offloaded":
+            stage.offload(j, 0)
+            stage.drop(j, 0)
+    for j, dx in enumerate(dxs):
+        if way == "recomputed":
+            stage.recompute(j)
+        elif way == "offloaded":
+            stage.reload(j, 0)
+        gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in stage.outputs if spec.requires_grad)
+        torch.testing.assert_close(stage.backward(j, gradients, split)[0], dx)
+        if split:
+            stage.weight(j)
+    assert stage.idle
+    assert len(state(module)) == len(state(plain))
+    for ours, theirs in zip(state(module), state(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link: Link) -> None:
+    """As in a plain run: not by learning the shapes, and once by F and C together."""
+    stage = StageRunner(0, STAGES["adds in place at entry"](), CPU, link, HostPool(CPU))
+    batch = torch.zeros(2 * BATCH, 8, WIDTH)
+    microbatches = cut(batch, 2, "inputs")
+    stage.learn(microbatches[0], ())
+    assert torch.equal(batch, torch.zeros_like(batch))
+    stage.start_step((batch,), 1)
+    for j, inputs in enumerate(microbatches):
+        stage.forward(j, inputs, recompute=recompute)
+    for j in range(2):
+        if recompute:
+            stage.recompute(j)
+        stage.backward(j, (torch.ones(stage.outputs[0].shape),), split=False)
+    assert torch.equal(batch, torch.ones_like(batch))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
+    stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
+    batch = torch.zeros(4 * BATCH, 8, WIDTH)
+    x = batch[:BATCH]
+    stage.learn((x,), ())
+    stage.start_step((batch,), 1)
+    (y,) = stage.forward(0, (x,), recompute=recompute)
+    assert y.untyped_storage().nbytes() == x.nbytes, "the next stage would hold, and move, the whole batch"
+
+
+@pytest.mark.parametrize("loss", [lambda y: torch.tensor(1.0), lambda y: functional.mse_loss(y, y).detach(), lambda y: y.sum().item()])
+def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], link: Link) -> None:
+    stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), (loss, 1.0))
+    with pytest.raises(InputError, match=r"^(the loss requires no gradient|loss_fn must return a tensor)"):
+        stage.learn((torch.zeros(BATCH, WIDTH),), ())
