@@ -20,6 +20,7 @@ Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
+MAX_PARTS = 2**24  # the same times offload_parts: tables of that size are made even for a short schedule
 
 
 class Record(BaseModel):
@@ -122,7 +123,8 @@ class Problem(Record):
                 if s >= len(self.stages):
                     return f"routes[{r}][{k}] = {s}: there are {len(self.stages)} stages, numbered from 0"
             if len(set(route)) < len(route):
-                return f"routes[{r}] = {list(route)}: a stage stands on a route once"
+                k = next(k for k, s in enumerate(route) if s in route[:k])
+                return f"routes[{r}][{k}] = {route[k]}: a stage stands on a route once"
         on_a_route = {s for route in self.all_routes for s in route}
         for s in range(len(self.stages)):
             if s not in on_a_route:
@@ -142,6 +144,11 @@ class Problem(Record):
     def _size_complaint(self) -> str | None:
         if len(self.stages) * self.microbatches > MAX_FORWARDS:
             return f"microbatches = {self.microbatches}: times {len(self.stages)} stages, at most {MAX_FORWARDS} forward passes"
+        parts = max(stage.offload_parts for stage in self.stages)
+        if len(self.stages) * self.microbatches * parts > MAX_PARTS:
+            return (
+                f"offload_parts = {parts}: times {len(self.stages)} stages and {self.microbatches} microbatches, at most {MAX_PARTS} parts"
+            )
         total = sum(stage.activation_bytes + stage.weight_grad_bytes for stage in self.stages) * self.microbatches
         if total >= 2**62:
             return f"stages: {total} bytes of activations over all micro-batches, more than can be counted (2^62)"
