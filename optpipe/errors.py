@@ -17,7 +17,7 @@ class InputError(OptPipeError, ValueError):
 
 
 class ScheduleError(OptPipeError, ValueError):
-    """A schedule that cannot be simulated: an op is missing, stands twice, or waits for itself (`DeadlockError`)."""
+    """A schedule that cannot be simulated: an op is missing or of another problem, or ops wait for each other (`DeadlockError`)."""
 
 
 class SolverError(OptPipeError, RuntimeError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,14 +54,15 @@ class Timeline:
         return 1.0 - sum(busy) / (len(busy) * self.makespan_ms) if busy and self.makespan_ms else 0.0
 
     def _by_device(self) -> list[slice]:
-        starts = np.flatnonzero(np.r_[True, np.diff(self.device) != 0]) if len(self.device) else np.array([], dtype=np.int64)
-        return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(self.device)], strict=True)]
+        starts = np.flatnonzero(np.diff(self.device, prepend=-1) != 0)
+        return [slice(a, b) for a, b in pairwise([*starts, len(self.device)])]
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Times every op as early as the schedule allows.
 
-    Raises `ScheduleError` where an op that another one needs is missing or stands twice, `DeadlockError` where ops wait for each other.
+    Raises `ScheduleError` where an op that another one needs is missing, `DeadlockError` where ops wait for each other. What is left out
+    or stands twice without anyone waiting for it is timed as it stands: `check` finds it.
     """
     table, device = flatten(schedule)
     require_known(problem, table, device)

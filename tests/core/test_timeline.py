@@ -98,6 +98,11 @@ def test_a_shared_link_is_one_queue():
         assert any(message in text for text in check(shared, Schedule.parse(shared, programs, wrong))), message
 
 
+def test_no_ops_take_no_time():
+    empty = simulate(chain(), Schedule.parse(chain(), [[], []]))
+    assert (empty.makespan_ms, empty.span_ms, empty.bubble, empty.busy_ms()) == (0.0, 0.0, 0.0, [])
+
+
 def test_full_duplex_lets_both_directions_run_at_once():
     programs = [["0F0", "0O0", "0F1", "0D0", "0O1", "0R0", "0D1", "0R1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
     half = Schedule.parse(chain(), programs).makespan_ms
