@@ -157,7 +157,7 @@ def improve(
             method=method,
             objective=objective,
             time_limit_s=time_limit,
-            threads=threads or os.cpu_count() or 1,
+            threads=(os.cpu_count() or 1) if threads is None else threads,
             seed=seed,
             warm_start=Programs.of(warm_start) if warm_start else None,
         )

@@ -129,7 +129,8 @@ def test_a_warm_start_reaches_the_solver(problem):
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("time_limit", 0.0), ("time_limit", float("nan")), ("threads", -1), ("seed", -1), ("objective", "x")]
+    ("argument", "value"),
+    [("time_limit", 0.0), ("time_limit", float("nan")), ("threads", -1), ("threads", 0), ("seed", -1), ("objective", "x")],
 )
 def test_bad_arguments_are_one_sentence(problem, argument, value):
     with pytest.raises(InputError, match=argument):
