@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering import Plan
 
 log = logging.getLogger("optpipe.runtime")
 
 PREPARING, READY, REFUSED = 1, 2, 0  # the least of all ranks' answers counts
+REFUSAL = "a schedule was offered and refused, training goes on with the one it has: %s"
 
 
 class Council:
@@ -45,9 +46,13 @@ class Council:
         return values
 
     def share(self, schedule: Schedule | None) -> Schedule:
-        """Collective: rank 0's schedule, on every rank."""
-        parts = (schedule.problem, schedule.programs, dict(schedule.links), schedule.method) if schedule is not None else None
-        return Schedule(*self.tell(parts, 0))
+        """Collective: rank 0's schedule, on every rank; `InputError` on every rank where rank 0 has none."""
+        parts = None
+        if isinstance(schedule, Schedule):
+            parts = schedule.problem, schedule.programs, dict(schedule.links), schedule.method
+        if (shared := self.tell(parts, 0)) is None:
+            raise InputError("load was called without an optpipe.Schedule on rank 0, whose schedule counts")
+        return Schedule(*shared)
 
     def agree(self, plan: Plan | None) -> bool:
         """Collective: whether every rank has prepared a plan, and the same one."""
@@ -62,14 +67,16 @@ class Offers:
     `boundary` is one small collective between two steps. Where a rank refuses an offer, all keep what they have.
     """
 
-    def __init__(self, council: Council, prepare: Callable[[Schedule], Plan]) -> None:
-        self._council, self._prepare = council, prepare
+    def __init__(self, council: Council, prepare: Callable[[Schedule], Plan], reserve: Callable[[Plan], None]) -> None:
+        self._council, self._prepare, self._reserve = council, prepare, reserve
         self._lock = threading.Lock()
         self._newest: Schedule | None = None  # offered, not yet shared; a newer offer replaces it
         self._work: _Preparation | None = None
 
     def offer(self, schedule: Schedule) -> None:
         """From any thread of rank 0; returns at once."""
+        if not isinstance(schedule, Schedule):
+            raise InputError(f"offer was given a {type(schedule).__name__}: an optpipe.Schedule can be offered")
         with self._lock:
             self._newest = schedule
 
@@ -82,12 +89,23 @@ class Offers:
             if answer == PREPARING:
                 return None
             work, self._work = self._work, None
-            return work.plan if self._council.agree(work.plan) else None
+            plan = self._reserved(work.plan)
+            return plan if self._council.agree(plan) else None
         if not nothing_new:
             with self._lock:
                 schedule, self._newest = self._newest, None
             self._work = _Preparation(self._prepare, self._council.share(schedule))
         return None
+
+    def _reserved(self, plan: Plan | None) -> Plan | None:
+        """The plan, if this rank has the host memory for it."""
+        try:
+            if plan is not None:
+                self._reserve(plan)
+        except OptPipeError as error:
+            log.warning(REFUSAL, error)
+            return None
+        return plan
 
     def close(self) -> None:
         if self._work is not None:
@@ -107,7 +125,7 @@ class _Preparation(threading.Thread):
         try:
             self.plan = self._prepare(self._schedule)
         except OptPipeError as error:
-            log.warning("a schedule was offered and refused, training goes on with the one it has: %s", error)
+            log.warning(REFUSAL, error)
         except Exception:
             log.exception("a schedule was offered and could not be prepared, training goes on with the one it has")
 

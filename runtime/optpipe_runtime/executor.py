@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.ops import Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Action, Message, Plan
@@ -63,6 +63,8 @@ class Executor:
 
         `inputs` are needed on the rank of the first stage, `targets` on that of the last: a tensor or a tuple of tensors, the whole batch.
         """
+        if not self.idle:
+            raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
         batch, answers = self._cut(inputs, 0, "inputs"), self._cut(targets, self._rank.last, "targets")
         for s, stage in self._stages.items():
             staying = [*(batch[0] if s == 0 else ()), *(answers[0] if s == self._rank.last else ())]

@@ -87,7 +87,7 @@ class Pipeline:
         self._ties: list[Tie] = []
         self._learned = False
         self._executor = Executor(self._rank)
-        self._offers = Offers(self._rank.council, self.prepare)
+        self._offers = Offers(self._rank.council, self.prepare, self._reserve)
 
     # Training
 
@@ -134,8 +134,9 @@ class Pipeline:
         plan, complaint = None, None
         try:
             plan = self.prepare(self._rank.council.share(schedule))
+            self._reserve(plan)
         except OptPipeError as error:
-            complaint = str(error)
+            plan, complaint = None, str(error)
         if not self._rank.council.agree(plan):
             reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._rank.council.gather(complaint)) if reason]
             raise ScheduleError(reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently")
@@ -156,10 +157,14 @@ class Pipeline:
         """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
         if not self._executor.idle:
             raise OptPipeError("a schedule can be swapped only between two steps")
-        for (s, part), count in plan.on_host.items():
-            self._rank.pool.reserve(self._rank.stages[s].part_bytes(plan.problem.stages[s].offload_parts)[part], count)
+        self._reserve(plan)
         self._plan = plan
         self.version += 1
+
+    def _reserve(self, plan: Plan) -> None:
+        """Takes the host memory that a plan needs, if it is not there yet; `OptPipeError` where there is too little."""
+        for (s, part), count in plan.on_host.items():
+            self._rank.pool.reserve(self._rank.stages[s].part_bytes(plan.problem.stages[s].offload_parts)[part], count)
 
     # Profile
 

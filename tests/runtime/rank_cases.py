@@ -210,12 +210,61 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
     attempt(fine[0], placement, lambda output, target: output, m, inputs=inputs, targets=targets)
     with Pipeline(*fine) as pipe:
         pipe.problem = problem(placement, m, activation_bytes=100 + rank)
-        for call in (lambda: pipe.load(schedule), lambda: pipe.profile(inputs, targets), lambda: pipe.offer(schedule)):
+        nothing: Any = None
+        for call in (
+            lambda: pipe.load(schedule),
+            lambda: pipe.profile(inputs, targets),
+            lambda: pipe.load(nothing),
+            lambda: pipe.offer(nothing if rank == 0 else schedule),
+        ):
             try:
                 call()
             except OptPipeError as error:
                 told.append(str(error))
     return told
+
+
+def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Schedule) -> tuple[str, int, int]:
+    """Loads and is offered a schedule for which one rank lacks host memory; what `load` said, the versions, and how many steps ran."""
+    rank, m = torch.distributed.get_rank(), first.problem.microbatches
+    complaint = ""
+    with Pipeline(own_stages(placement), placement, loss_fn, m, host_memory_bytes=None if rank else 1000) as pipe:
+        pipe.load(first)
+        pipe.step(*batch(0, m))
+        try:
+            pipe.load(away)
+        except ScheduleError as error:
+            complaint = str(error)
+        if rank == 0:
+            pipe.offer(away)
+        return complaint, pipe.version, len([pipe.step(*batch(0, m)) for _ in range(10)])
+
+
+def after_a_failure(placement: Sequence[int], schedule: Schedule) -> str:
+    """A stage of this rank fails in the second step; what the third step says."""
+    m = schedule.problem.microbatches
+
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        if failing:
+            raise ValueError("not today")
+        return loss_fn(output, target)
+
+    failing = False
+    pipe = Pipeline(own_stages(placement), placement, fails, m)
+    pipe.load(schedule)
+    pipe.step(*batch(0, m))
+    failing = True
+    try:
+        pipe.step(*batch(0, m))
+    except ValueError:
+        failing = False
+    try:
+        pipe.step(*batch(0, m))
+    except OptPipeError as error:
+        return str(error)
+    finally:
+        pipe.close()
+    return "it ran"
 
 
 def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients], Gradients]:

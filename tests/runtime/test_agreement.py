@@ -42,5 +42,20 @@ def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
         assert sentences[5] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
         assert sentences[6] == "the ranks prepared different schedules: they were profiled differently"
         assert sentences[7] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
-    assert len(told[0]) == 8
-    assert told[1][8] == "offer was called on rank 1: schedules are offered on rank 0"
+        assert sentences[8] == "rank 0: load was called without an optpipe.Schedule on rank 0, whose schedule counts"
+    assert told[0][9] == "offer was given a NoneType: an optpipe.Schedule can be offered"
+    assert told[1][9] == "offer was called on rank 1: schedules are offered on rank 0"
+
+
+def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
+    problem = rank_cases.problem([0, 1], 4)
+    first, away = Schedule.parse(problem, ONE_F_ONE_B), Schedule.parse(problem, [OFFLOADED[0], ONE_F_ONE_B[1]])
+    for complaint, version, steps in ranks(rank_cases.too_little_host_memory, placement=[0, 1], first=first, away=away):
+        assert complaint.startswith("rank 0: host_memory_bytes = 1000:")
+        assert (version, steps) == (1, 10)
+
+
+def test_no_step_after_one_that_failed(ranks: Ranks) -> None:
+    """Its messages would be taken for those of the next."""
+    schedule = Schedule.parse(rank_cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
+    assert ranks(rank_cases.after_a_failure, placement=[0, 0], schedule=schedule)[0].startswith("the step before failed")
