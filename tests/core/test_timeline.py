@@ -136,6 +136,36 @@ def test_a_deadlock_deep_in_a_large_grid_stays_readable():
     assert len(str(caught.value)) < 6000
 
 
+def deadlock(problem: Problem, programs: list[list[str]]) -> tuple[list[str], str]:
+    """The cycle as texts, and the message."""
+    with pytest.raises(DeadlockError) as caught:
+        simulate(problem, Schedule.parse(problem, programs))
+    return [str(item) for item in caught.value.cycle], str(caught.value)
+
+
+def test_who_only_stands_in_line_is_not_on_the_cycle():
+    late_reload = [*(f"0F{j}" for j in range(99)), "0O0", "0D0", *(f"0BW{j}" for j in range(99)), "0R0"]
+    cycle, message = deadlock(chain(1, 99), [late_reload])
+    assert cycle == ["0BW0", "0R0", "0BW98"]
+    assert all(f"[{op}]" in message for op in cycle)
+
+
+def test_a_deadlock_of_pairs_names_the_pairs():
+    programs = [["0F0", "0F1+0BW0", "0F2", "0BW1", "0BW2"], ["1F0", "1F1", "1F2+1BW0", "1BW1", "1BW2"]]
+    cycle, message = deadlock(chain(2, 3, overlap_factor=0.9), programs)
+    assert cycle == ["0F1+0BW0", "1F2+1BW0", "0F2"]
+    assert all(f"[{op}]" in message for op in ("0F1", "0BW0", "1F2", "1BW0", "0F2"))
+
+
+def test_a_cycle_over_many_devices_says_how_many_are_left_out():
+    programs = [[f"{s}F0", f"{s}F1", f"{s}BW1", f"{s}BW0"] for s in range(64)]
+    programs[0] = ["0F0", "0BW0", "0F1", "0BW1"]
+    cycle, message = deadlock(chain(64), programs)
+    assert len(cycle) == 128
+    assert message.endswith("and 48 more devices")
+    assert len(message) < 3000
+
+
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
