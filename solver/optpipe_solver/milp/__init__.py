@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from optpipe.child import Bound, Incumbent, Programs, Request
+from optpipe.child import Bound, Incumbent, Note, Programs, Request
 from optpipe.errors import InputError
 from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.validity import check
+from optpipe_solver.milp.switches import ALL, Order, Switches
 
 if TYPE_CHECKING:
     from optpipe.child import Frame
@@ -36,26 +38,28 @@ def applies(problem: Problem) -> bool:
     return all(size <= limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True))
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> None:
+def run(request: Request, emit: Callable[[Frame], None], solver: str = "auto", switches: Switches = ALL) -> None:
     """Solves the problem first with the micro-batches' order fixed, then, where that may lose something, without; emits what it finds.
 
     An incumbent is emitted when it is better than those before it and than the warm start, a bound only where it holds for every schedule.
+    `solver` is a name that `backend` knows; raises `InputError` for any other.
     """
     from optpipe_solver.bounds import trivial_bound
-    from optpipe_solver.milp.highs import Limits, minimize
+    from optpipe_solver.milp.backend import Limits, Task, minimize
     from optpipe_solver.milp.model import Model
     from optpipe_solver.milp.start import assignment
 
-    end = time.monotonic() + request.time_limit_s
-    search = _Search(request, emit)
-    for fixed_order in (True, False):
-        model = Model(request.problem, request.objective, search.horizon_ms(), fixed_order)
+    limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
+    search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
+    orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
+    for order in orders:
+        model = Model(request.problem, request.objective, search.horizon_ms(), replace(switches, order=order))
         if model.windows.possible:
             start = assignment(model, search.best) if search.best else {}
-            limits = Limits(end - time.monotonic(), request.threads, request.seed)
-            minimize(model.rows, model.C, start, limits, search.on_solution(model), search.on_bound(model))
+            task = Task(model.rows, model.C, start, limits, search.on_solution(model), search.on_bound(model), model.violated)
+            solver = minimize(solver, task, lambda text: emit(Note(text=text)))
         optimal = search.best_ms <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
-        if optimal or model.is_bound or time.monotonic() >= end:
+        if optimal or model.is_bound or limits.seconds == 0.0:
             break
 
 
@@ -77,13 +81,10 @@ class _Search:
                 self.best, self.best_ms = warm, self._value(warm)
 
     def horizon_ms(self) -> float:
-        """No schedule worth finding ends later. Started as early as can be, on none does everything run one after the other."""
-        problem, ms = self._problem, self._problem.costs.ms
-        if self.best and self._request.objective == "makespan":
-            return self.best_ms
-        kinds = [Kind.F, Kind.B, Kind.W]
-        whole = ms[kinds].sum(axis=0) + ms[[Kind.O, Kind.R]].sum(axis=0) * problem.costs.parts + 2 * problem.p2p_ms
-        return float(sum(whole[s] for j in range(problem.microbatches) for s in problem.route(j)))
+        """No schedule worth finding ends later."""
+        from optpipe_solver.milp.model import serial_ms
+
+        return self.best_ms if self.best and self._request.objective == "makespan" else serial_ms(self._problem)
 
     def on_solution(self, model: Model) -> Callable[[Floats], None]:
         from optpipe_solver.lift import lift

@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import highspy
 import numpy as np
 
 from optpipe.graph import Floats
+from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 from optpipe_solver.milp.rows import Rows
 
-TOLERANCE = 1e-8  # of feasibility and of integrality: with times up to a thousand, what leaks through a big-M stays far below `MARGIN`
-MARGIN = 1e-6  # by which bounds are lowered, so that the tolerance makes none wrong
+
+def minimize(task: Task) -> None:
+    """`backend.Minimize` by HiGHS. Python code in other threads runs on."""
+    cut_at_root(task, lambda: _relaxed(task))
+    highs = _highs(task.rows, task.objective, task.limits)
+    if task.start:
+        highs.setSolution(len(task.start), np.array(list(task.start), dtype=np.int32), np.array(list(task.start.values())))
+    best = -np.inf
+
+    def bound(value: float) -> None:
+        nonlocal best
+        if best < value < highspy.kHighsInf:
+            best = value
+            task.on_bound(value * (1 - MARGIN))
+
+    highs.cbMipImprovingSolution += lambda event: task.on_solution(np.array(event.data_out.mip_solution))
+    highs.cbMipLogging += lambda event: bound(event.data_out.mip_dual_bound)
+    highs.run()
+    if highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        task.on_solution(np.array(highs.getSolution().col_value))  # the callback is not called for every solution found outside the tree
+    if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
+        bound(highs.getInfo().mip_dual_bound)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a solve may take."""
-
-    seconds: float
-    threads: int
-    seed: int
+def _relaxed(task: Task) -> Floats | None:
+    highs = _highs(task.rows, task.objective, task.limits)
+    highs.setOptionValue("solve_relaxation", True)
+    highs.run()
+    return np.array(highs.getSolution().col_value) if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal else None
 
 
-def minimize(
-    rows: Rows,
-    objective: int,
-    start: dict[int, float],
-    limits: Limits,
-    on_solution: Callable[[Floats], None],
-    on_bound: Callable[[float], None],
-) -> None:
-    """Minimizes the variable number `objective` from the binaries in `start` (empty: from nothing); returns at the limit or when proven.
-
-    `on_solution` gets each better x, `on_bound` each better lower bound, at most `MARGIN` too low. Python code in other threads runs on.
-    """
+def _highs(rows: Rows, objective: int, limits: Limits) -> highspy.Highs:
     highs = highspy.Highs()
     options = {
         "output_flag": True,  # without it the log's callback, which brings the bounds, stays silent
         "log_to_console": False,
         "threads": limits.threads,
         "random_seed": limits.seed,
-        "time_limit": max(0.0, limits.seconds),
+        "time_limit": limits.seconds,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": 1e-6,
         "mip_feasibility_tolerance": TOLERANCE,
@@ -52,23 +57,7 @@ def minimize(
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(_program(rows, objective))
-    if start:
-        highs.setSolution(len(start), np.array(list(start), dtype=np.int32), np.array(list(start.values())))
-    best = -np.inf
-
-    def bound(value: float) -> None:
-        nonlocal best
-        if best < value < highspy.kHighsInf:
-            best = value
-            on_bound(value * (1 - MARGIN))
-
-    highs.cbMipImprovingSolution += lambda event: on_solution(np.array(event.data_out.mip_solution))
-    highs.cbMipLogging += lambda event: bound(event.data_out.mip_dual_bound)
-    highs.run()
-    if highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        on_solution(np.array(highs.getSolution().col_value))  # the callback is not called for every solution found outside the tree
-    if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
-        bound(highs.getInfo().mip_dual_bound)
+    return highs
 
 
 def _program(rows: Rows, objective: int) -> highspy.HighsLp:

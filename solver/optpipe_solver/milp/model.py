@@ -4,7 +4,8 @@ Here are the compute ops and the objective, Eq. 2 to 8; `offload` adds memory an
 
 The paper fixes the order of the micro-batches "without affecting optimality". Without offload that is so: number the k-th F, B and W of
 every stage k, and what they wait for still comes in time. With offload an activation's F, O, R and B belong together, and a backward that
-overtakes another one can hide its reload. Hence `fixed_order`: quick and good, but its optimum is no lower bound where offload matters.
+overtakes another one can hide its reload. Hence `Switches.order`: fixed in all stages is quick and good, but its optimum is no lower bound
+where offload matters.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from optpipe.problem import Problem
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.offload import Offload
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
+from optpipe_solver.milp.switches import Switches
+from optpipe_solver.milp.triangles import Triangles
 from optpipe_solver.milp.windows import Windows, passing
 
 LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver's absolute tolerances fit every problem
@@ -36,25 +39,39 @@ def may_offload(problem: Problem) -> set[int]:
     return {s for route in passing(problem) for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}
 
 
+def serial_ms(problem: Problem) -> float:
+    """No schedule worth finding is longer: started as early as can be, on none does everything run one after the other."""
+    ms = problem.costs.ms
+    compute, moved = ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0), ms[[Kind.O, Kind.R]].sum(axis=0) * problem.costs.parts
+    whole = compute + moved + 2 * problem.p2p_ms
+    return float(sum(whole[s] for j in range(problem.microbatches) for s in problem.route(j)))
+
+
 class Model:
     """The program for one problem; solutions longer than `horizon_ms` are cut off. Build it, solve `rows`, read `starts(x)`."""
 
-    def __init__(self, problem: Problem, objective: Objective, horizon_ms: float, fixed_order: bool) -> None:
-        self.problem, self.objective, self.fixed_order = problem, objective, fixed_order
+    def __init__(self, problem: Problem, objective: Objective, horizon_ms: float, switches: Switches) -> None:
+        self.problem, self.objective, self.order = problem, objective, switches.order
+        self._one_per_pair = switches.one_per_pair
         self.scale = 2.0 ** np.floor(np.log2(LARGEST / horizon_ms))  # a power of two: times stay exact
-        self.windows = windows = Windows(problem, horizon_ms * self.scale, self.scale, fixed_order)
-        self.rows = Rows()
+        self.windows = windows = Windows(problem, horizon_ms * self.scale, self.scale, switches.order, switches.determined)
+        self.rows = Rows(None if switches.tight else (horizon_ms + serial_ms(problem)) * self.scale)
         if not windows.possible:
             return
         ends = (windows.head + windows.time, windows.horizon - windows.tail + windows.time)
         self.E = [self.rows.variable(low, max(low, high)) for low, high in zip(*ends, strict=True)]
-        self.C = self.rows.variable(trivial_bound(problem, objective) * self.scale * (1 - 1e-12), windows.horizon)
+        self.C = self.rows.variable(0.0, windows.horizon)
         self._order_literals()
         self._data_dependencies()
         self._exclusive_compute()
-        self._triangles()
+        self.triangles = Triangles(self.P, windows.device)
+        if switches.triangles == "all":
+            for clause in self.triangles.all():
+                self.rows.clause(*clause)
+        self.violated = self.triangles.violated if switches.triangles == "lazy" else None
         self._elapsed()
-        self._workload()
+        if switches.workload:
+            self._workload()
         self.offload = Offload(self, may_offload(problem))
 
     @property
@@ -65,11 +82,21 @@ class Model:
         problem, costs = self.problem, self.problem.costs
         expresses_all = problem.overlap_factor is None and problem.layers is None and not costs.can_recompute.any()
         expresses_all = expresses_all and not (costs.parts > 1).any() and not (costs.weight_grad > costs.activation).any()
-        return expresses_all and (not self.fixed_order or not may_offload(problem))
+        return expresses_all and (self.order != "stages" or not may_offload(problem))
+
+    def pair(self) -> tuple[Literal, Literal]:
+        """Eq. 1: whether one precedes the other, and whether the other precedes the one: exactly one of both."""
+        first = self.rows.literal()
+        if self._one_per_pair:
+            return first, ~first
+        second = self.rows.literal()
+        self.rows.clause(first, second)
+        self.rows.clause(~first, ~second)
+        return first, second
 
     def _order_literals(self) -> None:
-        """P of Eq. 7: one variable a pair (Eq. 1), none where the order is known. As the k-th W of a stage can always be the W of its k-th
-        B (what a W frees is alike), Ws follow the order of their Bs."""
+        """P of Eq. 7, no variable where the order is known. As the k-th W of a stage can always be the W of its k-th B (what a W frees is
+        alike), Ws follow the order of their Bs where an order is fixed at all."""
         windows = self.windows
         self.P: dict[tuple[int, int], Literal] = {}
         for x, y in combinations(range(len(windows.ops)), 2):
@@ -77,14 +104,15 @@ class Model:
                 continue
             first, second = windows.ops[x], windows.ops[y]
             if windows.precedes(x, y):
-                P = TRUE
+                pair = TRUE, FALSE
             elif windows.precedes(y, x):
-                P = FALSE
-            elif first.kind == second.kind == Kind.W and first.stage == second.stage:
-                P = self.P[windows.number[first._replace(kind=Kind.B)], windows.number[second._replace(kind=Kind.B)]]
+                pair = FALSE, TRUE
+            elif first.kind == second.kind == Kind.W and first.stage == second.stage and self.order != "none":
+                b, c = windows.number[first._replace(kind=Kind.B)], windows.number[second._replace(kind=Kind.B)]
+                pair = self.P[b, c], self.P[c, b]
             else:
-                P = self.rows.literal()
-            self.P[x, y], self.P[y, x] = P, ~P
+                pair = self.pair()
+            self.P[x, y], self.P[y, x] = pair
 
     def _data_dependencies(self) -> None:
         """Eq. 5, 6 and 8, and the orders that are known."""
@@ -96,14 +124,6 @@ class Model:
         for (x, y), P in self.P.items():
             if P != TRUE:
                 self.rows.precede(Precedence(self.E[y], self.E[x], self.windows.time[y], when=(P,)))
-
-    def _triangles(self) -> None:
-        """Section 4.1.2: the order of three ops on a device is no cycle."""
-        for d in range(len(self.problem.devices)):
-            for x, y, z in combinations(np.flatnonzero(self.windows.device == d).tolist(), 3):
-                around = self.P[x, y], self.P[y, z], self.P[z, x]
-                self.rows.clause(*(~P for P in around))
-                self.rows.clause(*around)
 
     def _elapsed(self) -> None:
         """Eq. 4, or with the objective `span` Eq. 3: device by device, from the first start to the last end."""
@@ -132,8 +152,10 @@ class Model:
         return [self.windows.number[Op(Kind.F, s, 0)] for s in route[:first]]
 
     def _workload(self) -> None:
-        """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the end."""
+        """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the end; nothing
+        beats the trivial bound."""
         windows, add = self.windows, self.rows.add
+        self.rows.lower[self.C] = trivial_bound(self.problem, self.objective) * self.scale * (1 - 1e-12)
         for y, E in enumerate(self.E):
             own = [x for x in np.flatnonzero(windows.device == windows.device[y]).tolist() if x != y]
             soonest = float(windows.head[windows.device == windows.device[y]].min())

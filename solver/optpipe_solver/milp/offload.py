@@ -72,7 +72,7 @@ class Offload:
         """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well where the stage
         keeps its order in F and in B, for exchanging two transfers of equal activations costs nothing."""
         same_route = self.problem.route(a[1]) == self.problem.route(b[1])
-        return self.model.fixed_order and a[0] == b[0] and a[1] < b[1] and same_route
+        return self.model.order == "stages" and a[0] == b[0] and a[1] < b[1] and same_route
 
     def _apart(self, a: Activation, b: Activation) -> bool:
         """Whether all of a is over before b begins."""
@@ -108,8 +108,7 @@ class Offload:
                 continue
             known = TRUE if self._in_order(a, b) or self._apart(a, b) else FALSE if self._apart(b, a) else None
             for order in (self.K, self.L):
-                order[a, b] = known or self.rows.literal()
-                order[b, a] = ~order[a, b]
+                order[a, b], order[b, a] = (known, ~known) if known else self.model.pair()
         for a, b in self.K:
             self._sequence(self.O[a], self._length(Kind.O, a), self.O[b], self.K[a, b])
             self._sequence(self.R[a], self._length(Kind.R, a), self.R[b], self.L[a, b])

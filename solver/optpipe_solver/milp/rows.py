@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ class Literal(NamedTuple):
 
 
 TRUE, FALSE = Literal(-1), Literal(-1, False)
+Clause = tuple[Literal, ...]
+Form = tuple[dict[int, float], float]  # coefficients by variable, and what their sum has to reach
 
 
 class Precedence(NamedTuple):
@@ -34,9 +37,13 @@ class Precedence(NamedTuple):
 
 
 class Rows:
-    """Grows a program: minimize `cost` subject to `matrix @ x >= at_least` and bounds. Every row is a lower bound on a linear form."""
+    """Grows a program: minimize `cost` subject to `matrix @ x >= at_least` and bounds. Every row is a lower bound on a linear form.
 
-    def __init__(self) -> None:
+    With `big_m` given, it is what relaxes every row that literals switch off; else each row has the smallest that suffices.
+    """
+
+    def __init__(self, big_m: float | None = None) -> None:
+        self._big_m = big_m
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.binary: list[bool] = []
@@ -61,16 +68,7 @@ class Rows:
 
     def add(self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> None:
         """The row sum of coefficients × variables and literals `>= at_least`."""
-        row: dict[int, float] = {}
-        for coefficient, var in times:
-            row[var] = row.get(var, 0.0) + coefficient
-        for coefficient, (var, positive) in literals:
-            if not positive:
-                at_least, coefficient = at_least - (coefficient if var >= 0 else 0.0), -coefficient
-            elif var < 0:
-                at_least -= coefficient
-            if var >= 0:
-                row[var] = row.get(var, 0.0) + coefficient
+        row, at_least = form(times, literals, at_least)
         self._index += row.keys()
         self._value += row.values()
         self._begins.append(len(self._index))
@@ -79,23 +77,34 @@ class Rows:
     def clause(self, *literals: Literal) -> None:
         """At least one of them holds."""
         if TRUE not in literals:
-            self.add((), ((1.0, literal) for literal in literals if literal != FALSE), 1.0)
+            self.add((), ((1.0, literal) for literal in literals), 1.0)
 
     def precede(self, precedence: Precedence) -> None:
-        """The row of a precedence, with the smallest big-M that the variables' bounds allow; none where it cannot hold, or always does."""
+        """The row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all; none where it cannot hold,
+        or always does."""
         if FALSE in precedence.when:
             return
         when = tuple(literal for literal in precedence.when if literal != TRUE)
         later, earlier, gap, (length, made) = precedence.later, precedence.earlier, precedence.gap, precedence.span
-        big = self.upper[earlier] + gap + length - self.lower[later]
+        big = self.upper[earlier] + gap + length - self.lower[later] if self._big_m is None else self._big_m
         self.precedences.append(precedence)
         if big > 0 or not when:
             literals = [(-length, made), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
 
+    @property
+    def entries(self) -> int:
+        """Coefficients that are not zero."""
+        return len(self._index)
+
     def matrix(self) -> tuple[Ints, Ints, Floats]:
         """The rows compressed: where each begins (rows + 1,), column numbers and values (entries,)."""
         return np.array(self._begins), np.array(self._index, dtype=np.int64), np.array(self._value)
+
+    def each(self) -> Iterator[tuple[list[int], list[float], float]]:
+        """Row by row the column numbers, their coefficients, and what the sum has to reach."""
+        for (a, b), at_least in zip(pairwise(self._begins), self.at_least, strict=True):
+            yield self._index[a:b], self._value[a:b], at_least
 
     def earliest(self, x: Floats) -> Floats:
         """The least values of the continuous variables that keep every precedence which the binaries of `x` require: exact times, free of
@@ -115,3 +124,18 @@ class Rows:
             if np.array_equal(before, times):
                 break
         return times
+
+
+def form(times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> Form:
+    """A sum of coefficients × variables and literals as coefficients of variables alone: a negation is 1 - its variable."""
+    row: dict[int, float] = {}
+    for coefficient, var in times:
+        row[var] = row.get(var, 0.0) + coefficient
+    for coefficient, (var, positive) in literals:
+        if not positive:
+            at_least, coefficient = at_least - (coefficient if var >= 0 else 0.0), -coefficient
+        elif var < 0:
+            at_least -= coefficient
+        if var >= 0:
+            row[var] = row.get(var, 0.0) + coefficient
+    return row, at_least

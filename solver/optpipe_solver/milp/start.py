@@ -43,6 +43,8 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
             before, after = moved[first, a], moved[second, b]
             if before is not None and after is not None and (a < b or orders is offload.H):
                 yield literal, before <= after
+                if orders is not offload.H:
+                    yield orders[b, a], before > after
 
     def moves(kind: Kind, a: Activation) -> Interval:
         return (Op(kind, *a) in at and moved[kind, a]) or (math.inf, math.inf)
@@ -70,8 +72,8 @@ def _compute_times(model: Model, at: dict[Op, Interval]) -> dict[Op, Interval]:
     for route, batches in passing(model.problem).items():
         for s in route:
             F, B, W = ([Op(kind, s, j) for j in batches] for kind in (Kind.F, Kind.B, Kind.W))
-            if not model.fixed_order:
+            if model.order != "stages":
                 W = [w for _, w in sorted(zip((times[b] for b in B), W, strict=True))]
-            for own in (F, B, W) if model.fixed_order else (W,):
+            for own in (F, B, W) if model.order == "stages" else (W,):
                 times |= dict(zip(own, sorted(times[op] for op in own), strict=True))
     return times

@@ -11,6 +11,7 @@ from optpipe.graph import Floats
 from optpipe.ops import Kind, Op
 from optpipe.problem import Problem
 from optpipe_solver.floor import used_routes
+from optpipe_solver.milp.switches import Order
 
 
 def passing(problem: Problem) -> dict[tuple[int, ...], list[int]]:
@@ -26,30 +27,38 @@ def compute_ops(problem: Problem) -> list[Op]:
 
 class Windows:
     """Longest paths between compute ops. `lag[x, y]`: the least time from x's start to y's start, -inf where x need not precede y.
+    `known[x, y]`: whether the model takes it for known; without `determined` only what an equation says, not what follows from several.
 
     `arcs` are the precedences behind it, with the delay between x's end and y's start: data dependencies (Eq. 5, 6, 8), the fixed order of
     micro-batches (Eq. 1), and what `horizon` leaves no other choice for. Times are `scale` × ms.
     """
 
-    def __init__(self, problem: Problem, horizon: float, scale: float, fixed_order: bool) -> None:
+    def __init__(self, problem: Problem, horizon: float, scale: float, order: Order, determined: bool) -> None:
         self.ops = compute_ops(problem)
         self.number = {op: x for x, op in enumerate(self.ops)}
         self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage] for op in self.ops]) * scale
         self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
         self.horizon = horizon
-        self.arcs = self._data(problem, scale) + self._order(problem, fixed_order)
+        self.arcs = self._data(problem, scale) + self._order(problem, order)
         self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
         for x, y, delay in self.arcs:
             self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
         self._close()
+        if not determined:
+            same = np.array([[x[:2] == y[:2] for y in self.ops] for x in self.ops])  # Eq. 1 orders all of a stage, not neighbours only
+            self.known = same & (self.lag > -np.inf)
+            self.known[tuple(np.array([(x, y) for x, y, _ in self.arcs]).T)] = True
+            return
         while self.possible and (forced := self._forced()):
             self.arcs += [(x, y, 0.0) for x, y in forced]
             for x, y in forced:
                 self.lag[x, y] = max(self.lag[x, y], self.time[x])
             self._close()
+        self.known = self.lag > -np.inf
 
     def precedes(self, x: int, y: int) -> bool:
-        return bool(self.lag[x, y] > -np.inf)
+        """Whether x is known to precede y."""
+        return bool(self.known[x, y])
 
     @property
     def possible(self) -> bool:
@@ -79,12 +88,13 @@ class Windows:
                     arcs += [(F[s], F[after], delay), (B[after], B[s], delay)]
         return arcs
 
-    def _order(self, problem: Problem, fixed_order: bool) -> list[tuple[int, int, float]]:
-        """Micro-batches of a route are alike: numbering them as they enter its first stage costs nothing. With `fixed_order` every stage
+    def _order(self, problem: Problem, order: Order) -> list[tuple[int, int, float]]:
+        """Eq. 1. Micro-batches of a route are alike: numbering them as they enter its first stage costs nothing. With `stages` every stage
         keeps that order in F, in B and in W."""
         arcs = []
         for route, batches in passing(problem).items():
-            for kind, s in [(kind, s) for kind in (Kind.F, Kind.B, Kind.W) for s in route] if fixed_order else [(Kind.F, route[0])]:
+            everywhere = [(kind, s) for kind in (Kind.F, Kind.B, Kind.W) for s in route]
+            for kind, s in {"none": [], "entry": [(Kind.F, route[0])], "stages": everywhere}[order]:
                 arcs += [(self.number[Op(kind, s, j)], self.number[Op(kind, s, k)], 0.0) for j, k in pairwise(batches)]
         return arcs
 

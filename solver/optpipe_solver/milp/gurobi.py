@@ -1,0 +1,92 @@
+"""Gurobi: incumbents, bounds and cuts by callback, a MIP start. The licence that pip brings is for 2,000 variables and rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import gurobipy as gp
+import numpy as np
+from gurobipy import GRB
+
+from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, UnavailableError
+from optpipe_solver.milp.rows import Rows, form
+
+PIP_SIZE = 2000
+
+
+@cache
+def licensed() -> bool:
+    """Whether there is a licence for a larger model than the one of pip allows."""
+    try:
+        with gp.Env(params={"OutputFlag": 0}) as env, gp.Model(env=env) as model:
+            model.addVars(PIP_SIZE + 1)
+            model.optimize()
+    except gp.GurobiError:
+        return False
+    return True
+
+
+def minimize(task: Task) -> None:
+    """`backend.Minimize` by Gurobi, the cuts wherever a node's relaxation violates them."""
+    try:
+        with gp.Env(params=_params(task.limits)) as env, gp.Model(env=env) as model:
+            _Search(model, task).run()
+    except gp.GurobiError as error:
+        if error.errno == GRB.Error.SIZE_LIMIT_EXCEEDED:
+            size = f"{len(task.rows.lower)} variables and {len(task.rows.at_least)} rows"
+            raise UnavailableError(f"Gurobi has no licence for this model of {size}, the one of pip being for {PIP_SIZE} of each") from None
+        raise UnavailableError(f"Gurobi failed: {error}") from None
+
+
+class _Search:
+    def __init__(self, model: gp.Model, task: Task) -> None:
+        self._model, self._task = model, task
+        self._vars = _fill(model, task.rows)
+        model.setObjective(self._vars[task.objective], GRB.MINIMIZE)
+        for var, value in task.start.items():
+            self._vars[var].Start = value
+        model.Params.PreCrush = int(task.violated is not None)  # or presolve could not take cuts in the model's own variables
+        self._best = -np.inf
+
+    def run(self) -> None:
+        self._model.optimize(self._callback)
+        if self._model.SolCount:
+            self._task.on_solution(np.array(self._model.getAttr(GRB.Attr.X, self._vars)))
+        if self._model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
+            self._bound(self._model.ObjBound)
+
+    def _callback(self, model: gp.Model, where: int) -> None:
+        if where == GRB.Callback.MIPSOL:
+            self._task.on_solution(np.array(model.cbGetSolution(self._vars)))
+        elif where == GRB.Callback.MIP:
+            self._bound(model.cbGet(GRB.Callback.MIP_OBJBND))
+        elif where == GRB.Callback.MIPNODE and self._task.violated and model.cbGet(GRB.Callback.MIPNODE_STATUS) == GRB.OPTIMAL:
+            for clause in self._task.violated(np.array(model.cbGetNodeRel(self._vars))):
+                row, at_least = form((), ((1.0, literal) for literal in clause), 1.0)
+                model.cbCut(gp.LinExpr(list(row.values()), [self._vars[var] for var in row]), GRB.GREATER_EQUAL, at_least)
+
+    def _bound(self, value: float) -> None:
+        if self._best < value < GRB.INFINITY:
+            self._best = value
+            self._task.on_bound(value * (1 - MARGIN))
+
+
+def _params(limits: Limits) -> dict[str, float | int]:
+    return {
+        "OutputFlag": 0,
+        "Threads": limits.threads,
+        "Seed": limits.seed,
+        "TimeLimit": limits.seconds,
+        "MIPGap": 0.0,
+        "MIPGapAbs": 1e-6,
+        "FeasibilityTol": TOLERANCE,
+        "IntFeasTol": TOLERANCE,
+    }
+
+
+def _fill(model: gp.Model, rows: Rows) -> list[gp.Var]:
+    kinds = [GRB.BINARY if binary else GRB.CONTINUOUS for binary in rows.binary]
+    variables = list(model.addVars(range(len(kinds)), lb=rows.lower, ub=rows.upper, vtype=kinds).values())
+    for index, value, at_least in rows.each():
+        model.addLConstr(gp.LinExpr(value, [variables[var] for var in index]), GRB.GREATER_EQUAL, at_least)
+    return variables

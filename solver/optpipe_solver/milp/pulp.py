@@ -1,0 +1,72 @@
+"""PuLP: CBC, which it brings, and any other solver that it finds. Solutions and bounds come at the end only."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pulp
+
+from optpipe.graph import Floats
+from optpipe_solver.milp.backend import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
+from optpipe_solver.milp.rows import Rows
+
+CBC = ("PULP_CBC_CMD", "COIN_CMD")
+MARGIN = 2e-4  # by which an optimum is lowered to be a bound: a solver that ignores the gap it is told to reach stops at 1e-4
+
+
+def solver(name: str) -> Minimize:
+    """The backend that solves by PuLP's solver of that name, by CBC where it is empty. Raises `UnavailableError`."""
+    for chosen in (name,) if name else CBC:
+        if chosen in pulp.listSolvers() and pulp.getSolver(chosen, msg=False).available():
+            return lambda task: _minimize(chosen, task)
+    found = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
+    raise UnavailableError(f"solver = 'pulp:{name or CBC[0]}': PuLP does not find this solver; it finds {found}")
+
+
+def _minimize(name: str, task: Task) -> None:
+    try:
+        cut_at_root(task, lambda: _solve(name, task, relaxed=True)[0])
+        x, proven = _solve(name, task, relaxed=False)
+    except (pulp.PulpError, OSError) as error:
+        raise UnavailableError(f"PuLP's {name} failed: {error}") from None
+    if x is not None:
+        task.on_solution(x)
+        if proven:
+            task.on_bound(float(x[task.objective]) * (1 - MARGIN))
+
+
+def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
+    """The solution found (variables,), if any, and whether it is said to be optimal."""
+    problem, variables = _program(task.rows, task.objective)
+    if task.start and not relaxed:
+        x = np.array(task.rows.lower)
+        x[list(task.start)] = list(task.start.values())
+        for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
+            variable.setInitialValue(value, check=False)
+    problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
+    found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    return np.array([v.value() or 0.0 for v in variables]) if found else None, problem.sol_status == pulp.LpSolutionOptimal
+
+
+def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
+    """With what of the limits PuLP lets this solver know."""
+    asked: dict[str, object] = {"msg": False, "mip": not relaxed, "timeLimit": limits.seconds, "threads": limits.threads, "gapRel": 0.0}
+    asked |= {"warmStart": warm and not relaxed}
+    if name in CBC:
+        seed = [f"randomSeed {limits.seed}", f"randomCbcSeed {limits.seed}"]
+        asked |= {"options": [f"primalTolerance {TOLERANCE}", f"integerTolerance {TOLERANCE}", *seed]}
+    takes = inspect.signature(type(pulp.getSolver(name)).__init__).parameters
+    return pulp.getSolver(name, **{option: value for option, value in asked.items() if option in takes})
+
+
+def _program(rows: Rows, objective: int) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    problem = pulp.LpProblem("optpipe", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(f"x{k}", low, high, pulp.LpBinary if binary else pulp.LpContinuous)
+        for k, (low, high, binary) in enumerate(zip(rows.lower, rows.upper, rows.binary, strict=True))
+    ]
+    problem += variables[objective]
+    for index, value, at_least in rows.each():
+        problem += pulp.LpAffineExpression(zip((variables[var] for var in index), value, strict=True)) >= at_least
+    return problem, variables

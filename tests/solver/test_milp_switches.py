@@ -1,0 +1,152 @@
+"""Each step of section 4.1, and each backend, leaves the optimum of the MILP as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
+from support.milp import Solver, solver_process
+
+from optpipe import InputError
+from optpipe.child import Incumbent, Note
+from optpipe_solver.milp.backend import UnavailableError, backend
+from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.switches import ALL, PLAIN, Switches
+
+OVERTAKING = problem_of([stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0)  # 21 ms, in fixed order 22
+SWITCHES = {
+    "order none": replace(ALL, order="none"),
+    "order entry": replace(ALL, order="entry"),
+    "two a pair": replace(ALL, one_per_pair=False),
+    "all orders": replace(ALL, determined=False),
+    "no triangles": replace(ALL, triangles="none"),
+    "lazy triangles": replace(ALL, triangles="lazy"),
+    "cold": replace(ALL, warm_start=False),
+    "one big-M": replace(ALL, tight=False),
+    "no workload": replace(ALL, workload=False),
+    "plain": PLAIN,
+    "plain, two a pair, lazy triangles": replace(PLAIN, triangles="lazy"),
+    "plain but in order of entry": replace(PLAIN, order="entry"),
+    "plain but in one order": replace(PLAIN, order="stages"),
+}
+BACKENDS = {"gurobi": "gurobipy", "pulp": "pulp", "pulp:HiGHS": "pulp"}
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    with solver_process() as running:
+        yield running
+
+
+@pytest.fixture(params=BACKENDS)
+def other(request: pytest.FixtureRequest) -> str:
+    """A backend that is not the default."""
+    name: str = request.param
+    if importlib.util.find_spec(BACKENDS[name]) is None:
+        pytest.skip(f"{BACKENDS[name]} is not installed")
+    return name
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_no_switch_changes_the_optimum(solver: Solver, name: str, switches: Switches) -> None:
+    best, _ = best_of_all(EXHAUSTIVE[name], "makespan")
+    values, bound = solver.solve(EXHAUSTIVE[name], switches=switches)
+    assert values[-1] == pytest.approx(best)
+    assert bound == pytest.approx(best)
+
+
+@pytest.mark.parametrize("switches", [replace(ALL, order="none"), replace(PLAIN, order="entry", determined=True)], ids=["none", "entry"])
+def test_without_fixed_order_a_backward_may_overtake_another(solver: Solver, switches: Switches) -> None:
+    values, bound = solver.solve(OVERTAKING, switches=switches)
+    assert values[-1] == bound == 21.0
+
+
+def test_each_switch_makes_the_model_smaller_or_tighter() -> None:
+    problem = EXHAUSTIVE["both offload"]
+
+    def size(switches: Switches) -> tuple[int, int]:
+        model = Model(problem, "makespan", 30.0, switches)
+        return len(model.rows.lower), len(model.rows.at_least)
+
+    (variables, rows), plain = size(ALL), size(PLAIN)
+    for name in ("order none", "two a pair", "all orders"):
+        assert size(SWITCHES[name])[0] > variables
+    assert size(SWITCHES["no triangles"])[1] == size(SWITCHES["lazy triangles"])[1] < rows
+    assert plain[0] > variables
+    tight, loose = (Model(problem, "makespan", 30.0, SWITCHES[name]).rows.matrix()[2] for name in ("no workload", "one big-M"))
+    assert np.abs(loose).max() > np.abs(tight).max()
+
+
+def test_lazy_triangles_are_those_that_a_point_violates() -> None:
+    problem = problem_of([stage(0, (2, 2, 1), 1, 1), stage(1, (1, 2, 1), 1, 1)], [9, 9], 3)
+    model = Model(problem, "makespan", 100.0, SWITCHES["lazy triangles"])
+    assert model.violated
+    x = np.full(len(model.rows.lower), 0.5)
+    assert model.violated(x) == []  # no triangle sums to more than 1.5
+    cut = next(clause for clause in model.triangles.all() if all(literal.var >= 0 for literal in clause))
+    for literal in cut:
+        x[literal.var] = 0.0 if literal.positive else 1.0
+    found = model.violated(x)
+    assert {frozenset(clause) for clause in found} >= {frozenset(cut)}
+    for clause in found:
+        assert sum(x[v] if positive else 1 - x[v] for v, positive in clause if v >= 0) < 1 - 1e-6
+
+
+@pytest.mark.parametrize("triangles", ["all", "lazy"])
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_every_backend_has_the_same_optimum(solver: Solver, other: str, name: str, triangles: str) -> None:
+    best, _ = best_of_all(EXHAUSTIVE[name], "makespan")
+    values, bound = solver.solve(EXHAUSTIVE[name], solver=other, switches=Switches(triangles=triangles))  # type: ignore[arg-type]
+    assert values[-1] == pytest.approx(best)
+    assert bound == pytest.approx(best)
+
+
+def test_every_backend_takes_a_start(solver: Solver, other: str) -> None:
+    problem = EXHAUSTIVE["both offload"]
+    found = [frame for frame in solver.frames(problem) if isinstance(frame, Incumbent)]
+    values, bound = solver.solve(problem, solver=other, warm_start=found[-1].schedule)
+    assert values == []  # nothing is better
+    assert bound == 24.0
+
+
+def test_a_model_without_licence_is_solved_by_highs(solver: Solver) -> None:
+    """Here the optimum is the device's work, so that size is the only difficulty."""
+    gurobi = pytest.importorskip("optpipe_solver.milp.gurobi", exc_type=ImportError)
+    if gurobi.licensed():
+        pytest.skip("there is a licence")
+    problem = problem_of([stage(0, (1, 1, 1), 1, 1)], [100], 20)
+    frames = solver.frames(problem, solver="gurobi")
+    (note,) = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert note.startswith("Gurobi has no licence for this model of ")
+    assert note.endswith("the one of pip being for 2000 of each; HiGHS solves it instead")
+    found = [frame for frame in frames if isinstance(frame, Incumbent)]
+    assert found[-1].schedule.schedule(problem, "milp").makespan_ms == 60.0
+
+
+def test_a_solver_that_pulp_lacks_is_a_note(solver: Solver) -> None:
+    pytest.importorskip("pulp")
+    frames = solver.frames(EXHAUSTIVE["two chunks"], solver="pulp:NEMO")
+    (note,) = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert note.startswith("solver = 'pulp:NEMO': PuLP does not find this solver; it finds ")
+    assert note.endswith("; HiGHS solves it instead")
+    assert [frame for frame in frames if isinstance(frame, Incumbent)]
+
+
+def test_an_unknown_solver_is_one_sentence() -> None:
+    with pytest.raises(InputError, match=r"^solver = 'cplex': the solvers are auto, highs, gurobi, pulp and pulp:NAME$"):
+        backend("cplex")
+
+
+@pytest.mark.parametrize(("solver", "package"), [("gurobi", "gurobipy"), ("pulp", "pulp")])
+def test_a_backend_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch, solver: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"optpipe_solver.milp.{solver}", raising=False)
+    monkeypatch.delattr(f"optpipe_solver.milp.{solver}", raising=False)
+    with pytest.raises(UnavailableError, match=rf"^solver = '{solver}': {package} is not installed \(pip install 'optpipe\[{solver}\]'\)$"):
+        backend(solver)

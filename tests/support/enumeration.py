@@ -1,0 +1,131 @@
+"""The best of all programs there are, by trying them: what no solver's optimum may differ from. For tiny problems only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+from optpipe import Problem, Schedule, simulate
+from optpipe.child import Objective
+from optpipe.errors import ScheduleError
+from optpipe.memory import certify
+from optpipe.ops import Kind, Op
+from optpipe.program import Program
+
+
+def length(schedule: Schedule, objective: Objective) -> float:
+    return schedule.makespan_ms if objective == "makespan" else schedule.span_ms
+
+
+def problem_of(stages: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any) -> Problem:
+    devices = fields.pop("devices", [{} for _ in memory])
+    return Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": p2p_ms,
+            "devices": [{"memory_bytes": size, **device} for size, device in zip(memory, devices, strict=True)],
+            "stages": stages,
+            **fields,
+        }
+    )
+
+
+def stage(
+    device: int, ms: tuple[float, float, float], size: int, kept: int = 0, away: tuple[float, float, int] | None = None
+) -> dict[str, Any]:
+    """A stage from (F, B, W) times, its activation, what B leaves of it, and (offload, reload, bytes) if it can leave."""
+    costs = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=True))
+    offload = dict(zip(("offload_ms", "reload_ms", "offload_bytes"), away, strict=True)) if away else {}
+    return {"device": device, "activation_bytes": size, "weight_grad_bytes": kept} | costs | offload
+
+
+SPLIT, FUSED = (Kind.B, Kind.W), (Kind.BW,)
+AWAY = (Kind.O, Kind.D, Kind.R)
+
+
+def merged(chains: list[tuple[Op, ...]]) -> Iterator[tuple[Op, ...]]:
+    """Every interleaving of chains."""
+    if not any(chains):
+        yield ()
+    for i, chain in enumerate(chains):
+        if chain:
+            for rest in merged([*chains[:i], chain[1:], *chains[i + 1 :]]):
+                yield (chain[0], *rest)
+
+
+def programs_of(problem: Problem, device: int) -> list[Program]:
+    """Every list of ops that a device can run within its memory: all orders, all choices of offload and of BW, all places of O, D and R."""
+    passes = [(s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device]
+    backs = (SPLIT, FUSED) if problem.microbatches < 3 else (SPLIT,)  # or there are too many
+    choices = [product(((), AWAY) if problem.stages[s].can_offload else ((),), backs) for s, _ in passes]
+    found = []
+    for chosen in product(*choices):
+        chains = [tuple(Op(k, s, j) for k in (Kind.F, *away, *back)) for (away, back), (s, j) in zip(chosen, passes, strict=True)]
+        for ops in merged(chains):
+            alone = Schedule(problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices))))
+            if certify(problem, alone).fits:
+                found.append(Program.of(ops))
+    return found
+
+
+def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[dict[str, Program]]:
+    """Every order of the transfers on the one link that devices share, if any."""
+    if not problem.shared_links:
+        yield {}
+        return
+    ((link, sharers),) = problem.shared_links.items()
+    transfers = [tuple(op for op in programs[d].ops() if op.kind in (Kind.O, Kind.R)) for d in sharers]
+    for order in merged(transfers):
+        yield {link: Program.of(order)} if order else {}
+
+
+@cache
+def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
+    """The least value over all schedules there are, and how many were tried. Micro-batches are alike: 0 enters the pipeline first."""
+    first = problem.stages[0].device
+    candidates = [programs_of(problem, d) for d in range(len(problem.devices))]
+    if problem.routes is None:
+        entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]
+        candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
+    best, tried = float("inf"), 0
+    for programs in product(*candidates):
+        for links in shared_orders(problem, programs):
+            schedule = Schedule(problem, programs, links)
+            tried += 1
+            try:
+                timeline = simulate(problem, schedule)
+            except ScheduleError:
+                continue
+            best = min(best, timeline.makespan_ms if objective == "makespan" else timeline.span_ms)
+    return best, tried
+
+
+FAR = (2, 3, 1), (3, 2, 2)
+EXHAUSTIVE: dict[str, Problem] = {
+    "memory for one, one device can offload": problem_of([stage(0, (2, 2, 1), 1, 1, (3, 3, 1)), stage(1, (2, 2, 1), 1, 1)], [1, 2], 2),
+    "both offload": problem_of([stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))], [2, 2], 2, 3.0),
+    "full duplex": problem_of(
+        [stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))], [2, 2], 2, 3.0, transfer_mode="full_duplex"
+    ),
+    "a shared link": problem_of(
+        [stage(0, (1, 1, 1), 1, 1, (6, 6, 1)), stage(0, (2, 1, 1), 1, 1), stage(1, (1, 2, 1), 1, 1, (4, 9, 1)), stage(1, (2, 1, 2), 1)],
+        [1, 1],
+        1,
+        routes=[[0, 2, 1, 3]],
+        devices=[{"link": "pcie"}] * 2,
+    ),
+    "a slow offload of a part": problem_of([stage(0, FAR[0], 3, 1, (6, 1, 2)), stage(1, FAR[1], 2, 1)], [4, 2], 2, 3.0),
+    "three micro-batches, no offload": problem_of([stage(0, (2, 3, 1), 3, 2), stage(1, (1, 2, 2), 1, 1)], [6, 1], 3),
+    "two chunks": problem_of(
+        [stage(0, (2, 2, 1), 1, 1, (2, 2, 1)), stage(1, (3, 2, 1), 1, 1), stage(0, (1, 3, 1), 1, 1, (2, 3, 1))], [1, 1], 1
+    ),
+    "two directions": problem_of(
+        [stage(0, (2, 2, 1), 1), stage(1, (3, 2, 1), 1), stage(1, (2, 2, 1), 1), stage(0, (1, 3, 1), 1)],
+        [1, 2],
+        2,
+        routes=[[0, 1], [2, 3]],
+        microbatch_routes=[0, 1],
+    ),
+}
