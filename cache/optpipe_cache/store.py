@@ -78,7 +78,11 @@ def default_path() -> Path:
     """`$OPTPIPE_CACHE`, else `optpipe/schedules.sqlite` in the user's cache folder."""
     if path := os.environ.get("OPTPIPE_CACHE"):
         return Path(path)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe" / "schedules.sqlite"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise InputError("the cache's place is not known: this user has no home folder, and OPTPIPE_CACHE is not set") from None
+    return folder / "optpipe" / "schedules.sqlite"
 
 
 class Cache:

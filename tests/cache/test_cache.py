@@ -216,6 +216,18 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_path() == Path("/elsewhere/cache.sqlite")
 
 
+def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPTPIPE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(InputError, match="OPTPIPE_CACHE is not set"):
+        default_path()
+
+
 def _create(paths: list[Path], start: Any) -> None:
     schedule = gpipe(chain())
     try:
