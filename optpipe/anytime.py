@@ -83,7 +83,7 @@ class Search:
 
 def _results(request: Request, child: Child, deadline: threading.Timer) -> Generator[Result, None, None]:
     began = time.monotonic()
-    best = shown = Result("unknown", objective=request.objective, reason="no schedule was found within the time limit")
+    best = shown = Result("unknown", objective=request.objective, reason="no schedule was found before the search ended")
     try:
         for frame in child.frames():
             if isinstance(frame, Refused):

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from optpipe.errors import InputError, input_error
 from optpipe.ops import Kind
-from optpipe.problem import Problem, Record, TotalMs, read_file
+from optpipe.problem import Problem, Record, TotalMs, read_file, write_file
 from optpipe.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
 
@@ -74,7 +74,7 @@ class ScheduleFile(Record):
         return json.dumps(self.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_file(path, self.to_json() + "\n")
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str = "schedule") -> ScheduleFile:

@@ -226,7 +226,7 @@ class Problem(Record):
         return cls.from_json(read_file(path), str(path))
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_file(path, self.to_json() + "\n")
 
 
 def read_file(path: str | Path) -> bytes:
@@ -235,3 +235,11 @@ def read_file(path: str | Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Writes a file, UTF-8 wherever it runs; `InputError` where it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -25,6 +25,7 @@ def lookup(
     json: Json = False,
 ) -> None:
     """Find the schedule of this problem or of the nearest one that fits it; exit code 1 where there is none."""
+    from optpipe.files import ScheduleFile
     from optpipe.problem import Problem
 
     require_writable(output)
@@ -33,7 +34,7 @@ def lookup(
         print_json({"hit": None}) if json else typer.echo("no schedule in the cache fits this problem")
         raise typer.Exit(1)
     if output:
-        hit.schedule.save(output)
+        ScheduleFile.of(hit.schedule, hit.status, hit.lower_bound_ms).save(output)
     content = {
         "hit": "exact" if hit.exact else "nearest",
         "distance": hit.distance,
@@ -104,9 +105,11 @@ def export(
     cache: At = None,
 ) -> None:
     """Write everything to a file that `import` reads."""
+    from optpipe.problem import write_file
+
     require_writable(output)
     lines = list(_open(cache).export_lines())
-    output.write_text("".join(f"{line}\n" for line in lines))
+    write_file(output, "".join(f"{line}\n" for line in lines))
     typer.echo(f"{len(lines)} schedules written to {output}")
 
 

@@ -24,7 +24,7 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
     from optpipe.validity import check as complaints
 
     what, file, found = _read(problem, schedule)
-    wrong = complaints(what, found) or (_false_claims(file, found) if file.problem == what else [])
+    wrong = complaints(what, found) or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
     if json:
         content = {"valid": not wrong, "complaints": wrong}
         if not wrong:
@@ -80,6 +80,7 @@ def show(
 ) -> None:
     """Show a schedule: in the terminal, as a page, a picture, or a trace."""
     from optpipe.files import ScheduleFile, timed_ops
+    from optpipe.problem import write_file
     from optpipe.show.page import page
     from optpipe.show.svg import gantt
     from optpipe.show.trace import trace as trace_text
@@ -89,11 +90,11 @@ def show(
     file = ScheduleFile.load(schedule)
     found = file.schedule()
     if html:
-        html.write_text(page(found, file.lower_bound_ms))
+        write_file(html, page(found, file.lower_bound_ms))
     if svg:
-        svg.write_text(gantt(found))
+        write_file(svg, gantt(found))
     if trace:
-        trace.write_text(trace_text(found))
+        write_file(trace, trace_text(found))
     if json:
         print_json({"makespan_ms": found.makespan_ms, "span_ms": found.span_ms, "method": found.method, "ops": timed_ops(found)})
     elif not (html or svg or trace):

@@ -30,8 +30,6 @@ def main() -> None:
     except OptPipeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `optpipe … | head`
-        sys.stderr.close()
-        sys.exit(141)
+    except OSError as error:  # such as a full disk behind stdout
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)

@@ -22,14 +22,17 @@ def print_json(content: Any) -> None:
 
 
 def require_writable(path: Path | None) -> None:
-    """Before a long search: an answer that could not be saved would be lost."""
+    """Before a long search: an answer that could not be saved would be lost. Leaves no file where there was none."""
     if path is None:
         return
     if path.is_dir():
         raise InputError(f"{path}: is a folder, a file was expected")
+    known = path.exists()
     try:
         with path.open("ab"):
             pass
+        if not known:
+            path.unlink()
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,7 +17,10 @@ from optpipe.cli.output import INFEASIBLE, Json, figures, print_json, require_wr
 if TYPE_CHECKING:
     from optpipe.anytime import Result, Search
     from optpipe.files import Found
+    from optpipe.schedule import Schedule
     from optpipe_cache import Cache
+
+T = TypeVar("T")
 
 
 class Objective(StrEnum):
@@ -46,8 +52,10 @@ def solve(
     require_writable(html)
     what = Problem.load(problem)
     start = Schedule.load(warm_start) if warm_start else None
-    cache = None if no_cache else _cache()
-    hit = cache.lookup(what, objective.value) if cache and start is None and method == "auto" else None
+    cache = None if no_cache else _unless_broken(_cache)
+    hit = None
+    if cache and start is None and method == "auto":
+        hit = _unless_broken(lambda: cache.lookup(what, objective.value))
     if hit and hit.status == "optimal":
         result = Result("optimal", hit.schedule, objective.value, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
     else:
@@ -57,14 +65,34 @@ def solve(
         )
         result = _follow(search, time_limit, quiet=json)
     if cache and result.schedule:
-        cache.add(result.schedule, _found(result), result.lower_bound_ms, objective.value)
-    _deliver(result, output, html, json)
+        found = result.schedule
+        _unless_broken(lambda: cache.add(found, _found(result), result.lower_bound_ms, objective.value))
+    try:
+        _tell(result, json)
+    finally:  # also where nobody reads stdout any more
+        if result.schedule:
+            _write(result, result.schedule, output, html)
+    if result.schedule is None:
+        raise typer.Exit(INFEASIBLE if result.status == "infeasible" else 1)
+    if output and not json:
+        typer.echo(f"written to {output}")
 
 
 def _cache() -> Cache:
     from optpipe_cache import Cache, default_path
 
     return Cache(default_path())
+
+
+def _unless_broken(use: Callable[[], T]) -> T | None:
+    """What the cache answers. One that cannot be used is said, and stands in no one's way."""
+    from optpipe.errors import OptPipeError
+
+    try:
+        return use()
+    except OptPipeError as error:
+        typer.echo(f"note: {error}", err=True)
+        return None
 
 
 def _found(result: Result) -> Found:
@@ -78,52 +106,46 @@ def _follow(search: Search, time_limit: float, quiet: bool) -> Result:
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    result = None
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.2):
+            progress.advance(task, 0.2)
+
+    def interrupt(*_: object) -> None:
+        threading.Thread(target=search.cancel, daemon=True).start()  # not here: the main thread may hold the lock that cancel needs
+
+    before = signal.signal(signal.SIGINT, interrupt)
     with Progress(*columns, console=console, transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
-        import threading
-
         task = progress.add_task("searching", total=time_limit)
-        done = threading.Event()
-
-        def tick() -> None:
-            while not done.wait(0.2):
-                progress.advance(task, 0.2)
-
         threading.Thread(target=tick, daemon=True).start()
-        results = iter(search)
-        result = None
-        while True:
-            try:
-                result = next(results)
+        try:
+            for result in search:
                 progress.update(task, description=summary(result))
-            except StopIteration:
-                break
-            except KeyboardInterrupt:
-                search.cancel()
-        done.set()
+        finally:
+            done.set()
+            signal.signal(signal.SIGINT, before)
     assert result is not None, "a search always ends with a result"
     return result
 
 
-def _deliver(result: Result, output: Path | None, html: Path | None, json: bool) -> None:
-    if result.schedule:
-        from optpipe.files import ScheduleFile
-
-        if output:
-            bound = result.lower_bound_ms if result.objective == "makespan" else None  # the file's bound is one on the makespan
-            ScheduleFile.of(result.schedule, _found(result) if bound else "feasible", bound).save(output)
-        if html:
-            from optpipe.show.page import page
-
-            html.write_text(page(result.schedule, result.lower_bound_ms))
+def _tell(result: Result, json: bool) -> None:
     if json:
         print_json(figures(result))
-    else:
-        typer.echo(summary(result))
-        for note in result.notes:
-            typer.echo(f"note: {note}", err=True)
-        if output and result.schedule:
-            typer.echo(f"written to {output}")
-    if result.status == "infeasible":
-        raise typer.Exit(INFEASIBLE)
-    if result.schedule is None:
-        raise typer.Exit(1)
+        return
+    typer.echo(summary(result))
+    for note in result.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
+    from optpipe.files import ScheduleFile
+    from optpipe.problem import write_file
+    from optpipe.show.page import page
+
+    if output:
+        bound = result.lower_bound_ms if result.objective == "makespan" else None  # the file's bound is one on the makespan
+        ScheduleFile.of(schedule, _found(result) if bound is not None else "feasible", bound).save(output)
+    if html:
+        write_file(html, page(schedule, result.lower_bound_ms))

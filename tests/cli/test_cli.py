@@ -1,4 +1,7 @@
 import json
+import os
+import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -9,6 +12,7 @@ from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import Problem, ScheduleFile, Stage, anytime
 from optpipe.cli import main as cli
+from optpipe_cache import store
 
 TESTS = Path(__file__).parents[1]
 
@@ -78,6 +82,63 @@ def test_what_went_wrong_on_the_way_is_said(run, problem):
     assert "something broke" in err
 
 
+@pytest.mark.parametrize(("method", "told"), [("silent", "unknown: no schedule was found"), ("sleep", "by slow")])
+def test_ctrl_c_ends_the_search_and_keeps_the_best(run, problem, monkeypatch, method, told):
+    def interrupted(search):
+        if method == "sleep":
+            yield next(search)
+        signal.raise_signal(signal.SIGINT)
+        yield from search._results
+
+    monkeypatch.setattr(anytime.Search, "__iter__", interrupted)
+    began = time.monotonic()
+    code, out, _ = run("solve", "p.json", "--method", method, "-o", "s.json")
+    assert told in out
+    assert (code, Path("s.json").exists()) == ((0, True) if method == "sleep" else (1, False))
+    assert time.monotonic() - began < 30  # the solver would have slept for 60
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_cache_that_cannot_be_used_stands_in_no_ones_way(run, problem, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "BUSY_S", 0.1)
+    run("cache", "list")
+    rival = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
+    rival.execute("BEGIN IMMEDIATE")
+    code, out, err = run("solve", "p.json", "--method", "good", "-o", "s.json")
+    rival.close()
+    assert (code, Path("s.json").exists(), "proven optimal" in out) == (0, True, True)
+    assert err.startswith("note: ")
+    assert "database is locked" in err
+    (tmp_path / "cache.db").write_bytes(b"no database" * 999)
+    code, out, err = run("solve", "p.json", "--method", "good", "--json")
+    assert (code, json.loads(out)["status"]) == (0, "optimal")
+    assert "the cache cannot be used" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
+def test_a_full_disk_is_one_sentence_and_does_not_hide_the_answer(run, problem):
+    code, out, err = run("solve", "p.json", "--method", "good", "-o", "/dev/full")
+    assert code == 2
+    assert "proven optimal" in out
+    assert err == "error: /dev/full: cannot be written: No space left on device\n"
+    one_at_a_time(problem).save("s.json")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", CLI, "check", "p.json", "s.json"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (2, b"error: No space left on device\n")
+
+
+CLI = "from optpipe.cli.main import main; main()"
+
+
+def test_pages_are_utf_8_wherever_they_are_written(run, problem):
+    one_at_a_time(problem).save("s.json")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", CLI, "show", "s.json", "--html", "s.html", "--svg", "s.svg"]
+    subprocess.run(command, env=os.environ | plain, check=True)
+    assert "·" in Path("s.svg").read_text(encoding="utf-8")
+    assert "·" in Path("s.html").read_text(encoding="utf-8")
+
+
 def test_check_lists_what_is_wrong(run, problem):
     run("solve", "p.json", "--method", "good", "-o", "s.json")
     content = json.loads(Path("s.json").read_text())
@@ -127,6 +188,9 @@ def test_the_cache_finds_and_keeps_the_better(run, problem):
     hit = json.loads(run("cache", "lookup", "p.json", "-o", "found.json", "--json")[1])
     assert (hit["hit"], hit["makespan_ms"]) == ("exact", all_forwards_first(problem).makespan_ms)
     assert run("check", "p.json", "found.json")[0] == 0
+    run("solve", "p.json", "--method", "good")
+    run("cache", "lookup", "p.json", "-o", "found.json")
+    assert ScheduleFile.load("found.json").status == "optimal"
     problem.replace(p2p_ms=0.01).save("near.json")
     assert json.loads(run("cache", "lookup", "near.json", "--json")[1])["hit"] == "nearest"
     assert "small" in run("cache", "list")[1]
@@ -137,7 +201,7 @@ def test_the_cache_finds_and_keeps_the_better(run, problem):
 
 WRONG = [
     (("solve", "nothing.json"), "error: nothing.json: No such file or directory"),
-    (("solve", "bad.json"), "error: bad.json: stages[0].forward_ms = -1: "),
+    (("solve", "bad.json", "-o", "s.json"), "error: bad.json: stages[0].forward_ms = -1: "),
     (("solve", "p.json", "-o", "no/such/s.json"), "error: no/such/s.json: cannot be written: No such file or directory"),
     (("solve", "p.json", "--time-limit", "-1"), "error: improve: time_limit_s = -1.0: "),
     (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
@@ -159,6 +223,7 @@ def test_a_users_mistake_is_one_sentence(run, problem, words, message):
     assert (code, out) == (2, "")
     assert err.startswith(message)
     assert err.count("\n") == 1
+    assert not Path("s.json").exists()
 
 
 def test_help_is_quick_and_imports_nothing_heavy():

@@ -66,6 +66,8 @@ def main() -> None:
         found(slow, "slow")
         print(os.getpid(), file=sys.stderr)
         time.sleep(60)
+    elif request.method == "silent":
+        time.sleep(60)
     elif request.method == "echo":
         assert request.warm_start is not None
         found(request.warm_start.schedule(request.problem, ""), "echo")
