@@ -21,6 +21,7 @@ ENGINE = "optpipe_solver.engine"
 HEURISTIC_SHARE = 0.15  # of the time, where engines follow
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
 WORTHWHILE_S = 0.5  # an engine needs that long to start
+LARGE = 3_000  # forwards: list scheduling takes some tenths of a second for so many
 
 Emit = Callable[[Frame], None]
 
@@ -49,7 +50,7 @@ class Portfolio:
         engines = [name for name in ENGINES if method in ("auto", name) and self.applies(name)]
         if method in ENGINES and not engines:
             self.emit(Note(text=f"{method} is not for a problem of this sort or size"))
-        self.run_heuristics([method] if method in HEURISTICS else WITHIN_MEMORY, patient=not engines)
+        self.run_heuristics([method] if method in HEURISTICS else self.within_memory(), patient=not engines)
         self.run_engines(engines)
 
     @property
@@ -78,6 +79,12 @@ class Portfolio:
         self.best = schedule
         self.emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
         return None
+
+    def within_memory(self) -> list[str]:
+        """The heuristics that fit, the most promising first; where these take their time, naive, which takes none, before them."""
+        problem = self.request.problem
+        large = len(problem.stages) * problem.microbatches > LARGE
+        return sorted(WITHIN_MEMORY, key=lambda name: large and name != "naive")
 
     def take_warm_start(self) -> None:
         if self.request.warm_start is None:

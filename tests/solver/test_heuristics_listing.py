@@ -9,6 +9,7 @@ from support.strategies import problems
 from optpipe import Device, Kind, Problem, Stage, certify, check
 from optpipe_solver.floor import least_memory
 from optpipe_solver.heuristics.listing import listed
+from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
 
 COSTS = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
@@ -36,7 +37,6 @@ def policies(draw, stages):
     limits = st.lists(st.integers(1, 4), min_size=len(stages), max_size=len(stages)).map(tuple)
     return Policy(
         in_flight=draw(st.none() | limits),
-        admitted=draw(st.sampled_from([None, 1, 2])),
         split=draw(st.booleans()),
         offload=shares([stage.can_offload for stage in stages]),
         recompute=shares([stage.can_recompute for stage in stages]),
@@ -51,6 +51,12 @@ def test_every_policy_ends_with_a_whole_schedule_that_fits(data):
     problem = data.draw(tight_problems())
     policy = data.draw(policies(problem.stages))
     assert check(problem, listed(problem, policy, "any")) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(tight_problems())
+def test_one_micro_batch_at_a_time_fits_wherever_any_schedule_does(problem):
+    assert check(problem, in_turn(problem, "naive")) == []
 
 
 def pipeline(devices: int, microbatches: int, memory: int, **changes: object) -> Problem:

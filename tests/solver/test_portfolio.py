@@ -11,7 +11,7 @@ from optpipe import Device, InputError, Problem, Stage, check
 from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import portfolio
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import LARGE, Portfolio
 
 ENGINE = """
 import os, sys, time
@@ -85,6 +85,15 @@ def test_incumbents_get_better_and_all_are_valid(engines):
     assert values == sorted(values, reverse=True)
     assert values
     assert all(check(problem, schedule) == [] for schedule in found)
+
+
+@pytest.mark.parametrize(("microbatches", "first"), [(8, "adaoffload"), (LARGE, "naive")])
+def test_a_large_problem_gets_a_schedule_before_list_scheduling_takes_its_time(engines, microbatches, first):
+    engines("tells", "tells")
+    frames = run(pipeline(devices=2, microbatches=microbatches, memory=5), time_limit_s=60.0)
+    methods = [frame.method for frame in frames if isinstance(frame, Incumbent)]
+    assert methods[0] == first
+    assert "adaoffload" in methods
 
 
 def test_engines_start_from_the_best_and_share_threads_and_time(engines):

@@ -9,6 +9,7 @@ from optpipe.child import Objective
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.heuristics.listing import listed
+from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.search import descend
 
@@ -17,7 +18,7 @@ Shares = tuple[float, ...]
 
 def naive(problem: Problem, objective: Objective) -> Iterator[Schedule]:
     """One micro-batch at a time, with offload or recompute only where memory demands it: it fits wherever any schedule does."""
-    yield listed(problem, Policy(admitted=1, split=False), "naive")
+    yield in_turn(problem, "naive")
 
 
 def gpipe(problem: Problem, objective: Objective) -> Iterator[Schedule]:

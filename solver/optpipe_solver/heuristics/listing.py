@@ -213,7 +213,7 @@ class Listing:
         heads = [(j, stage) for stage, queue in self.forwards[d].items() if queue for _, j in queue[:1]]
         for j, stage in sorted(heads, key=lambda item: -self.position[item[0]][item[1]]):
             oldest = j == self.reserve.active[0] if self.reserve.active else True
-            if not (oldest or self._within_limits(j, stage)):
+            if not (oldest or self._within_limits(stage)):
                 continue
             room = 0 if oldest else self.links.room(d)
             if self.held[d] + self.activation[stage] + room > self.memory[d] or not self._promise(stage, j):
@@ -228,11 +228,9 @@ class Listing:
             return True
         return False
 
-    def _within_limits(self, j: int, stage: int) -> bool:
-        policy = self.policy
-        if policy.in_flight is not None and self.in_flight[stage] >= policy.in_flight[stage]:
-            return False
-        return policy.admitted is None or self.position[j][stage] > 0 or len(self.reserve.active) < policy.admitted
+    def _within_limits(self, stage: int) -> bool:
+        most = self.policy.in_flight
+        return most is None or self.in_flight[stage] < most[stage]
 
     def _promise(self, stage: int, j: int) -> bool:
         """Settles what becomes of an activation, so that all in flight can still be finished: what the policy wishes, or the least."""

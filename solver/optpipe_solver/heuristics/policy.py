@@ -13,7 +13,6 @@ class Policy:
     """What a heuristic wants. Sequences have an entry a stage; None limits nothing, or relieves nothing."""
 
     in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
-    admitted: int | None = None  # most micro-batches under way at all
     split: bool = True  # B and W, or both fused
     flush: bool = False  # a device's backwards begin when its forwards are done; only where memory does not limit
     limited: bool = True  # by memory
