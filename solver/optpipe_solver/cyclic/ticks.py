@@ -132,15 +132,6 @@ class Ticks:
     def capacity(self, device: int) -> int:
         return self.problem.devices[device].memory_bytes // self.grain
 
-    def host_limited(self, device: int) -> bool:
-        """Whether so much may be offloaded at once that the device's host memory could run out."""
-        limit = self.problem.devices[device].host_memory_bytes
-        own = self.problem.stages_on(device)
-        return limit is not None and sum(sum(self._part_bytes[s]) for s in own) * self.problem.microbatches > limit
-
-    def host_capacity(self, device: int) -> int:
-        return (self.problem.devices[device].host_memory_bytes or 0) // self.grain
-
     @cached_property
     def work(self) -> list[int]:
         """By device: ticks of compute on one micro-batch."""
