@@ -37,6 +37,7 @@ class Service:
         self.settings = settings
         self.cache = Cache(settings.cache)
         self.store = Store(settings.database)
+        self._arriving = 0  # submissions that have been let in and are no open jobs yet; only the loop's thread counts
 
     def open(self) -> None:
         if interrupted := self.store.stop_open():
@@ -51,17 +52,21 @@ class Service:
 
     async def submit(self, submission: Submission) -> str:
         """Stores the job, starts or queues its search, and waits for its first schedule; returns its id."""
-        if self.solves.full():
+        if self.solves.open_jobs + self._arriving >= self.settings.solves + self.settings.queue:
             raise ReplyError(429, f"{self.settings.queue} jobs are waiting already.", {"Retry-After": "10"})
         job = NewJob(submission.problem, submission.method, submission.objective, submission.time_limit_s)
-        best, source, warm_start = await run_in_threadpool(self._known, submission)
-        job_id = await run_in_threadpool(self.store.add_job, job, best if best.schedule else None, source)
-        if best.status == "optimal":
-            await run_in_threadpool(self.store.finish, job_id, "done", best)
-            return job_id
-        with self.changes.watching(job_id) as changed:
+        self._arriving += 1
+        try:
+            best, source, warm_start = await run_in_threadpool(self._known, submission)
+            job_id = await run_in_threadpool(self.store.add_job, job, best if best.schedule else None, source)
+            if best.status == "optimal":
+                await run_in_threadpool(self.store.finish, job_id, "done", best)
+                return job_id
             self.solves.submit(job_id, job, best, warm_start)
-            if best.schedule is None:
+        finally:
+            self._arriving -= 1
+        if best.schedule is None:
+            with self.changes.watching(job_id) as changed:
                 await self._first_schedule(job_id, changed)
         return job_id
 

@@ -55,9 +55,10 @@ class Solves:
         self._tasks: dict[str, Task] = {}
         self._lock = threading.Lock()  # over the tasks
 
-    def full(self) -> bool:
-        """Whether as many jobs wait as may."""
-        return len(self._tasks) >= self._settings.solves + self._settings.queue
+    @property
+    def open_jobs(self) -> int:
+        """How many are searched or wait."""
+        return len(self._tasks)
 
     def submit(self, job_id: str, job: NewJob, best: Result, warm_start: Schedule | None) -> None:
         """Starts or queues the search of a job that the database has as queued. `best` is what is known of it."""

@@ -39,3 +39,18 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
             assert best["makespan_ms"] == gpipe(problem).makespan_ms
         assert server._service.solves._tasks == {}
         assert server._service.changes._waiting == {}
+
+
+def test_no_more_jobs_wait_than_may(settings: Settings, fake_solver: None) -> None:
+    """However many come in the same moment."""
+    with (
+        running(replace(settings, queue=3, first_schedule_s=0.1)) as (url, _),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+
+        def one(n: int) -> int:
+            return client.post("/v1/jobs", json={"problem": chain(forward=1.0 + n).to_dict(), "method": "hang"}).status_code
+
+        with ThreadPoolExecutor(20) as pool:
+            found = list(pool.map(one, range(20)))
+    assert sorted(found) == [201] * 4 + [429] * 16
