@@ -24,6 +24,7 @@ from optpipe.schedule import Schedule
 
 Objective = Literal["makespan", "span"]
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
+ENDING_S = 5.0  # how long a child that has closed its output may take to end
 
 
 class Programs(Record):
@@ -134,9 +135,18 @@ class Child:
                 if isinstance(frame, End | Refused):
                     return
             if not self._stopped.is_set():
-                raise SolverError(f"{self.module} ended with exit code {self._process.wait(5)}: {self._last_words()}")
+                raise SolverError(f"{self.module} {self._failure(line)}")
         finally:
             self.close()
+
+    def _failure(self, line: bytes) -> str:
+        """What it did instead of ending its protocol; `line` is the last that was read."""
+        if len(line) == LONGEST_LINE:
+            return f"wrote a line of more than {LONGEST_LINE} bytes"
+        try:
+            return f"ended with exit code {self._process.wait(ENDING_S)}: {self._last_words()}"
+        except subprocess.TimeoutExpired:
+            return "closed its output and did not end"
 
     def stop(self) -> None:
         """Ends the child and all that it started."""

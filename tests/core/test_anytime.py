@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
-from optpipe import InputError, Problem, Stage, anytime, improve, solve
+from optpipe import InputError, Problem, Stage, anytime, child, improve, solve
 from optpipe.child import Request
 
 TESTS = Path(__file__).parents[1]
@@ -59,6 +59,19 @@ def test_a_broken_solver_leaves_the_best_so_far(problem, method, note):
     result = solve(problem, method=method, time_limit=20)
     assert (result.status, result.method) == ("feasible", "slow")
     assert note in result.notes[-1]
+
+
+def test_a_solver_that_breaks_off_and_lives_on_leaves_the_best_so_far(problem, monkeypatch):
+    monkeypatch.setattr(child, "ENDING_S", 0.1)
+    result = solve(problem, method="close", time_limit=20)
+    assert (result.status, result.method) == ("feasible", "slow")
+    assert result.notes == ("support.scripted_solver closed its output and did not end",)
+
+
+def test_a_line_too_long_is_not_read(problem, monkeypatch):
+    monkeypatch.setattr(child, "LONGEST_LINE", 60)
+    result = solve(problem, method="sleep", time_limit=20)
+    assert (result.status, result.reason) == ("unknown", "support.scripted_solver wrote a line of more than 60 bytes")
 
 
 def test_a_solver_that_never_spoke_is_the_reason(problem):

@@ -62,6 +62,10 @@ def main() -> None:
         sys.stdout.write('{"type": "bou')
         sys.stdout.flush()
         os._exit(0)
+    elif request.method == "close":
+        found(slow, "slow")
+        os.close(sys.stdout.fileno())
+        time.sleep(60)
     elif request.method == "sleep":
         found(slow, "slow")
         print(os.getpid(), file=sys.stderr)
