@@ -59,10 +59,10 @@ def blocks(schedule: Schedule) -> Iterator[Block]:
 def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
     """Steps (ms, bytes held from then on) of one device at nominal times."""
     timeline = schedule.timeline
-    taken, freed = device_bytes(schedule.problem, timeline.table)
-    own = timeline.device == device
+    own = slice(*np.searchsorted(timeline.device, [device, device + 1]))
+    taken, freed = device_bytes(schedule.problem, timeline.table[own])
     moments = np.r_[timeline.end[own], timeline.start[own]]
-    amounts = np.r_[-freed[own], taken[own]]
+    amounts = np.r_[-freed, taken]
     order = np.argsort(moments, kind="stable")  # what is freed at a moment counts before what is taken then
     held = np.cumsum(amounts[order])
     last = np.r_[np.diff(moments[order]) > 0, True][: len(order)]

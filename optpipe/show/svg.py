@@ -32,10 +32,10 @@ def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: floa
     for block in drawn:
         top = TOP + block.device * pitch + (COMPUTE + 2 if block.transfer else 0)
         body.append(_block(block, scale, top, titled=len(drawn) <= MOST_TITLES))
-    for device in range(devices):
+    for device, peak in enumerate(certify(schedule.problem, schedule).device):
         top = TOP + device * pitch
         body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
-        body += _memory(schedule, device, scale, horizon, top + pitch - MEMORY - GAP + 4)
+        body += _memory(schedule, device, peak.bytes, scale, horizon, top + pitch - MEMORY - GAP + 4)
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
@@ -83,9 +83,8 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
     )
 
 
-def _memory(schedule: Schedule, device: int, scale: float, horizon: float, top: float) -> Iterator[str]:
+def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
     limit = schedule.problem.devices[device].memory_bytes
-    peak = certify(schedule.problem, schedule).device[device].bytes
     tallest = max(limit if limit <= 4 * peak else 0, peak, 1)
     base = top + MEMORY - 4
     path, held = [f"M{LEFT},{base}"], 0
