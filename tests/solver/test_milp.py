@@ -124,6 +124,12 @@ def test_no_bound_where_the_model_cannot_express_every_choice(solver: Solver) ->
     assert not any(isinstance(frame, Bound) for frame in solver.frames(problem))
 
 
+def test_a_device_without_memory_is_no_fault(solver: Solver) -> None:
+    """Only BW would fit, which the model does not have."""
+    problem = problem_of([stage(0, (1, 1, 1), 1), stage(1, (1, 1, 1), 0, 5)], [1, 0], 1)
+    assert solver.frames(problem) == [End()]
+
+
 def test_applies() -> None:
     small = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3)
     assert milp.applies(small)

@@ -167,12 +167,13 @@ class Offload:
                 for x, y, _ in self.windows.arcs:
                     if (a, x) in order and (a, y) in order:
                         self.rows.clause(~order[a, x], order[a, y])
+        unit = max(1, limit)  # of the rows
         for y in own:
             if self._takes(y):
-                held = [(self._delta(x) / limit, P[x, y]) for x in own if x != y]
-                away = [(self.costs.offload[a[0]] / limit, self.M[a, y], self.N[a, y]) for a in leaving if (a, y) in self.M]
+                held = [(self._delta(x) / unit, P[x, y]) for x in own if x != y]
+                away = [(self.costs.offload[a[0]] / unit, self.M[a, y], self.N[a, y]) for a in leaving if (a, y) in self.M]
                 moved = [(-size, M) for size, M, _ in away] + [(size, N) for size, _, N in away]
-                self.rows.add((), [(-size, literal) for size, literal in held + moved], self._takes(y) / limit - 1.0)
+                self.rows.add((), [(-size, literal) for size, literal in held + moved], (self._takes(y) - limit) / unit)
 
     def _during_reload(self, own: list[int], leaving: list[Activation], limit: int) -> None:
         """Eq. 9 where a reload stands: between two compute ops, after some drops and before others. The paper has no such row; without it
@@ -180,13 +181,14 @@ class Offload:
 
         X: c is away when the reload of b stands, its drop before that and its reload after.
         """
+        unit = max(1, limit)
         for b in leaving:
             held, most = [], 0
             for x in own:
                 before = self.N.get((b, x))
                 literal = ~before if before else TRUE if x == self._F(b) or self.windows.precedes(x, self._F(b)) else FALSE
                 if literal != FALSE:
-                    held.append((-self._delta(x) / limit, literal))
+                    held.append((-self._delta(x) / unit, literal))
                     most += self._delta(x) if literal == TRUE else max(0, self._delta(x))
             if most <= limit:
                 continue
@@ -198,6 +200,6 @@ class Offload:
                     self.rows.clause(~X, ~self.N.get((b, self._F(c)), FALSE))
                     self.rows.precede(Precedence(self.A[b], self.O[c], span=self._length(Kind.O, c), when=(X,)))
                     self.X[c, b] = X
-                    held.append((self.costs.offload[c[0]] / limit, X))
-            excess = most / limit - 1.0
-            self.rows.add((), [*held, (-excess, self.W[b])], -1.0 - excess)
+                    held.append((self.costs.offload[c[0]] / unit, X))
+            excess = (most - limit) / unit
+            self.rows.add((), [*held, (-excess, self.W[b])], -limit / unit - excess)
