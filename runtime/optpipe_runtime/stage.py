@@ -161,6 +161,10 @@ class StageRunner:
     def _forward(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Tensors:
         with torch.enable_grad(), running.activation.capture(), Splitting(running.queue):
             outputs = self._outputs(self._enter(running, inputs), target)
+        if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, self.outputs, strict=False)):
+            raise InputError(
+                f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then make the Pipeline"
+            )
         running.edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
         self._sizes = running.activation.sizes()
         return self._leaving(running, outputs)

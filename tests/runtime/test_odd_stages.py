@@ -152,3 +152,18 @@ def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], lin
     stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), (loss, 1.0))
     with pytest.raises(InputError, match=r"^(the loss requires no gradient|loss_fn must return a tensor)"):
         stage.learn((torch.zeros(BATCH, WIDTH),), ())
+
+
+def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(link: Link) -> None:
+    module, x, ones = linear(), torch.zeros(BATCH, 8, WIDTH), torch.ones(BATCH, 8, WIDTH)
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
+    stage.learn((x,), ())
+    stage.start_step((x,), 1)
+    module.requires_grad_(False)
+    stage.forward(0, (x,))
+    stage.backward(0, (ones,), split=False)
+    assert module.weight.grad is None
+    stage.learn((x,), ())
+    module.requires_grad_(True)
+    with pytest.raises(InputError, match=r"^stage 0 needs a gradient that it did not need at the start"):
+        stage.forward(0, (x,))
