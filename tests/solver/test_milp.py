@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
-from optpipe import Problem, check
+from optpipe import Problem, Schedule, check
 from optpipe.child import Bound, End, Incumbent, Objective, Programs
 from optpipe_solver import milp
 from optpipe_solver.lift import lift
@@ -111,6 +111,16 @@ def test_a_warm_start_satisfies_every_row(solver: Solver, name: str, switches: S
     assert (np.array(sums) >= np.array(model.rows.at_least) - 1e-9).all()
     assert (x <= np.array(model.rows.upper) + 1e-9).all()
     assert check(problem, lift(problem, model.starts(x))) == []
+
+
+def test_a_warm_start_may_move_some_parts_only(solver: Solver) -> None:
+    """The model moves whole activations, so it is no start for the search, but still what is to be beaten."""
+    parts = stage(0, (2, 2, 1), 2, 1, (2, 2, 2)) | {"offload_parts": 2}
+    problem = problem_of([parts], [3], 2)
+    one_part = Schedule.parse(problem, [["0F0", "0O0.1", "0D0.1", "0F1", "0BW1", "0R0.1", "0BW0"]])
+    assert check(problem, one_part) == []
+    values, _ = solver.solve(problem, warm_start=Programs.of(one_part))
+    assert all(value < one_part.makespan_ms for value in values)
 
 
 def test_a_warm_start_that_is_no_schedule_does_no_harm(solver: Solver) -> None:

@@ -14,6 +14,7 @@ from optpipe_solver.milp.rows import Literal
 from optpipe_solver.milp.windows import passing
 
 Interval = tuple[float, float]
+NEVER = (math.inf, math.inf)
 
 
 def assignment(model: Model, schedule: Schedule) -> dict[int, float]:
@@ -31,13 +32,15 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
         yield P, run[ops[x]] < run[ops[y]]
 
     moved: dict[tuple[Kind, Activation], Interval | None] = {}
+
+    def made(a: Activation) -> bool:
+        return moved[Kind.O, a] not in (None, NEVER)
+
     for a in offload.activations:
-        nowhere = None if offload.keeps_place(a) else (math.inf, math.inf)  # None: the solver finds the place of what is not moved
-        made = Op(Kind.O, *a) in at
-        last = model.problem.stages[a[0]].offload_parts - 1
+        nowhere = None if offload.keeps_place(a) else NEVER  # None: the solver finds the place of what is not moved
         for kind in (Kind.O, Kind.R):
-            moved[kind, a] = (at[Op(kind, *a)][0], at[Op(kind, *a, last)][1]) if made else nowhere
-        yield offload.W[a], made
+            moved[kind, a] = _moved(at, [Op(kind, *a, part) for part in range(model.problem.stages[a[0]].offload_parts)]) or nowhere
+        yield offload.W[a], made(a)
     for orders, first, second in ((offload.K, Kind.O, Kind.O), (offload.L, Kind.R, Kind.R), (offload.H, Kind.O, Kind.R)):
         for (a, b), literal in orders.items():
             before, after = moved[first, a], moved[second, b]
@@ -47,7 +50,7 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
                     yield orders[b, a], before > after
 
     def moves(kind: Kind, a: Activation) -> Interval:
-        return (Op(kind, *a) in at and moved[kind, a]) or (math.inf, math.inf)
+        return moved[kind, a] or NEVER
 
     for (a, y), M in offload.M.items():
         yield M, moves(Kind.O, a)[1] <= run[ops[y]][0]
@@ -56,7 +59,15 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
     for (c, b), X in offload.X.items():
         begin = moves(Kind.R, b)[0]
         stands = min((run[ops[y]][0] for (a, y) in offload.N if a == b and run[ops[y]][0] < begin < run[ops[y]][1]), default=begin)
-        yield X, Op(Kind.R, *b) in at and moves(Kind.O, c)[1] <= stands and begin < moves(Kind.R, c)[0] < math.inf
+        yield X, made(b) and moves(Kind.O, c)[1] <= stands and begin < moves(Kind.R, c)[0] < math.inf
+
+
+def _moved(at: dict[Op, Interval], parts: list[Op]) -> Interval | None:
+    """From the first part's start to the last one's end; None unless all parts move, as the model knows whole activations only."""
+    if not all(part in at for part in parts):
+        return None
+    starts, ends = zip(*(at[part] for part in parts), strict=True)
+    return min(starts), max(ends)
 
 
 def _compute_times(model: Model, at: dict[Op, Interval]) -> dict[Op, Interval]:
