@@ -64,7 +64,12 @@ def add(
         if wrong := check(file.problem, file.schedule()):
             raise InputError(f"{path}: not a schedule that runs and fits: {wrong[0]}")
     store = _open(cache)
-    kept = [store.add(file.schedule(), file.status, file.lower_bound_ms) for file in files]
+    kept = []
+    for path, file in zip(schedules, files, strict=True):
+        try:
+            kept.append(store.add(file.schedule(), file.status, file.lower_bound_ms))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
     if json:
         print_json({"added": sum(kept), "known_better": len(kept) - sum(kept)})
     else:

@@ -45,7 +45,7 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
 
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
-    """Where the file says other times than follow from its programs, or a bound above its own makespan."""
+    """Where the file says other times than follow from its programs, a bound above its own makespan, or optimal without proof."""
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
         f"{name} = {said:.9g}: the programs take {true:.9g}"
@@ -54,6 +54,8 @@ def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
     ]
     if file.lower_bound_ms is not None and file.lower_bound_ms > schedule.makespan_ms * (1 + 1e-9) + 1e-6:
         wrong.append(f"lower_bound_ms = {file.lower_bound_ms:.9g}: above the makespan {schedule.makespan_ms:.9g}")
+    if file.status == "optimal" and (file.lower_bound_ms is None or schedule.makespan_ms > file.lower_bound_ms * (1 + 1e-9) + 1e-6):
+        wrong.append(f"status = 'optimal': lower_bound_ms = {file.lower_bound_ms} does not prove it")
     return wrong
 
 

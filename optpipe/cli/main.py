@@ -31,5 +31,5 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:  # such as a full disk behind stdout
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         sys.exit(2)

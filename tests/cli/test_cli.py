@@ -148,9 +148,9 @@ def test_check_lists_what_is_wrong(run, problem):
     assert (code, out) == (1, "stage 0, micro-batch 2 has no backward: 0B2 and 0W2, or 0BW2\n")
 
 
-@pytest.mark.parametrize(("field", "value"), [("makespan_ms", 1.0), ("span_ms", 99.0), ("lower_bound_ms", 1e6)])
+@pytest.mark.parametrize(("field", "value"), [("makespan_ms", 1.0), ("span_ms", 99.0), ("lower_bound_ms", 1e6), ("status", "optimal")])
 def test_check_finds_false_figures(run, problem, field, value):
-    run("solve", "p.json", "--method", "good", "-o", "s.json")
+    run("solve", "p.json", "--method", "worse", "-o", "s.json")
     content = json.loads(Path("s.json").read_text()) | {field: value}
     Path("s.json").write_text(json.dumps(content))
     code, out, _ = run("check", "p.json", "s.json")
@@ -206,6 +206,8 @@ WRONG = [
     (("solve", "p.json", "--time-limit", "-1"), "error: improve: time_limit_s = -1.0: "),
     (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
     (("check", "p.json", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
+    (("solve", "p.json", "-o", "a" * 300), f"error: {'a' * 300}: File name too long"),
+    (("cache", "add", "proud.json"), "error: proud.json: status = 'optimal': lower_bound_ms = None does not prove it"),
     (("show", "twisted.json"), "error: programs[0]: op '0X0': "),
     (("cache", "add", "broken.json"), "error: broken.json: not a schedule that runs and fits: 0F2 is missing"),
 ]
@@ -216,6 +218,7 @@ def test_a_users_mistake_is_one_sentence(run, problem, words, message):
     Path("bad.json").write_text(problem.to_json().replace('"forward_ms": 1.0', '"forward_ms": -1', 1))
     content = json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json())
     content["devices"][0]["program"][0] = "0X0"
+    Path("proud.json").write_text(json.dumps(json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json()) | {"status": "optimal"}))
     Path("twisted.json").write_text(json.dumps(content))
     content["devices"][0]["program"] = [f"0{kind}{j}" for j in range(2) for kind in ("F", "B", "W")]
     Path("broken.json").write_text(json.dumps(content))
