@@ -117,7 +117,7 @@ def test_a_warm_start_may_move_some_parts_only(solver: Solver) -> None:
     """The model moves whole activations, so it is no start for the search, but still what is to be beaten."""
     parts = stage(0, (2, 2, 1), 2, 1, (2, 2, 2)) | {"offload_parts": 2}
     problem = problem_of([parts], [3], 2)
-    one_part = Schedule.parse(problem, [["0F0", "0O0.1", "0D0.1", "0F1", "0BW1", "0R0.1", "0BW0"]])
+    one_part = Schedule.parse(problem, [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])
     assert check(problem, one_part) == []
     values, _ = solver.solve(problem, warm_start=Programs.of(one_part))
     assert all(value < one_part.makespan_ms for value in values)
