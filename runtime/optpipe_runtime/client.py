@@ -16,6 +16,7 @@ import logging
 import math
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -119,7 +120,7 @@ class ScheduleClient:
         self._job: str | None = None
         self._seen = 0  # the last incumbent of the job
         self._version = 0
-        self._failures = 0  # since the service last gave a sign of life
+        self._failures = 0  # since the service last was of use
         self._outages: set[str] = set()
         self._newest: deque[Offer] = deque(maxlen=1)
         self._loop = asyncio.new_event_loop()
@@ -197,12 +198,13 @@ class ScheduleClient:
                 self._forget_job()
                 raise _AwayError("it does not know the job any more")
             _require(response.status_code, 200)
+            opened = time.monotonic()
             async for name, data in _events(response):
-                if name == "incumbent":
-                    await self._take(http, _parsed(_Event, data).seq)
+                good = name == "incumbent" and await self._take(http, _parsed(_Event, data).seq)
                 over = name == "end" and self._over(_parsed(_End, data))
-                self._recovered("away")
-                self._failures = 0
+                if good or over or time.monotonic() - opened > self._backoff_s[1]:  # else one that comes and goes would fill the log
+                    self._recovered("away")
+                    self._failures = 0
                 if over:
                     return True
         raise _AwayError("the stream of events ended before the job")
@@ -222,8 +224,8 @@ class ScheduleClient:
         _require(response.status_code, 201)
         self._job, self._seen = _parsed(_Job, reply).id, 0
 
-    async def _take(self, http: httpx.AsyncClient, seq: int) -> None:
-        """Fetches an incumbent, checks it, and offers it if it is better than all before."""
+    async def _take(self, http: httpx.AsyncClient, seq: int) -> bool:
+        """Fetches an incumbent, checks it, and offers it if it is better than all before. Whether it was valid."""
         async with asyncio.timeout(self._reply_s), http.stream("GET", f"{self._url}/v1/jobs/{self._job}/incumbents/{seq}") as response:
             reply = await _body(response)
         _require(response.status_code, 200)
@@ -232,13 +234,14 @@ class ScheduleClient:
             schedule = self._verified(_parsed(_Incumbent, reply))
         except _WrongError as wrong:
             self._warn("wrong", str(wrong))
-            return
+            return False
         self._recovered("wrong")
         if self._value(schedule) < self._best_ms:
             self._best, self._best_ms = schedule, self._value(schedule)
             self._version += 1
             assert self._job is not None
             self._newest.append(Offer(self._version, schedule, self._job, seq))
+        return True
 
     def _verified(self, incumbent: _Incumbent) -> Schedule:
         file = incumbent.schedule

@@ -297,6 +297,7 @@ def test_a_lie_is_not_offered(body: bytes, why: str, caplog: pytest.LogCaptureFi
         ({"/jobs": (302, "text/html", b"elsewhere")}, "wrong"),
         ({"/jobs": JOB}, "away"),
         ({"/jobs": JOB, "/events": (200, "text/event-stream", b"")}, "away"),
+        ({"/jobs": JOB, "/events": (200, "text/event-stream", b": ping\n\n")}, "away"),
         ({"/jobs": JOB, "/events": (200, "text/event-stream", b"event: incumbent\ndata: {\n\n")}, "wrong"),
         ({"/jobs": JOB, "/events": (200, "text/event-stream", b"event: incumbent\ndata: " + b"x" * 2**21)}, "wrong"),
         ({"/jobs": JOB, "/events": (200, "text/event-stream", b"event: end\ndata: []\n\n")}, "wrong"),
