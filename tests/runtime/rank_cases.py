@@ -170,7 +170,7 @@ def train_with_offers(
             except ScheduleError as error:
                 complaint = str(error)
             offers = {0: refused_by_one, 8: better}
-            for step in range(60):
+            for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
                 if rank == 0 and step in offers:
                     pipe.offer(offers[step])
                 for module in modules.values():
