@@ -20,7 +20,7 @@ from optpipe.files import Found
 from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
 from optpipe.validity import check
-from optpipe_cache.features import distance, features, shape
+from optpipe_cache.features import Features, distance, features, shape
 
 VERSION = 1  # of the tables, kept in the file's user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
@@ -109,7 +109,7 @@ class Cache:
         try:
             with closing(sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)) as db:
                 yield db
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise InputError(f"{self.path}: the cache cannot be used: {error}") from None
 
     @contextmanager
@@ -168,7 +168,7 @@ class Cache:
                 (shape(problem), objective, problem.sha256),
             ).fetchall()
             wanted = features(problem)
-            nearest = sorted((distance(wanted, json.loads(text)), sha256) for sha256, text in others)
+            nearest = sorted((far, sha256) for sha256, text in others if (far := _distance(wanted, text)) is not None)
             for far, sha256 in nearest[:MOST_TRIED]:
                 entry = _entry(db, sha256, objective)
                 if entry and (schedule := _fitting(entry, problem)):
@@ -222,6 +222,14 @@ def _read(text: str) -> Entry | None:
     try:
         return Entry.model_validate_json(text)
     except ValidationError:
+        return None
+
+
+def _distance(wanted: Features, text: str) -> float | None:
+    """The distance to an entry's features; None where they are damaged."""
+    try:
+        return distance(wanted, json.loads(text))
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -193,6 +193,17 @@ def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache) -> None:
     assert cache.lookup(chain()) is not None
 
 
+@pytest.mark.parametrize("damaged", ["{", "{}", "null", '{"forward": [1]}', b"{\xff}"])
+def test_damaged_features_are_no_hit(cache: Cache, damaged: str | bytes) -> None:
+    cache.add(gpipe(chain()), "feasible")
+    db = sqlite3.connect(cache.path)
+    with db:
+        db.execute("UPDATE schedules SET features = ?", (damaged,))
+    db.close()
+    assert cache.lookup(chain(scale=2.0)) is None
+    assert cache.lookup(chain()) is not None
+
+
 def test_files_that_are_no_cache_are_refused_in_a_sentence(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("this is not a database " * 100)
