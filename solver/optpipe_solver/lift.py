@@ -49,8 +49,8 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     start[first] = start[second] = np.maximum(start[first], start[second])
 
     moment = np.rint(start / grain(start))
-    lasts = duration > 2 * grain(start)  # at one moment, what takes no time comes first
-    order = np.lexsort((table[:, PART], table[:, MICROBATCH], phase, lasts, moment))
+    lasts = duration > 2 * grain(start)  # at one moment, what takes no time comes first, one micro-batch after the other to hold little
+    order = np.lexsort((table[:, PART], phase, table[:, MICROBATCH], lasts, moment))
     rank = np.empty(len(table), dtype=np.int64)
     rank[order] = np.arange(len(table))
     rank[second] = rank[first]

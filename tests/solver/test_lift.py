@@ -73,6 +73,14 @@ def test_a_reload_that_would_start_while_compute_spans_its_offloads_end_stands_b
     assert check(problem, schedule) == []
 
 
+def test_what_is_dropped_when_a_forward_without_length_runs_is_gone_before_it():
+    costs = STAGE | OFFLOAD | {"forward_ms": 0.0, "offload_ms": 0.0}
+    problem = Problem(microbatches=2, devices=[Device(memory_bytes=5)], stages=[Stage(device=0, **costs)])
+    starts = {"0F0": 0.0, "0O0": 1.0, "0F1": 1.0, "0BW1": 1.0, "0R0": 19.0, "0BW0": 31.0}
+    schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})
+    assert check(problem, schedule) == []
+
+
 def test_a_shared_link_gets_its_order_by_start():
     devices = [Device(memory_bytes=AMPLE, link="pcie0")] * 2
     problem = Problem(microbatches=1, devices=devices, stages=[Stage(device=d, **STAGE, **OFFLOAD) for d in range(2)])
