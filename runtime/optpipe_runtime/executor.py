@@ -167,6 +167,8 @@ class _Step:
 def cut(value: Any, microbatches: int, what: str) -> list[Tensors]:
     """A batch in equal micro-batches along the first dimension; `InputError` where it does not divide."""
     tensors = value if isinstance(value, tuple | list) else (value,)
+    if not tensors:
+        raise InputError(f"{what} is empty: this rank needs a tensor, or a tuple of tensors, of the whole batch")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise InputError(f"{what} is {type(tensor).__name__}: this rank needs a tensor, or a tuple of tensors, of the whole batch")

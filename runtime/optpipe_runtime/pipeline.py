@@ -62,8 +62,9 @@ class Pipeline:
     ) -> None:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
-        number, device = dist.get_rank(), _device(stages)
+        number = dist.get_rank()
         _require_sound(stages, placement, microbatches, number, dist.get_world_size())
+        device = _device(stages)
         last = len(placement) - 1
         link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
         self._rank = Rank(
@@ -231,13 +232,15 @@ class Pipeline:
 
 
 def _require_sound(stages: Mapping[int, nn.Module], placement: Sequence[int], microbatches: int, rank: int, ranks: int) -> None:
-    if microbatches < 1:
-        raise InputError(f"microbatches = {microbatches}: must be at least 1")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise InputError(f"microbatches = {microbatches!r}: must be an integer, at least 1")
     if not placement:
         raise InputError("placement is empty: it names the rank of each stage")
     for s, owner in enumerate(placement):
-        if not 0 <= owner < ranks:
-            raise InputError(f"placement[{s}] = {owner}: there are {ranks} ranks, numbered from 0")
+        if not isinstance(owner, int) or not 0 <= owner < ranks:
+            raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
+    if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
+        raise InputError("stages must map the number of each stage on this rank to its torch.nn.Module")
     own = {s for s, owner in enumerate(placement) if owner == rank}
     if set(stages) != own:
         raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(own)} there")

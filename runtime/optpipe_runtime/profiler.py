@@ -22,6 +22,7 @@ from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Message
+from optpipe_runtime.pool import HostPool
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import StageRunner, Tensors
 
@@ -33,10 +34,9 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
     if memory_bytes is None:
         memory_bytes = _budget(rank.device)
     rank.council.least(0)  # start together
+    inputs = tuple(tensor.clone() for tensor in inputs)  # a stage may change them in place, again and again
     costs = {
-        s: _Measurement(stage, tuple(tensor.clone() for tensor in inputs) if s == 0 else None, targets if s == rank.last else (), parts)(
-            repeats
-        )
+        s: _Measurement(stage, inputs if s == 0 else None, targets if s == rank.last else (), rank.pool, parts)(repeats)
         for s, stage in rank.stages.items()
     }
     p2p_ms = max((_p2p_ms(rank, s, repeats) for s in range(rank.last)), default=0.0)
@@ -58,8 +58,8 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
 class _Measurement:
     """One stage, run alone: F, then out and back, then B and W, again and again."""
 
-    def __init__(self, stage: StageRunner, inputs: Tensors | None, targets: Tensors, parts: int) -> None:
-        self._stage, self._parts, self._targets = stage, parts, targets
+    def __init__(self, stage: StageRunner, inputs: Tensors | None, targets: Tensors, pool: HostPool, parts: int) -> None:
+        self._stage, self._pool, self._parts, self._targets = stage, pool, parts, targets
         self._batch = (*(inputs or ()), *targets)
         self._inputs, self._gradients = inputs, [spec for spec in stage.outputs if spec.requires_grad] if not targets else []
         self._clock = Clock(stage.device)
@@ -73,10 +73,14 @@ class _Measurement:
         self._clock.settle()
         ms = {name: _rounded([self._clock.ms(a, b) for a, b in marks[WARM_UP:]]) for name, marks in self._times.items()}
         if not sizes["offload_bytes"]:
-            del sizes["offload_bytes"], ms["offload_ms"], ms["reload_ms"]
-        else:
-            sizes["offload_parts"] = self._parts
-        return ms | sizes
+            no_offload = {"offload_bytes", "offload_ms", "reload_ms"}
+            return {name: value for name, value in (ms | sizes).items() if name not in no_offload}
+        return ms | sizes | {"offload_parts": self._parts}
+
+    def _may_leave(self, parts: int) -> bool:
+        """Whether the host takes one micro-batch's activation at all."""
+        limit = self._pool.limit
+        return limit is None or sum(self._pool.size(nbytes) for nbytes in self._stage.part_bytes(parts)) <= limit
 
     def _learn_stuck(self) -> None:
         """Which saved tensors others hold, too (a table kept by the module, say): they never leave."""
@@ -84,21 +88,36 @@ class _Measurement:
         stage.stuck = frozenset()
         stage.start_step(self._batch, 1)
         stage.forward(0, self._fresh_inputs(), self._targets)
-        stage.offload(0, 0)
-        stage.drop(0, 0)
-        stuck = stage.activation(0).stuck()
-        stage.reload(0, 0)
+        stuck: frozenset[int] = frozenset()
+        if self._may_leave(1):
+            stage.offload(0, 0)
+            stage.drop(0, 0)
+            stuck = stage.activation(0).stuck()
+            stage.reload(0, 0)
         stage.backward(0, self._fresh_gradients(), split=False)
         stage.stuck = stuck
 
     def _once(self) -> dict[str, int]:
         """One micro-batch, timed; returns the bytes it held."""
-        stage, parts = self._stage, range(self._parts)
+        stage = self._stage
         stage.start_step(self._batch, self._parts)
         inputs, gradients = [self._fresh_inputs()], self._fresh_gradients()
         with self._timed("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets)
         held = [stage.held_bytes(0)]
+        if self._may_leave(self._parts):
+            self._out_and_back(held)
+        with self._timed("backward_input_ms"):
+            stage.backward(0, gradients, split=True)
+        kept = stage.held_bytes(0)
+        with self._timed("backward_weight_ms"):
+            stage.weight(0)
+        least = min((before - after for before, after in pairwise(held)), default=0)
+        return {"activation_bytes": held[0], "weight_grad_bytes": kept, "offload_bytes": least * self._parts}
+
+    def _out_and_back(self, held: list[int]) -> None:
+        """O, D and R of all parts; adds to `held` what is left after each drop."""
+        stage, parts = self._stage, range(self._parts)
         with self._timed("offload_ms"):
             for part in parts:
                 stage.offload(0, part)
@@ -109,13 +128,6 @@ class _Measurement:
             for part in parts:
                 stage.reload(0, part)
             stage.activation(0).wait()
-        with self._timed("backward_input_ms"):
-            stage.backward(0, gradients, split=True)
-        kept = stage.held_bytes(0)
-        with self._timed("backward_weight_ms"):
-            stage.weight(0)
-        least = min(before - after for before, after in pairwise(held))
-        return {"activation_bytes": held[0], "weight_grad_bytes": kept, "offload_bytes": least * self._parts}
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

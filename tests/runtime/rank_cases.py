@@ -204,6 +204,9 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
     fine = (own_stages(placement), placement, loss_fn, m)
     attempt({}, placement, loss_fn, m)
     attempt(own_stages(placement), [0, 5], loss_fn, m)
+    attempt(list(own_stages(placement).values()), placement, loss_fn, m)
+    attempt(own_stages(placement), placement, loss_fn, 4.0)
+    attempt(*fine, inputs=(), targets=targets)
     attempt(*fine, inputs=inputs[:-1], targets=targets)
     attempt(*fine, inputs=None, targets=targets)
     attempt(*fine, inputs=inputs, targets=targets, load=False)
@@ -297,7 +300,7 @@ def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients],
     return found, {"tied": whole[0][0].weight.grad.numpy()}  # type: ignore[index]
 
 
-def measure(placement: Sequence[int], microbatches: int, offload_parts: int) -> Problem:
+def measure(placement: Sequence[int], microbatches: int, offload_parts: int, host_memory_bytes: int | None = None) -> Problem:
     """The profiled problem."""
-    with Pipeline(own_stages(placement), placement, loss_fn, microbatches) as pipe:
+    with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes) as pipe:
         return pipe.profile(*batch(0, microbatches), memory_bytes=10**9, offload_parts=offload_parts, repeats=1)

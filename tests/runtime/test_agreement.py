@@ -36,15 +36,18 @@ def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
     for rank, sentences in enumerate(told):
         assert sentences[0] == f"stages has [] on rank {rank}: placement puts [{rank}] there"
         assert sentences[1] == "placement[1] = 5: there are 2 ranks, numbered from 0"
-        assert sentences[2] == "inputs has shape [7, 16]: its first dimension must be a multiple of the 4 micro-batches"
-        assert sentences[3].startswith("inputs is NoneType: this rank needs a tensor")
-        assert sentences[4] == "no schedule is loaded: call load(schedule) before the first step"
-        assert sentences[5] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
-        assert sentences[6] == "the ranks prepared different schedules: they were profiled differently"
-        assert sentences[7] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
-        assert sentences[8] == "rank 0: load was called without an optpipe.Schedule on rank 0, whose schedule counts"
-    assert told[0][9] == "offer was given a NoneType: an optpipe.Schedule can be offered"
-    assert told[1][9] == "offer was called on rank 1: schedules are offered on rank 0"
+        assert sentences[2] == "stages must map the number of each stage on this rank to its torch.nn.Module"
+        assert sentences[3] == "microbatches = 4.0: must be an integer, at least 1"
+        assert sentences[4] == "inputs is empty: this rank needs a tensor, or a tuple of tensors, of the whole batch"
+        assert sentences[5] == "inputs has shape [7, 16]: its first dimension must be a multiple of the 4 micro-batches"
+        assert sentences[6].startswith("inputs is NoneType: this rank needs a tensor")
+        assert sentences[7] == "no schedule is loaded: call load(schedule) before the first step"
+        assert sentences[8] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
+        assert sentences[9] == "the ranks prepared different schedules: they were profiled differently"
+        assert sentences[10] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
+        assert sentences[11] == "rank 0: load was called without an optpipe.Schedule on rank 0, whose schedule counts"
+    assert told[0][12] == "offer was given a NoneType: an optpipe.Schedule can be offered"
+    assert told[1][12] == "offer was called on rank 1: schedules are offered on rank 0"
 
 
 def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:

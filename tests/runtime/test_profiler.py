@@ -53,6 +53,14 @@ def test_times_are_measured(ranks: Ranks) -> None:
         assert all(ms is not None and ms > 0 for ms in times)
 
 
+@pytest.mark.parametrize("host_memory_bytes", [0, 10**4])
+def test_a_host_too_small_for_an_activation_offloads_nothing(ranks: Ranks, host_memory_bytes: int) -> None:
+    problem, _ = ranks(rank_cases.measure, placement=[0, 1], microbatches=M, offload_parts=2, host_memory_bytes=host_memory_bytes)
+    assert [device.host_memory_bytes for device in problem.devices] == [host_memory_bytes] * 2
+    assert not any(stage.can_offload for stage in problem.stages)
+    assert all(stage.activation_bytes > 0 for stage in problem.stages)
+
+
 @settings(max_examples=10)
 @given(st.data(), st.sampled_from([(0, 1), (0, 1, 1, 0)]))
 def test_no_schedule_holds_more_than_certified(ranks: Ranks, data: Any, placement: tuple[int, ...]) -> None:
