@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +39,30 @@ SWITCHES = {
     "plain but in one order": replace(PLAIN, order="stages"),
 }
 BACKENDS = {"gurobi": "gurobipy", "pulp": "pulp", "pulp:HiGHS": "pulp"}
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+FROM_A_START = """
+import json, sys, time
+import numpy as np
+from optpipe import Schedule
+from optpipe_solver.milp.backend import Limits, Task, minimize
+from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.start import assignment
+from optpipe_solver.milp.switches import ALL
+from support.enumeration import problem_of, stage
+problem = problem_of([stage(0, (2, 2, 1), 1, 1, (1, 1, 1)), stage(1, (2, 2, 1), 1, 1)], [2, 2], 3)
+schedule = Schedule.parse(problem, [ops.split() for ops in sys.argv[2:]])
+model = Model(problem, "makespan", schedule.makespan_ms, ALL)
+start = assignment(model, schedule)
+found, bounds = [], []
+task = Task(
+    model.rows, model.C, start, Limits(time.monotonic() + 60, 1, 0), lambda x: found.append(x[model.C] / model.scale),
+    lambda bound: bounds.append(bound / model.scale),
+)
+assert minimize(sys.argv[1], task, sys.exit) == sys.argv[1]
+print(json.dumps([len(np.flatnonzero(model.rows.binary)) - len(start), schedule.makespan_ms, min(found), max(bounds)]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +141,18 @@ def test_every_backend_takes_a_start(solver: Solver, other: str) -> None:
     values, bound = solver.solve(problem, solver=other, warm_start=found[-1].schedule)
     assert values == []  # nothing is better
     assert bound == 24.0
+
+
+@pytest.mark.parametrize("name", ["highs", *BACKENDS])
+def test_a_start_raises_no_bound(name: str) -> None:
+    """A start leaves some variables open, and the best that they allow is no bound of the whole: this start is far from the optimum."""
+    pytest.importorskip(BACKENDS.get(name, "numpy"))
+    offloads = "0F0 0B0 0W0 0F1 0O1 0D1 0R1 0B1 0W1 0F2 0O2 0D2 0R2 0B2 0W2"
+    command = [sys.executable, "-c", FROM_A_START, name, offloads, "1F0 1B0 1W0 1F1 1B1 1W1 1F2 1B2 1W2"]
+    missing, started, least, bound = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=ENVIRONMENT).stdout)
+    assert missing > 0
+    assert started > least
+    assert bound == pytest.approx(least, rel=1e-3)
 
 
 def test_a_model_without_licence_is_solved_by_highs(solver: Solver) -> None:

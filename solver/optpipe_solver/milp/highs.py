@@ -9,13 +9,15 @@ from optpipe.graph import Floats
 from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 from optpipe_solver.milp.rows import Rows
 
+MOST_NODES = 500  # for what a start leaves open: it is to be quick
+
 
 def minimize(task: Task) -> None:
     """`backend.Minimize` by HiGHS. Python code in other threads runs on."""
     cut_at_root(task, lambda: _relaxed(task))
     highs = _highs(task.rows, task.objective, task.limits)
-    if task.start:
-        highs.setSolution(len(task.start), np.array(list(task.start), dtype=np.int32), np.array(list(task.start.values())))
+    if (start := _completed(task)) is not None:
+        highs.setSolution(len(start), np.arange(len(start), dtype=np.int32), start)
     best = -np.inf
 
     def bound(value: float) -> None:
@@ -31,6 +33,19 @@ def minimize(task: Task) -> None:
         task.on_solution(np.array(highs.getSolution().col_value))  # the callback is not called for every solution found outside the tree
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
+
+
+def _completed(task: Task) -> Floats | None:
+    """The start with all its variables. HiGHS would complete it, too, but tell that smaller program's bound as the whole's."""
+    if not task.start:
+        return None
+    highs = _highs(task.rows, task.objective, task.limits)
+    values = np.array(list(task.start.values()))
+    highs.setOptionValue("mip_max_nodes", MOST_NODES)
+    highs.changeColsBounds(len(values), np.array(list(task.start), dtype=np.int32), values, values)
+    highs.run()
+    found = highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return np.array(highs.getSolution().col_value) if found else None
 
 
 def _relaxed(task: Task) -> Floats | None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pulp
@@ -17,10 +21,11 @@ MARGIN = 2e-4  # by which an optimum is lowered to be a bound: a solver that ign
 
 def solver(name: str) -> Minimize:
     """The backend that solves by PuLP's solver of that name, by CBC where it is empty. Raises `UnavailableError`."""
-    for chosen in (name,) if name else CBC:
-        if chosen in pulp.listSolvers() and pulp.getSolver(chosen, msg=False).available():
-            return lambda task: _minimize(chosen, task)
-    found = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
+    with _stdout_apart():
+        for chosen in (name,) if name else CBC:
+            if chosen in pulp.listSolvers() and pulp.getSolver(chosen, msg=False).available():
+                return lambda task: _minimize(chosen, task)
+        found = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
     raise UnavailableError(f"solver = 'pulp:{name or CBC[0]}': PuLP does not find this solver; it finds {found}")
 
 
@@ -44,9 +49,24 @@ def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
         x[list(task.start)] = list(task.start.values())
         for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
-    problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
+    with _stdout_apart():
+        problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
     found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     return np.array([v.value() or 0.0 for v in variables]) if found else None, problem.sol_status == pulp.LpSolutionOptimal
+
+
+@contextmanager
+def _stdout_apart() -> Iterator[None]:
+    """Whatever a solver prints goes to standard error: an engine's standard output is for its frames."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
