@@ -219,7 +219,7 @@ def test_small_windows_lead_to_the_optimum_of_the_whole() -> None:
     assert whole.proven
     assert whole.starts
     # F, p2p, F, B, p2p, and on device 0 four times F + B + W = 28 with the first B after 10 + 1 + 20 + 1: nothing can be shorter
-    *_, last = windows(ticks, schedule, time.monotonic() + 30.0, 1, 0)
+    *_, last = schedule, *windows(ticks, schedule, time.monotonic() + 30.0, 1, 0)  # the pattern may be the optimum already
     assert finish(ticks, whole.starts).makespan_ms == ticks.ms(whole.bound) == last.makespan_ms
 
 
@@ -227,7 +227,7 @@ def test_the_optimum_is_that_of_trying_every_order() -> None:
     """One device, two micro-batches, memory for one activation and a transfer's worth of gain: brute force over all programs."""
     problem = pipeline(1, 2, memory=7, offload_ms=3.0, reload_ms=2.0)
     found = min(s.makespan_ms for s in every_schedule(problem))
-    frames = answers(problem, 2.0)
+    frames = answers(problem, 30.0)  # it ends by itself
     assert best(problem, frames).makespan_ms == found
 
 
@@ -245,7 +245,7 @@ def every_schedule(problem: Problem) -> Iterator[Schedule]:
 
 def test_a_warm_start_is_what_is_to_be_beaten() -> None:
     problem = pipeline(2, 4, memory=15)
-    first = best(problem, answers(problem, 2.0))
+    first = best(problem, answers(problem, 30.0))  # it ends by itself, with the optimum
     assert not any(isinstance(frame, Incumbent) for frame in answers(problem, 2.0, warm_start=Programs.of(first)))
 
 

