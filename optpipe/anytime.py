@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 from pydantic import ValidationError
 
@@ -136,6 +137,17 @@ def _judged(result: Result) -> Result:
     return replace(result, status="optimal") if proven else result
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `improve`, for whoever passes them on."""
+
+    method: str
+    time_limit: float
+    threads: int | None
+    objective: Objective
+    warm_start: Schedule | None
+    seed: int
+
+
 def improve(
     problem: Problem,
     *,
@@ -166,17 +178,7 @@ def improve(
     return Search(request)
 
 
-def solve(
-    problem: Problem,
-    *,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    threads: int | None = None,
-    objective: Objective = "makespan",
-    warm_start: Schedule | None = None,
-    seed: int = 0,
-) -> Result:
+def solve(problem: Problem, **options: Unpack[Options]) -> Result:
     """The best schedule within the time; arguments as `improve`. A problem without one ends with status `infeasible` and the reason."""
-    search = improve(problem, method=method, time_limit=time_limit, threads=threads, objective=objective, warm_start=warm_start, seed=seed)
-    *_, last = search
+    *_, last = improve(problem, **options)
     return last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -238,8 +239,15 @@ def read_file(path: str | Path) -> bytes:
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Writes a file, UTF-8 wherever it runs; `InputError` where it cannot be written."""
+    """Writes a file, UTF-8 wherever it runs, whole or not at all; `InputError` where it cannot be written."""
+    final = Path(path).resolve()
+    special = final.exists() and not final.is_file()  # a pipe or a terminal is written to, not replaced
+    draft = final if special else final.with_name(f".{final.name}.{os.getpid()}")
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+        if not special:
+            draft.replace(final)
     except OSError as error:
+        if not special:
+            draft.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

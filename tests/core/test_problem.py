@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,23 @@ def test_what_is_no_problem_is_refused(text):
 def test_a_missing_file_is_one_sentence(tmp_path):
     with pytest.raises(InputError, match=r"nothing\.json: No such file"):
         Problem.load(tmp_path / "nothing.json")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    problem, path = Problem.from_dict(content()), tmp_path / "p.json"
+    problem.save(path)
+    before = path.read_text()
+
+    def full(self, *arguments, **options):
+        with self.open("w") as file:
+            file.write("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match=r"p\.json: cannot be written: No space left on device"):
+        problem.replace(name="other").save(path)
+    assert path.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["p.json"]
 
 
 @given(problems())
