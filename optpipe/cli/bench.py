@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.cli.bench_milp import milp
 from optpipe.cli.output import Json, print_json
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 @app.callback()
 def bench() -> None:
     """Measure on this machine."""
+
+
+app.command()(milp)
 
 
 @app.command()
