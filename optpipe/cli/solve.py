@@ -136,7 +136,8 @@ def _tell(result: Result, json: bool) -> None:
         return
     typer.echo(summary(result))
     for note in result.notes:
-        typer.echo(f"note: {note}", err=True)
+        if note != result.reason:
+            typer.echo(f"note: {note}", err=True)
 
 
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
