@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
+from support.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
 from optpipe import InputError
@@ -85,6 +85,14 @@ def other(request: pytest.FixtureRequest) -> str:
 def test_no_switch_changes_the_optimum(solver: Solver, name: str, switches: Switches) -> None:
     best, _ = best_of_all(EXHAUSTIVE[name], "makespan")
     values, bound = solver.solve(EXHAUSTIVE[name], switches=switches)
+    assert values[-1] == pytest.approx(best)
+    assert bound == pytest.approx(best)
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+def test_no_switch_changes_the_optimum_of_the_span(solver: Solver, switches: Switches) -> None:
+    best, _ = best_of_all(SPAN, "span")
+    values, bound = solver.solve(SPAN, "span", switches=switches)
     assert values[-1] == pytest.approx(best)
     assert bound == pytest.approx(best)
 

@@ -129,3 +129,4 @@ EXHAUSTIVE: dict[str, Problem] = {
         microbatch_routes=[0, 1],
     ),
 }
+SPAN = problem_of([stage(0, (1, 3, 2), 1, 1, (2, 5, 1)), stage(1, (5, 2, 9), 1)], [1, 2], 2, 4.0)

@@ -138,18 +138,24 @@ class Model:
         for x, y in product(np.flatnonzero(firsts).tolist(), np.flatnonzero(lasts).tolist()):
             if windows.device[x] == windows.device[y]:
                 add([(1.0, self.C), (1.0, self.E[x]), (-1.0, self.E[y])], (), windows.time[x])
-        for x in self._at_once():
-            self.rows.upper[self.E[x]] = self.rows.lower[self.E[x]]
+        self._at_once()
 
-    def _at_once(self) -> list[int]:
-        """Forwards of the first micro-batch that nothing delays: with one route, as long as each is its device's first. A simulated
-        schedule starts them as early as can be, so Eq. 3 must not gain by starting them later."""
+    def _at_once(self) -> None:
+        """Eq. 3 must not gain by starting a device late: what it computes first, a forward of its first stage, starts in any simulated
+        schedule as soon as it has arrived. With one route, as long as each stage is its device's first."""
         if len(passing(self.problem)) > 1:
-            return []
-        (route,) = passing(self.problem)
+            return
+        ((route, batches),) = passing(self.problem).items()
         devices = [self.problem.stages[s].device for s in route]
-        first = next((k for k, d in enumerate(devices) if d in devices[:k]), len(route))
-        return [self.windows.number[Op(Kind.F, s, 0)] for s in route[:first]]
+        for k, s in enumerate(route):
+            if devices[k] in devices[:k]:
+                return
+            for j in batches:
+                x, *others = (self.windows.number[Op(Kind.F, s, i)] for i in (j, *(i for i in batches if i != j)))
+                gap = float(self.windows.time[x]) + (self.problem.p2p_ms * self.scale if k else 0.0)
+                arrives = [(1.0, self.E[self.windows.number[Op(Kind.F, route[k - 1], j)]])] if k else []
+                late = max(0.0, self.rows.upper[self.E[x]] - gap)
+                self.rows.add([(-1.0, self.E[x]), *arrives], [(late, ~self.P[x, y]) for y in others], -gap)
 
     def _workload(self) -> None:
         """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the end; nothing
