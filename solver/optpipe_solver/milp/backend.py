@@ -13,7 +13,7 @@ from optpipe_solver.milp.rows import Clause, Rows
 
 TOLERANCE = 1e-8  # of feasibility and of integrality: with times up to a thousand, what leaks through a big-M stays far below `MARGIN`
 MARGIN = 1e-6  # by which bounds are lowered, so that the tolerance makes none wrong
-ROUNDS = 50  # of cuts before the search
+ROUNDS = 20  # of cuts before the search
 
 
 class UnavailableError(SolverError):

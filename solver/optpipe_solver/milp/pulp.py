@@ -15,6 +15,7 @@ from optpipe.graph import Floats
 from optpipe_solver.milp.backend import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
 from optpipe_solver.milp.rows import Rows
 
+SHARE = 0.9  # of the time is the solver's: it tells at its end only, and who waits for it must still be there
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
 MARGIN = 2e-4  # by which an optimum is lowered to be a bound: a solver that ignores the gap it is told to reach stops at 1e-4
 
@@ -71,7 +72,13 @@ def _stdout_apart() -> Iterator[None]:
 
 def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
     """With what of the limits PuLP lets this solver know."""
-    asked: dict[str, object] = {"msg": False, "mip": not relaxed, "timeLimit": limits.seconds, "threads": limits.threads, "gapRel": 0.0}
+    asked: dict[str, object] = {
+        "msg": False,
+        "mip": not relaxed,
+        "timeLimit": SHARE * limits.seconds,
+        "threads": limits.threads,
+        "gapRel": 0.0,
+    }
     asked |= {"warmStart": warm and not relaxed}
     if name in CBC:
         seed = [f"randomSeed {limits.seed}", f"randomCbcSeed {limits.seed}"]
