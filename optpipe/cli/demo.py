@@ -71,7 +71,7 @@ def run(plan: Plan, folder: Path) -> Outcome:
     told = Told.load(folder / "told.json")
     typer.echo(_why_not_1f1b(told))
     typer.echo("the same steps in one plain process, to compare the losses")
-    plain = reference.losses(plan.size, ranks, plan.microbatches, len(told.steps))
+    plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
     difference = max(abs(step.loss - loss) / abs(loss) for step, loss in zip(told.steps, plain, strict=True))
     _print_table(told)
     limits = [device["memory_bytes"] for device in told.problem["devices"]]

@@ -19,9 +19,9 @@ class Size:
 
     width: int = 256
     heads: int = 4
-    blocks: int = 6
+    blocks: int = 8
     context: int = 128
-    sequences: int = 4  # per micro-batch
+    sequences: int = 8  # per micro-batch
 
 
 class Embedding(nn.Module):

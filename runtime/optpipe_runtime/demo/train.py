@@ -25,10 +25,10 @@ from optpipe_runtime.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Plan:
-    """How large and how long. `budget`: each rank's memory in activations of its stage; 1F1B needs as many as there are ranks."""
+    """How large and how long. `budget`: each rank's memory, in activations of all its stages for one micro-batch."""
 
-    microbatches: int = 8
-    budget: float = 1.5
+    microbatches: int = 4
+    budget: float = 1.8
     first_s: float = 20.0  # how long to wait for a first schedule before the plainest one is taken
     solve_s: float = 20.0
     block: int = 5  # steps that a schedule runs before another takes its turn
@@ -81,9 +81,10 @@ class Training:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rank, self.ranks = plan, dist.get_rank(), dist.get_world_size()
         self._text = corpus()
-        stage = gpt.stages(plan.size, self.ranks)[self.rank]
-        self._optimizer = torch.optim.AdamW(stage.parameters(), lr=gpt.LEARNING_RATE)
-        self.pipe = Pipeline({self.rank: stage}, list(range(self.ranks)), gpt.loss, plan.microbatches)
+        placement = v_shape(self.ranks)
+        own = {s: stage for s, stage in enumerate(gpt.stages(plan.size, len(placement))) if placement[s] == self.rank}
+        self._optimizer = torch.optim.AdamW([p for stage in own.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE)
+        self.pipe = Pipeline(own, placement, gpt.loss, plan.microbatches)
         self.schedules: list[Schedule] = []
         self.steps: list[Step] = []
 
@@ -91,9 +92,10 @@ class Training:
         return batch(self._text, step, self.plan.microbatches * self.plan.size.sequences, self.plan.size.context)
 
     def profile(self) -> Problem:
-        """The model as a problem, with so little memory that 1F1B does not fit: on the first of p ranks it keeps p activations."""
+        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks the first keeps more than p activations."""
         profiled = self.pipe.profile(*self.data(0), memory_bytes=2**40)
-        budgets = [int(self.plan.budget * stage.activation_bytes) for stage in profiled.stages]
+        whole = [sum(profiled.stages[s].activation_bytes for s in profiled.stages_on(d)) for d in range(self.ranks)]
+        budgets = [int(self.plan.budget * activation) for activation in whole]
         devices = [device.model_copy(update={"memory_bytes": budget}) for device, budget in zip(profiled.devices, budgets, strict=True)]
         self.pipe.problem = profiled.replace(devices=devices, name="demo")
         return self.pipe.problem
@@ -127,10 +129,19 @@ class Training:
         return box[0]
 
 
+def v_shape(ranks: int) -> list[int]:
+    """The rank of each stage: two stages a rank, down the ranks and back up."""
+    return [*range(ranks), *reversed(range(ranks))]
+
+
 def one_at_a_time(problem: Problem) -> Schedule:
     """What to begin with where no service answers: needs the least memory and no solver."""
-    words = [f"{kind}{j}" for j in range(problem.microbatches) for kind in ("F", "BW")]
-    return Schedule.parse(problem, [[f"{s}{word}" for word in words] for s in range(len(problem.stages))], method="one at a time")
+    programs = []
+    for d in range(len(problem.devices)):
+        own = problem.stages_on(d)
+        steps = [("F", s) for s in own] + [("BW", s) for s in reversed(own)]
+        programs.append([f"{s}{kind}{j}" for j in range(problem.microbatches) for kind, s in steps])
+    return Schedule.parse(problem, programs, method="one at a time")
 
 
 def train(plan: Plan, url: str) -> Told:
