@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 import typer
@@ -32,4 +34,6 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:  # such as a full disk behind stdout
         print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # what is still buffered cannot be written either: the exit must not trip over it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)

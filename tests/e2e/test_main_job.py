@@ -43,7 +43,7 @@ def test_the_main_job(tmp_path, capsys):
     assert "1F1B does not fit: 1f1b gives no schedule: device 0 needs" in printed
 
 
-@pytest.mark.parametrize("after_s", [0.0, 8.0])
+@pytest.mark.parametrize("after_s", [0.0, 6.0])
 def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, after_s):
     serve = demo._service
 
@@ -61,4 +61,4 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
     told = Told.load(tmp_path / "told.json")
     assert outcome.loss_difference <= 1e-5
     assert outcome.within_memory
-    assert len(told.steps) >= 30
+    assert len(told.steps) >= 2 * (plan.block + 1), "the quiet phase, too, came to its end"
