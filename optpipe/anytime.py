@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 
 from pydantic import ValidationError
 
-from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Programs, Refused, Request
+from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Placements, Programs, Refused, Request
 from optpipe.errors import InputError, SolverError, input_error
 from optpipe.files import Status
 from optpipe.problem import Problem
@@ -146,6 +146,10 @@ class Options(TypedDict, total=False):
     objective: Objective
     warm_start: Schedule | None
     seed: int
+    solver: str
+    placements: Placements
+    jitter: float
+    memory_mib: int | None
 
 
 def improve(
@@ -157,10 +161,17 @@ def improve(
     objective: Objective = "makespan",
     warm_start: Schedule | None = None,
     seed: int = 0,
+    solver: str = "auto",
+    placements: Placements = "keep",
+    jitter: float = 0.0,
+    memory_mib: int | None = None,
 ) -> Search:
     """Better and better schedules: the first within moments, from a heuristic, then what the engines find until `time_limit` (seconds).
 
     Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have since changed.
+    `solver` is the MILP's (auto, highs, gurobi, pulp or pulp:NAME). With `placements="all"` the devices' work may be split into other
+    stages, and the schedule is one of `schedule.problem`. With `jitter` the 95th percentile of the objective counts, each op's time
+    varying by that share (standard deviation). `memory_mib` limits what the solver's processes hold together.
     Raises `InputError` for an argument out of range; an unknown method is known to be one when the first result is asked for.
     """
     try:
@@ -172,6 +183,10 @@ def improve(
             threads=(os.cpu_count() or 1) if threads is None else threads,
             seed=seed,
             warm_start=Programs.of(warm_start) if warm_start else None,
+            solver=solver,
+            placements=placements,
+            jitter=jitter,
+            memory_mib=memory_mib,
         )
     except ValidationError as error:
         raise input_error(error, "improve") from None

@@ -23,6 +23,7 @@ from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
 
 Objective = Literal["makespan", "span"]
+Placements = Literal["keep", "all"]
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
 ENDING_S = 5.0  # how long a child that has closed its output may take to end
 
@@ -56,6 +57,10 @@ class Request(Record):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     warm_start: Programs | None = None
+    solver: Annotated[str, Field(pattern=r"^(auto|highs|gurobi|pulp(:\w+)?)$")] = "auto"  # of the MILP
+    placements: Placements = "keep"  # the stages as given, or whichever split over the devices is best
+    jitter: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0  # relative noise of op times to be robust against
+    memory_mib: Annotated[int, Field(ge=64)] | None = None  # of the solver's processes together
 
 
 class Incumbent(Record):

@@ -28,6 +28,11 @@ class Objective(StrEnum):
     span = "span"
 
 
+class Placements(StrEnum):
+    keep = "keep"
+    all = "all"
+
+
 def solve(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
     method: Annotated[
@@ -38,6 +43,12 @@ def solve(
     objective: Annotated[Objective, typer.Option(help="makespan, or span: the longest time of one device.")] = Objective.makespan,
     warm_start: Annotated[Path | None, typer.Option(help="A schedule file to start from.")] = None,
     seed: Annotated[int, typer.Option(help="For the search's random choices.")] = 0,
+    solver: Annotated[str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp or pulp:NAME.")] = "auto",
+    placements: Annotated[
+        Placements, typer.Option(help="keep the stages, or try all: one chunk a device, looped or V-shaped chunks, the layers split anew.")
+    ] = Placements.keep,
+    jitter: Annotated[float, typer.Option(help="Be robust against op times that vary by this share, e.g. 0.05.")] = 0.0,
+    memory_mib: Annotated[int | None, typer.Option(help="Memory for the solver's processes together, MiB.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither look the problem up nor keep the answer.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with its picture here.")] = None,
@@ -61,7 +72,17 @@ def solve(
     else:
         start = start or (hit.schedule if hit else None)
         search = improve(
-            what, method=method, time_limit=time_limit, threads=threads, objective=objective.value, warm_start=start, seed=seed
+            what,
+            method=method,
+            time_limit=time_limit,
+            threads=threads,
+            objective=objective.value,
+            warm_start=start,
+            seed=seed,
+            solver=solver,
+            placements=placements.value,
+            jitter=jitter,
+            memory_mib=memory_mib,
         )
         result = _follow(search, time_limit, quiet=json)
     if cache and result.schedule:
