@@ -20,12 +20,13 @@ from optpipe.problem import Device, Problem, Stage
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver import cyclic
+from optpipe_solver.cpsat.ticks import Ticks
+from optpipe_solver.cpsat.timed import covers, split, timed
+from optpipe_solver.cpsat.whole import Window, WindowModel
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
-from optpipe_solver.cyclic.ticks import Ticks
-from optpipe_solver.cyclic.timed import covers, split, timed
-from optpipe_solver.cyclic.unroll import prune, repeat_within, unroll
-from optpipe_solver.cyclic.whole import Window, WindowModel
-from optpipe_solver.cyclic.window import everything, finish, windows
+from optpipe_solver.cyclic.unroll import repeat_within, unroll
+from optpipe_solver.lns.windows import everything, finish, windows
+from optpipe_solver.prune import prune
 
 GB = 10**9
 

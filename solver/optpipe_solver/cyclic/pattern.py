@@ -16,7 +16,7 @@ from itertools import combinations, pairwise
 from ortools.sat.python import cp_model
 
 from optpipe.ops import COMPUTE, Kind, Op
-from optpipe_solver.cyclic.ticks import Ticks
+from optpipe_solver.cpsat.ticks import Ticks
 
 F, B, W, O, R, D = Kind.F, Kind.B, Kind.W, Kind.O, Kind.R, Kind.D
 

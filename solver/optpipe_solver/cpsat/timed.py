@@ -11,7 +11,7 @@ from optpipe.graph import ACROSS, dependencies, durations, flatten, is_transfer,
 from optpipe.ops import Kind, Op
 from optpipe.program import JOINED, KIND, Program
 from optpipe.schedule import Schedule
-from optpipe_solver.cyclic.ticks import Ticks
+from optpipe_solver.cpsat.ticks import Ticks
 
 
 @dataclass(frozen=True)

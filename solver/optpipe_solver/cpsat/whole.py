@@ -15,8 +15,8 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from optpipe.ops import COMPUTE, Kind, Op
-from optpipe_solver.cyclic.ticks import Ticks
-from optpipe_solver.cyclic.timed import Timed
+from optpipe_solver.cpsat.ticks import Ticks
+from optpipe_solver.cpsat.timed import Timed
 
 F, B, W, O, R, D = Kind.F, Kind.B, Kind.W, Kind.O, Kind.R, Kind.D
 Starts = dict[Op, int]  # ticks of F, B, W, O, R

@@ -9,11 +9,11 @@ from itertools import cycle
 
 from optpipe.ops import COMPUTE
 from optpipe.schedule import Schedule
-from optpipe_solver.cyclic.ticks import Ticks
-from optpipe_solver.cyclic.timed import Timed, timed
-from optpipe_solver.cyclic.unroll import prune
-from optpipe_solver.cyclic.whole import Starts, Window, WindowModel
+from optpipe_solver.cpsat.ticks import Ticks
+from optpipe_solver.cpsat.timed import Timed, timed
+from optpipe_solver.cpsat.whole import Starts, Window, WindowModel
 from optpipe_solver.lift import lift
+from optpipe_solver.prune import prune
 
 FIRST = 100  # compute ops in the first windows
 PATIENCE_S = 5.0  # for one of the first windows

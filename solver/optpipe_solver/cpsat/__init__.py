@@ -1,0 +1,1 @@
+"""The problem on CP-SAT, whole or a window of it."""

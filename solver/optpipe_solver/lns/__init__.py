@@ -1,0 +1,1 @@
+"""Large-neighbourhood search: windows of a schedule, solved exactly."""
