@@ -1,0 +1,93 @@
+"""The percentile under noise: it agrees with an independent clock sample by sample, and the noise is an op's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from support import clock
+from support.chain import chain, gpipe, one_by_one
+from support.strategies import problems_with_schedules
+
+from optpipe import DeadlockError, Op, Schedule
+from optpipe.graph import flatten
+from optpipe.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise, percentile_ms
+from optpipe.ops import Kind
+from optpipe.program import JOINED
+
+
+@given(problems_with_schedules())
+@settings(max_examples=60)
+def test_every_sample_agrees_with_an_independent_event_clock(pair):
+    problem, schedule = pair
+    noise = Noise(problem, 0.2, seed=3)
+    table, _ = flatten(schedule)
+    alone = table.copy()
+    alone[:, JOINED] = 0  # each op's own time: the clock makes pairs of them
+    ops = [op for program in schedule.programs for op in program.ops()]
+    makespans, spans = noise.lengths_ms(schedule), noise.lengths_ms(schedule, "span")
+    for sample in (0, noise.samples - 1):
+        ms = dict(zip(ops, noise.durations(alone)[:, sample].tolist(), strict=True))
+        seen = clock.run(problem, schedule, ms.__getitem__, lambda op: problem.p2p_ms)
+        assert makespans[sample] == pytest.approx(seen.makespan)
+        assert spans[sample] <= makespans[sample] + 1e-9
+
+
+@given(problems_with_schedules())
+@settings(max_examples=40)
+def test_without_noise_it_is_the_nominal_time(pair):
+    _, schedule = pair
+    assert percentile_ms(schedule, 0.0) == pytest.approx(schedule.makespan_ms)
+    assert percentile_ms(schedule, 0.0, "span") == pytest.approx(schedule.span_ms)
+
+
+def test_one_ops_time_is_normal_and_cut():
+    problem = chain(m=40)
+    table, _ = flatten(gpipe(problem))
+    factors = Noise(problem, 0.05).durations(table) / problem.costs.ms[table[:, 0], table[:, 1], None]
+    assert factors.shape == (len(table), MOST_SAMPLES)
+    assert factors.mean() == pytest.approx(1.0, abs=0.001)
+    assert factors.std() == pytest.approx(0.05, rel=0.02)
+    assert np.percentile(factors, 95) == pytest.approx(1 + 0.05 * 1.645, rel=0.002)
+    assert factors.min() == pytest.approx(1 - 0.05 * CUT)
+    wild = Noise(problem, 1.0).durations(table) / problem.costs.ms[table[:, 0], table[:, 1], None]
+    assert wild.min() == pytest.approx(1 - POSITIVE)
+    assert wild.mean() == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_noise_belongs_to_the_op_and_not_to_its_place():
+    problem = chain()
+    noise = Noise(problem, 0.1, seed=1)
+    of = [
+        dict(zip([op for p in schedule.programs for op in p.ops()], noise.durations(flatten(schedule)[0]), strict=True))
+        for schedule in (gpipe(problem), one_by_one(problem))
+    ]
+    same = of[0].keys() & of[1].keys()
+    assert Op(Kind.F, 1, 1) in same
+    assert all(np.array_equal(of[0][op], of[1][op]) for op in same)
+    assert len({of[0][op].tobytes() for op in of[0]}) == len(of[0])  # no two ops share theirs
+
+
+def test_the_seed_decides():
+    schedule = gpipe(chain(m=4))
+    assert percentile_ms(schedule, 0.1, seed=1) == percentile_ms(schedule, 0.1, seed=1) != percentile_ms(schedule, 0.1, seed=2)
+
+
+def test_a_sum_of_times_in_a_row():
+    """One micro-batch: F B on one device, F B W on the way; a sum of independent times has the percentile of a normal distribution."""
+    problem = chain(m=1)
+    schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1BW0"]])
+    ms = [1.0, 1.0, 2.0, 2.0]  # F, F, BW, BW, and 0.1 ms twice in between
+    expected = sum(ms) + 0.2 + 1.645 * 0.1 * np.sqrt(np.sum(np.square(ms)))
+    assert percentile_ms(schedule, 0.1) == pytest.approx(expected, rel=0.01)
+
+
+def test_huge_problems_get_fewer_samples():
+    assert Noise(chain(m=4), 0.1).samples == MOST_SAMPLES
+    assert 50 <= Noise(chain(m=10_000), 0.1).samples < 60
+
+
+def test_what_cannot_run_is_told():
+    stuck = Schedule.parse(chain(m=1), [["0BW0", "0F0"], ["1F0", "1BW0"]])
+    with pytest.raises(DeadlockError):
+        percentile_ms(stuck, 0.1)
