@@ -89,7 +89,7 @@ def _results(request: Request, child: Child, deadline: threading.Timer) -> Gener
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
-            best = replace(_after(best, frame, request.problem), time_s=time.monotonic() - began)
+            best = replace(_after(best, frame, request), time_s=time.monotonic() - began)
             if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
                 yield best
                 shown = best
@@ -103,10 +103,10 @@ def _results(request: Request, child: Child, deadline: threading.Timer) -> Gener
     yield replace(best, time_s=time.monotonic() - began)
 
 
-def _after(best: Result, frame: Frame, problem: Problem) -> Result:
+def _after(best: Result, frame: Frame, request: Request) -> Result:
     """What is known after one more frame."""
     if isinstance(frame, Incumbent):
-        return _with_incumbent(best, frame, problem)
+        return _with_incumbent(best, frame, request)
     if isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or 0.0):
         return _judged(replace(best, lower_bound_ms=frame.lower_bound_ms))
     if isinstance(frame, Infeasible) and best.schedule is None:
@@ -116,10 +116,12 @@ def _after(best: Result, frame: Frame, problem: Problem) -> Result:
     return best
 
 
-def _with_incumbent(best: Result, frame: Incumbent, problem: Problem) -> Result:
+def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
     try:
-        schedule = frame.schedule.schedule(problem, frame.method)
-        wrong = check(problem, schedule)
+        schedule = frame.schedule.schedule(request.problem, frame.method)
+        wrong = check(schedule.problem, schedule)  # this problem, or the one that the placement makes of it
+        if schedule.placement and request.placements == "keep":
+            wrong = [f"{schedule.placement}: the stages were to be kept"]
     except InputError as error:
         wrong = [str(error)]
     if wrong:

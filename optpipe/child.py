@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from optpipe.errors import SolverError, input_error
+from optpipe.placement import Placement
 from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
 
@@ -29,22 +30,29 @@ ENDING_S = 5.0  # how long a child that has closed its output may take to end
 
 
 class Programs(Record):
-    """A schedule on the wire: each device's program and each shared link's order as one text of ops between spaces."""
+    """A schedule on the wire: each device's program and each shared link's order as one text of ops between spaces.
+
+    Where `placement` is there, it is one for that placement of the problem; who receives it places the problem that was asked about.
+    """
 
     programs: tuple[str, ...]
     links: dict[str, str] = Field(default_factory=dict)
+    placement: Placement | None = None
 
     @classmethod
     def of(cls, schedule: Schedule) -> Programs:
         return cls(
             programs=tuple(" ".join(program.texts()) for program in schedule.programs),
             links={link: " ".join(order.texts()) for link, order in schedule.links.items()},
+            placement=schedule.placement,
         )
 
     def schedule(self, problem: Problem, method: str) -> Schedule:
-        """Raises `InputError` for an op that cannot be read; `check` says whether it is a schedule."""
+        """Raises `InputError` for an op that cannot be read or a placement that is not for this problem; `check` says whether it is a
+        schedule of its problem."""
+        placed = self.placement.apply(problem) if self.placement else problem
         links = {link: texts.split() for link, texts in self.links.items()}
-        return Schedule.parse(problem, (texts.split() for texts in self.programs), links, method)
+        return Schedule.parse(placed, (texts.split() for texts in self.programs), links, method, self.placement)
 
 
 class Request(Record):
@@ -104,6 +112,7 @@ class End(Record):
     """The last line of a search that ended by itself."""
 
     type: Literal["end"] = "end"
+    spent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of its time limit, by a count of work that no clock disturbs
 
 
 Frame = Incumbent | Bound | Infeasible | Refused | Note | End
@@ -121,6 +130,10 @@ class Child:
         )
         self._stopped = threading.Event()
         threading.Thread(target=self._send, args=(request.model_dump_json(exclude_none=True),), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None

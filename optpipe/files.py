@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from optpipe.errors import InputError, input_error
 from optpipe.ops import Kind
+from optpipe.placement import Placement
 from optpipe.problem import Problem, Record, TotalMs, read_file, write_file
 from optpipe.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
@@ -36,11 +37,15 @@ class TimedOp(Record):
 
 
 class ScheduleFile(Record):
-    """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before anyone uses them."""
+    """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before anyone uses them.
+
+    Where `placement` is there, `problem` is the problem that was asked about with this placement.
+    """
 
     format: Literal["optpipe.schedule/1"] = "optpipe.schedule/1"
     problem: Problem
     problem_sha256: Annotated[str, Field(max_length=64)] | None = None
+    placement: Placement | None = None
     method: str = ""
     status: Found = "feasible"
     makespan_ms: TotalMs | None = None
@@ -56,6 +61,7 @@ class ScheduleFile(Record):
         return cls(
             problem=schedule.problem,
             problem_sha256=schedule.problem.sha256,
+            placement=schedule.placement,
             method=schedule.method,
             status=status,
             makespan_ms=schedule.makespan_ms,
@@ -68,7 +74,7 @@ class ScheduleFile(Record):
 
     def schedule(self) -> Schedule:
         """The schedule in it; raises `InputError` for an op that cannot be read."""
-        return Schedule.parse(self.problem, (device.program for device in self.devices), self.links, self.method)
+        return Schedule.parse(self.problem, (device.program for device in self.devices), self.links, self.method, self.placement)
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json", exclude_none=True), separators=(",", ":"))

@@ -189,6 +189,12 @@ class Problem(Record):
             copied.__dict__.pop(name, None)
         return copied
 
+    def rechunk(self, chunks: int, shape: Literal["looped", "v"] = "looped") -> Problem:
+        """The same model on the same devices as `chunks` stages a device, as even as can be; see `optpipe.placement`."""
+        from optpipe.placement import Placement
+
+        return Placement.balanced(self, chunks, shape).apply(self)
+
     def replace(self, **changes: Any) -> Problem:
         """The same problem with other fields, validated again."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}

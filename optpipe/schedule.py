@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from optpipe.placement import Placement
 from optpipe.problem import Problem
 from optpipe.program import Program, parse_programs
 from optpipe.timeline import Timeline, simulate
@@ -14,20 +15,29 @@ from optpipe.timeline import Timeline, simulate
 
 @dataclass(frozen=True)
 class Schedule:
-    """Programs by device and, for links that several devices share, the order of all transfers on them."""
+    """Programs by device and, for links that several devices share, the order of all transfers on them.
+
+    `placement` says how `problem` came from the one that was asked about, where its stages are others.
+    """
 
     problem: Problem
     programs: tuple[Program, ...]
     links: Mapping[str, Program] = field(default_factory=dict)
     method: str = ""
+    placement: Placement | None = None
 
     @classmethod
     def parse(
-        cls, problem: Problem, programs: Iterable[Iterable[str]], links: Mapping[str, Iterable[str]] | None = None, method: str = ""
+        cls,
+        problem: Problem,
+        programs: Iterable[Iterable[str]],
+        links: Mapping[str, Iterable[str]] | None = None,
+        method: str = "",
+        placement: Placement | None = None,
     ) -> Schedule:
         """From op texts, e.g. `Schedule.parse(problem, [["0F0", "0BW0"]])`; raises `InputError` for what is no op."""
         orders = {link: parse_programs([texts], f"links[{link!r}]")[0] for link, texts in (links or {}).items()}
-        return cls(problem, parse_programs(programs, "programs"), orders, method)
+        return cls(problem, parse_programs(programs, "programs"), orders, method, placement)
 
     @cached_property
     def timeline(self) -> Timeline:

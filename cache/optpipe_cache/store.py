@@ -7,7 +7,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -141,7 +141,7 @@ class Cache:
                 status=status,
                 lower_bound_ms=lower_bound_ms,
                 method=schedule.method,
-                programs=Programs.of(schedule),
+                programs=Programs.of(replace(schedule, placement=None)),  # of `problem` as it is
             )
         except ValidationError as error:
             raise input_error(error, "cache") from None

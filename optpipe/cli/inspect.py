@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +25,8 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
     from optpipe.validity import check as complaints
 
     what, file, found = _read(problem, schedule)
-    wrong = complaints(what, found) or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
+    wrong = _misplaced(file, what) + complaints(what, found)
+    wrong = wrong or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
     if json:
         content = {"valid": not wrong, "complaints": wrong}
         if not wrong:
@@ -42,6 +44,25 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
         typer.echo(f"valid: it runs in {found.makespan_ms:.6g} ms and fits the memory of all {len(what.devices)} devices")
     if wrong:
         raise typer.Exit(1)
+
+
+def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
+    """Where the file's placement does not make the problem in the file of the problem asked about."""
+    if file.placement is None or file.problem.sha256 == placed.sha256:
+        return []
+    difference = _difference(placed.to_dict() | {"name": ""}, file.problem.to_dict() | {"name": ""})
+    return [f"placement = {file.placement}: does not make the problem in the file of this one: {difference}"]
+
+
+def _difference(here: Any, there: Any, place: str = "") -> str | None:
+    """The first place in which two JSON values differ, with both."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        steps = [(f"{place}.{name}".lstrip("."), here.get(name), there.get(name)) for name in {**here, **there}]
+    elif isinstance(here, list) and isinstance(there, list):
+        steps = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip_longest(here, there))]
+    else:
+        return None if here == there else f"{place} = {here}, in the file {there}"
+    return next(filter(None, (_difference(one, other, deeper) for deeper, one, other in steps)), None)
 
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
@@ -110,11 +131,16 @@ def show(
 
 
 def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedule]:
-    """The problem, the file, and its schedule for that problem (not for the one in the file, where they differ)."""
+    """The problem, the file, and its schedule for that problem (not for the one in the file, where they differ).
+
+    Where the file has a placement, the problem is returned with that placement, unless it is the one in the file already.
+    """
     from optpipe.files import ScheduleFile
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
     what, file = Problem.load(problem), ScheduleFile.load(schedule)
     own = file.schedule()
+    if file.placement and what.sha256 != file.problem.sha256:
+        what = file.placement.apply(what)
     return what, file, Schedule(what, own.programs, own.links, own.method)
