@@ -1,0 +1,275 @@
+"""`repair`: a schedule made for other figures becomes one of this problem, with as little of its order changed as memory demands.
+
+Times may drift as they like: programs are re-timed. Where an op of a program exceeds the memory that there is now, activations that are
+held meanwhile leave, or are computed again, those first that keep compute waiting least; and what still does not fit stands back behind
+what makes room (`_replayed`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from optpipe.errors import OptPipeError
+from optpipe.graph import ACROSS, ISSUED, Ints, Table, dependencies, flatten, is_transfer, require_known, second_of_pair
+from optpipe.memory import device_bytes, host_bytes
+from optpipe.ops import BACKWARD, Kind
+from optpipe.problem import Problem
+from optpipe.program import JOINED, KIND, PART, STAGE, Program
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_solver.floor import part_bytes
+
+EARLY = 1.5  # a reload stands this many reload times before its backward, where memory admits it
+
+
+def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
+    """The schedule, whatever problem it was made for, as a valid one of this problem; None where a few changes do not do.
+
+    Stages, placement and number of micro-batches have to be the same. What is returned has passed `check`, and is the shortest found.
+    """
+    try:
+        able = _only_what_can_be(problem, schedule)
+        if not check(problem, able):
+            return able
+    except (OptPipeError, LookupError):  # it is not of such stages and micro-batches
+        return None
+    found = []
+    for change in (_replayed, lambda schedule: _replayed(_lightened(schedule))):
+        try:
+            changed = change(able)
+            if not check(problem, changed):
+                found.append(changed)
+        except (OptPipeError, LookupError):  # ops wait for each other, or for memory
+            continue
+    return min(found, key=lambda schedule: schedule.makespan_ms, default=None)
+
+
+def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
+    """Without the offloads, recomputes and pairs that the problem does not know. Raises `ScheduleError` where stages are others."""
+    costs = problem.costs
+
+    def able(program: Program) -> Program:
+        kind, stage, part = program.table[:, KIND], program.table[:, STAGE], program.table[:, PART]
+        leaves = np.isin(kind, [Kind.O, Kind.D, Kind.R])
+        known = (~leaves | (costs.can_offload[stage] & (part < costs.parts[stage]))) & ((kind != Kind.C) | costs.can_recompute[stage])
+        table = program.table[known].copy()
+        if problem.overlap_factor is None:
+            table[:, JOINED] = 0
+        return Program(table)
+
+    links = {link: able(order) for link, order in schedule.links.items() if link in problem.shared_links}
+    programs = tuple(able(program) for program in schedule.programs)
+    found = Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, schedule.method)
+    require_known(problem, *flatten(found))
+    return found
+
+
+def _replayed(schedule: Schedule) -> Schedule:
+    """All ops once more in the order of their starts; what does not fit waits for memory, and what needs it waits with it.
+
+    All programs and links keep the one order in which ops are let through, so they cannot deadlock. Raises `LookupError` where all that
+    is left waits for memory.
+    """
+    problem, timeline = schedule.problem, schedule.timeline
+    table, second = timeline.table, second_of_pair(timeline.table)
+    leads = np.flatnonzero(~second)  # ops, and of pairs the first
+    needs, delay = dependencies(problem, table, timeline.device)
+    needs = np.where(needs >= 0, needs - second[needs], -1)[:, :ISSUED]
+    behind: list[list[tuple[int, float]]] = [[] for _ in table]
+    missing = [0] * len(table)
+    for row, others, hop in zip((np.arange(len(table)) - second).tolist(), needs.tolist(), delay.tolist(), strict=True):
+        for column, other in enumerate(others):
+            if other >= 0:
+                behind[other].append((row, hop if column == ACROSS else 0.0))
+                missing[row] += 1
+    soonest, lasts, device = timeline.start.tolist(), (timeline.end - timeline.start).tolist(), timeline.device.tolist()
+    is_forward = (table[:, KIND] == Kind.F).tolist()
+    memory = _Memory(problem, table)
+    ready = [(soonest[row], row) for row in leads.tolist() if not missing[row]]
+    heapq.heapify(ready)
+    short: list[list[tuple[float, int]]] = [[] for _ in range(2 * len(problem.devices))]  # what lacks memory: forwards, and what restores
+    order = []
+    while ready:
+        now, row = heapq.heappop(ready)
+        d = device[row]
+        if not memory.take(d, row):
+            heapq.heappush(short[2 * d + is_forward[row]], (soonest[row], row))
+        else:
+            order.append(row)
+            for other, hop in behind[row]:
+                missing[other] -= 1
+                soonest[other] = max(soonest[other], now + lasts[row] + hop)
+                if not missing[other]:
+                    heapq.heappush(ready, (soonest[other], other))
+            for queue in short[2 * d : 2 * d + 2]:
+                if queue:  # the first in line tries again after each op
+                    heapq.heappush(ready, (max(queue[0][0], now), heapq.heappop(queue)[1]))
+        if not ready:
+            for queue in short:
+                ready += [(max(now, at), row) for at, row in queue if memory.fits(device[row], row)]
+                queue[:] = [(at, row) for at, row in queue if not memory.fits(device[row], row)]
+            heapq.heapify(ready)
+    if len(order) < len(leads):
+        raise LookupError("memory for none of what is left")
+    return _in_order(schedule, np.array(order))
+
+
+class _Memory:
+    """What devices and their hosts have left, and what each row takes and frees."""
+
+    def __init__(self, problem: Problem, table: Table) -> None:
+        on_device, on_host = device_bytes(problem, table), host_bytes(problem, table)
+        self._takes: list[tuple[int, int]] = list(zip(on_device[0].tolist(), on_host[0].tolist(), strict=True))
+        self._frees: list[tuple[int, int]] = list(zip(on_device[1].tolist(), on_host[1].tolist(), strict=True))
+        self._left = [device.memory_bytes for device in problem.devices]
+        self._host_left: list[int] = problem.costs.host_memory.tolist()
+
+    def fits(self, d: int, row: int) -> bool:
+        takes, on_host = self._takes[row]
+        return takes <= self._left[d] and on_host <= self._host_left[d]
+
+    def take(self, d: int, row: int) -> bool:
+        """Runs a row, if it fits; whether it did."""
+        if not self.fits(d, row):
+            return False
+        self._left[d] += self._frees[row][0] - self._takes[row][0]
+        self._host_left[d] += self._frees[row][1] - self._takes[row][1]
+        return True
+
+
+def _in_order(schedule: Schedule, leads: Ints) -> Schedule:
+    """The programs' ops in one order, of pairs the first."""
+    problem, timeline = schedule.problem, schedule.timeline
+    paired = timeline.table[leads, JOINED] == 1
+    rows = np.repeat(leads, 1 + paired)
+    rows[np.cumsum(1 + paired)[paired] - 1] += 1
+    table, device = timeline.table[rows], timeline.device[rows]
+    links = {link: Program(table[is_transfer(table) & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()}
+    programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
+    return replace(schedule, programs=programs, links={link: order for link, order in links.items() if len(order)})
+
+
+DROP, RESTORE, ROW, OFFLOAD = range(4)  # what may stand before a row, the row itself, and behind it, in this order
+New = tuple[int, int, tuple[int, int, int, int, int]]  # at which row of the old program, as what of the above, and the new row
+
+
+def _lightened(schedule: Schedule) -> Schedule:
+    """With more offloads and recomputes: where a program holds too much, what stays over that goes, as far as this does it."""
+    problem, timeline = schedule.problem, schedule.timeline
+    bounds = np.searchsorted(timeline.device, np.arange(len(problem.devices) + 1))
+    programs, moments = [], []
+    for d, own in enumerate(slice(a, b) for a, b in pairwise(bounds.tolist())):
+        table, start, end = timeline.table[own], timeline.start[own].tolist(), timeline.end[own].tolist()
+        new = _Scan(problem, d, table, start, end).relieved()
+        rows = sorted([*((i, ROW, row) for i, row in enumerate(map(tuple, table.tolist()))), *new])
+        programs.append(Program(np.array([row for *_, row in rows], dtype=np.int32).reshape(-1, 5)))
+        now = 0.0
+        for n, (i, what, row) in enumerate(rows):
+            if row[KIND] in (Kind.O, Kind.R):
+                now = max(now, end[i] if what == OFFLOAD else start[i])
+                moments.append((now, d, n, row))
+    links = {}
+    for link, sharers in problem.shared_links.items():
+        order = [row for _, d, _, row in sorted(moments) if d in sharers]
+        if order:
+            links[link] = Program(np.array(order, dtype=np.int32))
+    return replace(schedule, programs=tuple(programs), links=links)
+
+
+@dataclass(slots=True)
+class _Stay:
+    """An activation that stays from its forward to its backward, by rows, and its parts, the next to leave last."""
+
+    stage: int
+    microbatch: int
+    forward: int
+    backward: int
+    parts: list[int]
+
+
+class _Scan:
+    """One device's program by rows, and what is held during each."""
+
+    def __init__(self, problem: Problem, d: int, table: Table, start: list[float], end: list[float]) -> None:
+        self.problem, self.table, self.start, self.end = problem, table, start, end
+        self.ms: list[list[float]] = problem.costs.ms.tolist()
+        self.limit, self.host_limit = problem.devices[d].memory_bytes, int(problem.costs.host_memory[d])
+        self.during, self.hosted = _held(*device_bytes(problem, table)), _held(*host_bytes(problem, table))
+        self.lead = (np.arange(len(table)) - second_of_pair(table)).tolist()  # a pair's first row
+        self.last = (np.arange(len(table)) + (table[:, JOINED] == 1)).tolist()
+        self.size = [part_bytes(stage) for stage in problem.stages]
+
+    def relieved(self) -> list[New]:
+        """What is new in the program."""
+        new: list[New] = []
+        coming = sorted(self._stays(), key=lambda stay: -stay.forward)
+        held: list[_Stay] = []
+        for i in np.flatnonzero(self.during > self.limit).tolist():
+            while coming and coming[-1].forward < i:
+                held.append(coming.pop())
+            held = [stay for stay in held if stay.backward > i]
+            while self.during[i] > self.limit and held:
+                ways = [(*self._waits(i, stay, recompute), n, recompute) for n, stay in enumerate(held) for recompute in self._means(stay)]
+                if not ways:
+                    break
+                *_, n, recompute = min(ways)
+                new += self._recomputed(held[n]) if recompute else self._offloaded(i, held[n])
+                if not held[n].parts:
+                    del held[n]
+        return new
+
+    def _stays(self) -> Iterator[_Stay]:
+        at = {(kind, s, j): i for i, (kind, s, j) in reversed(list(enumerate(self.table[:, :PART].tolist())))}
+        for (kind, s, j), i in at.items():
+            if kind == Kind.F and (Kind.O, s, j) not in at and (Kind.C, s, j) not in at:
+                backward = next(self.lead[at[b, s, j]] for b in BACKWARD if (b, s, j) in at)
+                yield _Stay(s, j, i, backward, list(range(len(self.size[s])))[::-1])
+
+    def _means(self, stay: _Stay) -> Iterator[bool]:
+        """The ways in which it can go: by offload, by recompute (True)."""
+        stage, whole = self.problem.stages[stay.stage], len(stay.parts) == len(self.size[stay.stage])
+        if stage.can_offload and stay.parts:
+            size = self.size[stay.stage][stay.parts[-1]]
+            if int(self.hosted[stay.forward : stay.backward + 1].max()) + size <= self.host_limit:
+                yield False
+        if stage.can_recompute and whole:
+            yield True
+
+    def _waits(self, i: int, stay: _Stay, recompute: bool) -> tuple[float, float]:
+        """About how long compute stands still, or computes again, if it is away during a row; then, the later it is needed the better."""
+        needed = self.start[stay.backward]
+        if recompute:
+            return self.ms[Kind.C][stay.stage], -needed
+        out = self.end[stay.forward] + self.ms[Kind.O][stay.stage] - self.start[i]
+        back = self.ms[Kind.R][stay.stage] - (needed - self.end[i])
+        return max(0.0, out) + max(0.0, back), -needed
+
+    def _offloaded(self, i: int, stay: _Stay) -> list[New]:
+        """The next part leaves after the forward, is gone before row i and back so early that the reload ends in time, if memory admits."""
+        s, j, p = stay.stage, stay.microbatch, stay.parts.pop()
+        size, soon = self.size[s][p], self.start[stay.backward] - EARLY * self.ms[Kind.R][s]
+        back = stay.backward
+        while (before := self.lead[back - 1]) > i and self.start[before] >= soon and (self.during[before:back] <= self.limit).all():
+            back = before
+        self.during[i:back] -= size
+        self.hosted[stay.forward : stay.backward + 1] += size
+        ops = ((self.last[stay.forward], OFFLOAD, Kind.O), (i, DROP, Kind.D), (back, RESTORE, Kind.R))
+        return [(row, what, (int(kind), s, j, p, 0)) for row, what, kind in ops]
+
+    def _recomputed(self, stay: _Stay) -> list[New]:
+        """Only its checkpoint stays, until right before the backward."""
+        stay.parts.clear()
+        stage = self.problem.stages[stay.stage]
+        self.during[self.last[stay.forward] + 1 : stay.backward] -= stage.activation_bytes - (stage.checkpoint_bytes or 0)
+        return [(stay.backward, RESTORE, (int(Kind.C), stay.stage, stay.microbatch, 0, 0))]
+
+
+def _held(taken: Ints, freed: Ints) -> Ints:
+    """Bytes held during each row."""
+    held: Ints = np.cumsum(taken) - np.cumsum(freed) + freed
+    return held

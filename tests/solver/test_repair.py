@@ -1,0 +1,107 @@
+"""A schedule of yesterday's figures becomes one of today's: valid always, in the old order as far as memory admits."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import problems, schedules
+
+from optpipe import Device, Kind, Problem, Schedule, Stage, certify, check
+from optpipe_solver.floor import least_memory
+from optpipe_solver.heuristics import STREAMS, generate
+from optpipe_solver.repair import repair
+
+OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 500}
+
+
+def pipeline(devices: int, microbatches: int, memory: int, size: int = 500, **costs: Any) -> Problem:
+    times = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0}
+    stages = [Stage(device=d, **{**times, "activation_bytes": size, "weight_grad_bytes": 200, **costs}) for d in range(devices)]
+    return Problem(microbatches=microbatches, p2p_ms=1.0, devices=[Device(memory_bytes=memory)] * devices, stages=stages)
+
+
+@st.composite
+def drifted(draw: Any) -> tuple[Problem, Schedule]:
+    """A problem, and a schedule of one with other times and bytes, more memory and perhaps other abilities."""
+    before = draw(problems())
+    schedule = draw(schedules(before))
+    content = before.to_dict()
+    for stage in content["stages"]:
+        for name in [name for name in stage if name.endswith("_ms")]:
+            stage[name] *= draw(st.sampled_from([0.0, 0.8, 1.0, 1.3]))
+        grown = draw(st.integers(0, 3))
+        stage["activation_bytes"] += grown
+        if draw(st.booleans()):
+            for name in ("offload_ms", "reload_ms", "offload_bytes", "offload_parts"):
+                stage.pop(name, None)
+        if draw(st.booleans()):
+            for name in ("recompute_ms", "checkpoint_bytes"):
+                stage.pop(name, None)
+    if draw(st.booleans()):
+        content.pop("overlap_factor", None)
+    for device, least in zip(content["devices"], least_memory(Problem.from_dict(content)), strict=True):
+        device["memory_bytes"] = least + draw(st.sampled_from([0, 1, 5, 20, 100]))
+    return Problem.from_dict(content), schedule
+
+
+@settings(max_examples=300, deadline=None)
+@given(drifted())
+def test_what_comes_back_is_valid_whatever_has_changed(pair):
+    problem, schedule = pair
+    found = repair(problem, schedule)
+    assert found is None or check(problem, found) == []
+
+
+def test_times_alone_change_nothing_but_the_clock():
+    before = pipeline(4, 8, 1500, **OFFLOAD)
+    schedule = generate("adaoffload", before)
+    after = pipeline(4, 8, 1500, **{**OFFLOAD, "forward_ms": 13.0, "offload_ms": 15.0})
+    found = repair(after, schedule)
+    assert found is not None
+    assert found.programs == schedule.programs
+    assert found.problem == after
+
+
+@pytest.mark.parametrize("memory", [1490, 1300])
+@pytest.mark.parametrize("costs", [OFFLOAD, {**OFFLOAD, "offload_parts": 4}, {"recompute_ms": 10.0, "checkpoint_bytes": 50}, {}])
+def test_with_less_memory_it_stays_near_what_heuristics_make_of_it_anew(memory, costs):
+    before, after = pipeline(6, 12, 1500, **costs), pipeline(6, 12, memory, **costs)
+    schedule = min(islice(STREAMS["adaoffload"](before, "makespan"), 12), key=lambda schedule: schedule.makespan_ms)
+    assert not certify(after, schedule).fits
+    found = repair(after, schedule)
+    assert found is not None
+    assert check(after, found) == []
+    anew = min(islice(STREAMS["adaoffload"](after, "makespan"), 12), key=lambda schedule: schedule.makespan_ms)
+    assert found.makespan_ms <= 1.35 * anew.makespan_ms
+
+
+def test_activations_that_stayed_leave_where_they_must():
+    ample, short = pipeline(6, 24, 10**6, **OFFLOAD), pipeline(6, 24, 2000, **OFFLOAD)
+    schedule = generate("zb", ample)
+    found = repair(short, schedule)
+    assert found is not None
+    assert any(op.kind is Kind.O for op in found.programs[0].ops())
+    without = repair(pipeline(6, 24, 2000), schedule)
+    assert without is not None
+    assert found.makespan_ms < without.makespan_ms
+
+
+def test_what_can_no_longer_leave_stays():
+    before, after = pipeline(4, 8, 1500, **OFFLOAD), pipeline(4, 8, 1500)
+    found = repair(after, generate("adaoffload", before))
+    assert found is not None
+    assert check(after, found) == []
+
+
+def test_of_another_pipeline_nothing_can_be_made():
+    schedule = generate("zb", pipeline(4, 8, 10**6))
+    assert repair(pipeline(3, 8, 10**6), schedule) is None
+    assert repair(pipeline(5, 8, 10**6), schedule) is None
+
+
+def test_where_nothing_fits_there_is_none():
+    assert repair(pipeline(4, 8, 499), generate("zb", pipeline(4, 8, 10**6))) is None
