@@ -14,12 +14,23 @@ from pydantic import ValidationError
 from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Placements, Programs, Refused, Request
 from optpipe.errors import InputError, SolverError, input_error
 from optpipe.files import Status
+from optpipe.jitter import percentile_ms
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is ended
 SOLVER = "optpipe_solver"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One incumbent: when it came, whose it is, what counts of it, and the best bound by then. `time_s` in s, the rest in ms."""
+
+    time_s: float
+    method: str
+    value_ms: float
+    lower_bound_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,8 @@ class Result:
     time_s: float = 0.0
     reason: str | None = None  # why there is no schedule
     notes: tuple[str, ...] = ()  # what went wrong on the way, such as an engine that crashed
+    percentile_ms: float | None = None  # where there is jitter: the objective's 95th percentile under that noise (`optpipe.jitter`)
+    history: tuple[Step, ...] = ()  # the incumbents so far, this one last
 
     @property
     def makespan_ms(self) -> float | None:
@@ -48,8 +61,13 @@ class Result:
         return self.makespan_ms if self.objective == "makespan" else self.span_ms
 
     @property
+    def value_ms(self) -> float | None:
+        """What the search makes small: the percentile where there is jitter, else the objective."""
+        return self.objective_ms if self.percentile_ms is None else self.percentile_ms
+
+    @property
     def gap(self) -> float | None:
-        """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal."""
+        """How much shorter a schedule could at most be by its nominal times, as a share of this one; 0 is proven optimal, jitter aside."""
         value = self.objective_ms
         if value is None or self.lower_bound_ms is None:
             return None
@@ -89,7 +107,8 @@ def _results(request: Request, child: Child, deadline: threading.Timer) -> Gener
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
-            best = replace(_after(best, frame, request), time_s=time.monotonic() - began)
+            now = replace(_after(best, frame, request), time_s=time.monotonic() - began)
+            best = now if now.schedule is best.schedule else _with_step(now)
             if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
                 yield best
                 shown = best
@@ -126,14 +145,22 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
         wrong = [str(error)]
     if wrong:
         return replace(best, notes=(*best.notes, f"a schedule of {frame.method} was rejected: {wrong[0]}"))
-    better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None)
-    if best.objective_ms is not None and better.objective_ms is not None and better.objective_ms >= best.objective_ms:
+    percentile = percentile_ms(schedule, request.jitter, request.objective, request.seed) if request.jitter else None
+    better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None, percentile_ms=percentile)
+    if best.value_ms is not None and better.value_ms is not None and better.value_ms >= best.value_ms:
         return best
     return _judged(better)
 
 
+def _with_step(result: Result) -> Result:
+    assert result.value_ms is not None, "a schedule has a value"
+    return replace(result, history=(*result.history, Step(result.time_s, result.method, result.value_ms, result.lower_bound_ms)))
+
+
 def _judged(result: Result) -> Result:
-    """`optimal` only where the bound proves it."""
+    """`optimal` only where the bound proves it, which says nothing of a percentile."""
+    if result.percentile_ms is not None:
+        return result
     value, bound = result.objective_ms, result.lower_bound_ms
     proven = value is not None and bound is not None and value <= bound * (1 + 1e-9) + 1e-9
     return replace(result, status="optimal") if proven else result

@@ -112,7 +112,7 @@ class End(Record):
     """The last line of a search that ended by itself."""
 
     type: Literal["end"] = "end"
-    spent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of its time limit, by a count of work that no clock disturbs
+    spent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of its time limit, by a count of work
 
 
 Frame = Incumbent | Bound | Infeasible | Refused | Note | End

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from optpipe.child import Objective
-from optpipe.graph import ACROSS, Floats, Ints, Table, dependencies, flatten, second_of_pair, streams
+from optpipe.graph import ACROSS, Flags, Floats, Ints, Table, dependencies, flatten, second_of_pair, streams
 from optpipe.jit import LazyJit
 from optpipe.ops import TRANSFERS, Kind
 from optpipe.problem import Problem
@@ -51,8 +51,8 @@ class Noise:
 
     def lengths_ms(self, schedule: Schedule, objective: Objective = "makespan") -> Floats:
         """(samples,) the objective under each sample of the noise, in ms."""
-        schedule.timeline  # noqa: B018 - raises for a schedule that cannot run
-        start, end, device = self._times(schedule)
+        device = schedule.timeline.device  # raises for a schedule that cannot run
+        start, end = self.times(schedule)
         together = [device == d for d in np.unique(device)] if objective == "span" else [slice(None)]
         lengths: Floats = np.max([end[own].max(axis=0) - start[own].min(axis=0) for own in together], axis=0)
         return lengths
@@ -78,14 +78,15 @@ class Noise:
         factors: Floats = 1.0 + self.jitter * np.clip(z, -cut, cut)
         return factors
 
-    def _times(self, schedule: Schedule) -> tuple[Floats, Floats, Ints]:
-        """(n, samples) start and end of every op that leads (all but the second ones of pairs), and (n,) their devices."""
-        table, device = flatten(schedule)
-        waits, delay, levels = _levels(self.problem, schedule, table, device)
+    def times(self, schedule: Schedule) -> tuple[Floats, Floats]:
+        """(n, samples) start and end of every op of a schedule that can run, device after device in program order, in ms."""
+        table, _ = flatten(schedule)
+        waits, delay = waits_for(self.problem, schedule)
+        second = second_of_pair(table)
         duration = self.durations(table)
         start, end = np.zeros_like(duration), np.zeros((len(table) + 1, self.samples))  # the last row: nothing to wait for
         delayed = [bool(column.any()) for column in delay.T]
-        for rows in levels:
+        for rows in _levels(waits, ~second):
             begin = start[rows]
             for column in range(waits.shape[1]):
                 ended = end[waits[rows, column]]
@@ -94,29 +95,39 @@ class Noise:
                 np.maximum(begin, ended, out=begin)
             start[rows] = begin
             end[rows] = begin + duration[rows]
-        leads = np.concatenate([np.sort(rows) for rows in levels]) if levels else np.zeros(0, dtype=np.int64)
-        return start[leads], end[leads], device[leads]
+        start[second], end[:-1][second] = start[np.flatnonzero(second) - 1], end[np.flatnonzero(second) - 1]
+        return start, end[:-1]
 
 
-def _levels(problem: Problem, schedule: Schedule, table: Table, device: Ints) -> tuple[Ints, Floats, list[Ints]]:
-    """(n, k) the ops that each op waits for, -1 for none, and (n, k) how many ms ago they must have ended; and the ops that lead, in groups
-    that wait for those of earlier groups only: by the longest path where every op takes one unit."""
+def waits_for(problem: Problem, schedule: Schedule) -> tuple[Ints, Floats]:
+    """(n, k) the ops that each op waits for, -1 for none, and (n, k) how many ms ago they must have ended.
+
+    The columns are those of `dependencies`, where there are pairs those of the second op on its first, and last the op before on the
+    stream. A pair is its first op: who needs the second waits for the first.
+    """
+    table, device = flatten(schedule)
     needs, delay = dependencies(problem, table, device)
     order, begins = streams(problem, schedule, table, device)
-    joined, n = table[:, JOINED] == 1, len(table)
-    depth, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
-    _longest_path(n, order, begins, needs, np.zeros(n), np.ones(n), joined, depth, end, done)
+    n = len(table)
     before = np.full((n, 1), -1)
     before[order[1:], 0] = order[:-1]
     before[order[np.unique(begins[begins < len(order)])], 0] = -1
     delays = np.zeros_like(needs, dtype=np.float64)
     delays[:, ACROSS] = delay
-    if joined.any():  # a pair's first op waits for what its second needs, and whoever needs the second waits for the first
-        first = np.flatnonzero(joined)
-        needs, delays = (np.concatenate([of, np.full_like(of, blank)], axis=1) for of, blank in ((needs, -1), (delays, 0.0)))
+    first = np.flatnonzero(table[:, JOINED] == 1)
+    if len(first):
+        needs, delays = (np.concatenate([of, np.full_like(of, blank)], axis=1) for of, blank in ((needs, -1), (delays, 0)))
         needs[first, 4:], delays[first, 4:] = needs[first + 1, :4], delays[first + 1, :4]
         lead = np.arange(n) - second_of_pair(table)
         needs = np.where(needs >= 0, lead[needs], -1)
+    return np.concatenate([needs, before], axis=1), np.concatenate([delays, np.zeros((n, 1))], axis=1)
+
+
+def _levels(waits: Ints, leads: Flags) -> list[Ints]:
+    """The ops that lead, in groups that wait for earlier ones only: by the longest path where each op takes one unit."""
+    n = len(waits)
+    order, none = np.flatnonzero(leads), np.zeros(n, dtype=np.bool_)
+    depth, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
+    _longest_path(n, order, np.arange(len(order) + 1), waits, np.zeros(n), np.ones(n), none, depth, end, done)
     ranked = order[np.argsort(depth[order], kind="stable")]
-    levels = np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1) if n else []
-    return np.concatenate([needs, before], axis=1), np.concatenate([delays, np.zeros((n, 1))], axis=1), levels
+    return np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1)

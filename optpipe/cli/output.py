@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +46,7 @@ def figures(result: Result) -> dict[str, Any]:
         "method": result.method or None,
         "makespan_ms": result.makespan_ms,
         "span_ms": result.span_ms,
+        "percentile_ms": result.percentile_ms,
         "lower_bound_ms": result.lower_bound_ms,
         "gap": result.gap,
         "bubble": schedule.timeline.bubble if schedule else None,
@@ -54,6 +56,8 @@ def figures(result: Result) -> dict[str, Any]:
         from optpipe.memory import certify
 
         content["peak_bytes"] = [peak.bytes for peak in certify(schedule.problem, schedule).device]
+    if result.history:
+        content["incumbents"] = [asdict(step) for step in result.history]
     if result.reason:
         content["reason"] = result.reason
     if result.notes:
@@ -65,7 +69,8 @@ def summary(result: Result) -> str:
     """One line: `570 ms by cyclic, bubble 21.4%, at most 7.9% above the optimum (bound 525 ms)`."""
     if result.schedule is None:
         return f"{result.status}: {result.reason}"
-    line = f"{result.objective_ms:.6g} ms by {result.method}, bubble {result.schedule.timeline.bubble:.1%}"
+    noisy = "" if result.percentile_ms is None else f", with noise within {result.percentile_ms:.6g} ms in 95% of all iterations"
+    line = f"{result.objective_ms:.6g} ms by {result.method}{noisy}, bubble {result.schedule.timeline.bubble:.1%}"
     if result.status == "optimal":
         return f"{line}, proven optimal"
     if result.gap is None or result.lower_bound_ms is None:

@@ -1,41 +1,58 @@
-"""Which solvers run, in what order and for how long: heuristics in this process, then the engines, each in a process of its own."""
+"""The search for one request: heuristics in this process, engines in processes of their own (`plan`, `crew`), the best of all of them."""
 
 from __future__ import annotations
 
 import importlib
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterator
 
-from optpipe.child import Bound, Child, End, Frame, Incumbent, Infeasible, Note, Programs, Request
+from optpipe.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.errors import InputError, OptPipeError
+from optpipe.jitter import Noise
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
-from optpipe_solver.methods import ENGINES, HEURISTICS, METHODS, WITHIN_MEMORY
+from optpipe_solver.methods import HEURISTICS, METHODS, ROBUST, WITHIN_MEMORY
+from optpipe_solver.plan import HEURISTICS_SHARE, LANES, Turn, turns
+from optpipe_solver.repair import repair
 
-ENGINE = "optpipe_solver.engine"
-HEURISTIC_SHARE = 0.15  # of the time, where engines follow
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
 WORTHWHILE_S = 0.5  # an engine needs that long to start
+POLL_S = 0.1  # how often memory and clocks are looked at
 LARGE = 3_000  # forwards: list scheduling takes some tenths of a second for so many
+BACKSTOP = 2.0  # with one thread an engine that should have ended by its own count is ended at so many times its time
+OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
+NEAR = 1.05  # of the shortest nominal time: longer schedules are not worth a look under noise
 
 Emit = Callable[[Frame], None]
 
 
 class Portfolio:
-    """One request's search: the best schedule and the best bound so far, both told as soon as they are known."""
+    """One request's search: the best schedule and the best bound so far, both told as soon as they are known.
+
+    With one thread everything happens in one order and shares of the time are counted in work, so that the same request has the same
+    answer, however busy the machine; the clock only ends what would not end in time.
+    """
 
     def __init__(self, request: Request, emit: Emit) -> None:
         if request.method not in METHODS:
             raise InputError(f"method = {request.method!r}: the methods are {', '.join(METHODS)}")
         self.request, self.emit = request, emit
-        self.deadline = time.monotonic() + request.time_limit_s - min(MARGIN_S, request.time_limit_s / 4)
-        self.best: Schedule | None = None
+        self.seconds = request.time_limit_s - min(MARGIN_S, request.time_limit_s / 4)
+        self.deadline = time.monotonic() + self.seconds
+        self.noise = Noise(request.problem, request.jitter, request.seed) if request.jitter else None
+        self.best: Schedule | None = None  # by what counts, the percentile where there is jitter
+        self.best_ms = float("inf")
+        self.nominal: Schedule | None = None  # the one of the shortest nominal time
         self.bound = 0.0
+        self.crew = Crew()
+        self.engines_s = (1 - HEURISTICS_SHARE) * self.seconds  # planned for engines on each lane
+        self.planned_s = self.engines_s  # what is left of it, with one thread
+        self.stints = 0
 
     def run(self) -> None:
         """Tells what is known to be impossible, else the bound, the warm start, what heuristics find and what engines make of it."""
@@ -45,24 +62,26 @@ class Portfolio:
             self.emit(Infeasible(reason=reason))
             return
         self.raise_bound(trivial_bound(problem, self.request.objective), "trivial")
-        self.raise_bound(memory_bound(problem, self.request.objective), "memory")
         self.take_warm_start()
-        engines = [name for name in ENGINES if method in ("auto", name) and self.applies(name)]
-        if method in ENGINES and not engines:
+        self.raise_bound(memory_bound(problem, self.request.objective), "memory")
+        due = deque(turns(method, self.request.jitter, problem, self.applies))
+        if not due and method not in ("auto", *HEURISTICS):
             self.emit(Note(text=f"{method} is not for a problem of this sort or size"))
-        self.run_heuristics([method] if method in HEURISTICS else self.within_memory(), patient=not engines)
-        self.run_engines(engines)
+        names = [method] if method in HEURISTICS else self.within_memory()
+        self.search(self.heuristics(names, share=HEURISTICS_SHARE if due else 1.0), due)
 
     @property
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
 
     @property
-    def optimal(self) -> bool:
-        return self.best is not None and self.value(self.best) <= self.bound * (1 + 1e-9)
+    def one_thread(self) -> bool:
+        return self.request.threads == 1
 
-    def value(self, schedule: Schedule) -> float:
-        return value(schedule, self.request.objective)
+    @property
+    def optimal(self) -> bool:
+        """Under noise nothing is proven by a bound on the nominal time."""
+        return self.noise is None and self.best is not None and self.best_ms <= self.bound * (1 + 1e-9)
 
     def raise_bound(self, lower_bound_ms: float, method: str) -> None:
         if lower_bound_ms > self.bound * (1 + 1e-9):
@@ -71,13 +90,23 @@ class Portfolio:
 
     def offer(self, schedule: Schedule) -> str | None:
         """Takes a schedule if it is better and valid; says what is wrong with it, if anything. Raises `ScheduleError` if it cannot run."""
-        if self.best is not None and self.value(schedule) >= self.value(self.best) * (1 - 1e-9):
+        nominal_ms = value(schedule, self.request.objective)
+        shortest = self.nominal is None or nominal_ms < value(self.nominal, self.request.objective) * (1 - 1e-9)
+        counts_ms = nominal_ms
+        if self.noise:
+            near = self.nominal is None or nominal_ms <= value(self.nominal, self.request.objective) * NEAR
+            counts_ms = self.noise.percentile_ms(schedule, self.request.objective) if near else float("inf")
+        best = counts_ms < self.best_ms * (1 - 1e-9)
+        if not shortest and not best:
             return None
         wrong = check(self.request.problem, schedule)
         if wrong:
             return wrong[0]
-        self.best = schedule
-        self.emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
+        if shortest:
+            self.nominal = schedule
+        if best:
+            self.best, self.best_ms = schedule, counts_ms
+            self.emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
         return None
 
     def within_memory(self) -> list[str]:
@@ -87,14 +116,19 @@ class Portfolio:
         return sorted(WITHIN_MEMORY, key=lambda name: large and name != "naive")
 
     def take_warm_start(self) -> None:
+        """Costs may have changed since: re-timed where it still holds, repaired where it does not."""
         if self.request.warm_start is None:
             return
         try:
-            wrong = self.offer(self.request.warm_start.schedule(self.request.problem, "warm start"))
+            given = self.request.warm_start.schedule(self.request.problem, "warm start")
+            wrong = check(self.request.problem, given)
+            schedule = repair(self.request.problem, given) if wrong else given
+            if schedule is not None:
+                self.offer(schedule)
+                return
         except OptPipeError as error:
-            wrong = str(error)
-        if wrong:
-            self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
+            wrong = [str(error)]
+        self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong[0]}"))
 
     def applies(self, engine: str) -> bool:
         try:
@@ -103,14 +137,36 @@ class Portfolio:
             self.emit(Note(text=f"{engine} is not available: {error}"))
             return False
 
-    def run_heuristics(self, names: Iterable[str], patient: bool) -> None:
+    def search(self, heuristics: Iterator[None], due: deque[Turn]) -> None:
+        """Heuristics step by step in one lane, engines in the others, until time is up, nothing is left to try or the best is proven."""
+        lanes = min(LANES, self.request.threads) if self.request.method == "auto" else 1
+        trying = True
+        try:
+            while not self.optimal and self.time_left > 0:
+                if trying:
+                    trying = next(heuristics, True) is None
+                if self.best or not trying:
+                    self.start_due(due, lanes, trying)
+                if not trying and not self.crew.workers:
+                    break
+                for worker, word in self.crew.news(0.0 if trying else min(POLL_S, max(0.0, self.time_left))):
+                    self.hear(worker, word, due)
+                self.watch_memory(due)
+        finally:
+            for worker, word in self.crew.end():
+                self.hear(worker, word, due)
+
+    def heuristics(self, names: list[str], share: float) -> Iterator[None]:
         """In turn a schedule of each: first what they are known for, then, for a share of the time, what varying their policies brings."""
-        until = self.deadline if patient else time.monotonic() + HEURISTIC_SHARE * self.time_left
-        streams = {name: STREAMS[name](self.request.problem, self.request.objective) for name in names}
-        while streams and not self.optimal:
+        problem, objective = self.request.problem, self.request.objective
+        until = time.monotonic() + (share * self.time_left if not self.one_thread else self.time_left)
+        work, most_work = 0, share * self.seconds * OPS_PER_S
+        streams = {name: STREAMS[name](problem, objective) for name in names}
+        while streams:
             for name, stream in list(streams.items()):
-                if self.best is not None and time.monotonic() > until:
+                if self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work)):
                     return
+                work += 3 * len(problem.stages) * problem.microbatches
                 try:
                     schedule = next(stream, None)
                     wrong = self.offer(schedule) if schedule else None
@@ -122,70 +178,82 @@ class Portfolio:
                     self.emit(Note(text=f"{name} gives no schedule: {wrong}"))
                 if wrong or schedule is None:
                     del streams[name]
+                yield
 
-    def run_engines(self, engines: list[str]) -> None:
-        """As many at a time as there are threads, the time shared evenly between those that must wait for each other."""
-        together = min(len(engines), self.request.threads)
-        while engines and not self.optimal and self.time_left > WORTHWHILE_S:
-            rounds = -(-len(engines) // together)
-            self.run_together(engines[:together], self.time_left / rounds)
-            engines = engines[together:]
+    def start_due(self, due: deque[Turn], lanes: int, trying: bool) -> None:
+        """On each free lane the next turn, with its share of the threads that are free."""
+        free = lanes - len(self.crew.workers) - trying
+        threads = self.request.threads - sum(worker.threads for worker in self.crew.workers) - trying * (self.request.threads // lanes)
+        while free > 0 and due:
+            left_s = min(self.planned_s, self.time_left) if self.one_thread else self.time_left
+            if left_s <= WORTHWHILE_S:
+                due.clear()
+                return
+            turn = due.popleft()
+            if turn.again:
+                due.append(turn)
+            all_s = self.planned_s if self.one_thread else left_s
+            lasting_s = min(turn.share * lanes * self.engines_s, all_s) if due else all_s  # the last one waits for nobody
+            own = max(1, -(-threads // free))
+            self.start(turn.engine, lasting_s, own)
+            free, threads = free - 1, threads - own
 
-    def run_together(self, engines: list[str], seconds: float) -> None:
-        inbox: queue.Queue[tuple[str, Frame | OptPipeError]] = queue.Queue()
-        running = {}
-        for engine in engines:
-            running[engine] = self.start(engine, seconds, max(1, self.request.threads // len(engines)))
-        listeners = [threading.Thread(target=_listen, args=(name, child, inbox), daemon=True) for name, child in running.items()]
-        for listener in listeners:
-            listener.start()
-        until, under_way = time.monotonic() + seconds, set(engines)
-        while under_way and not self.optimal:
-            try:
-                engine, frame = inbox.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            if isinstance(frame, OptPipeError | End):
-                under_way.remove(engine)
-            self.hear(engine, frame)
-        for child in running.values():
-            child.stop()
-        for listener in listeners:
-            listener.join()
-        while not inbox.empty():
-            self.hear(*inbox.get())
+    def start(self, engine: str, lasting_s: float, threads: int) -> None:
+        """An engine, from the schedule that it could make better. What it needs to start and to end is part of its time."""
+        best = self.best if engine == ROBUST else self.nominal
+        asked = {
+            "method": engine,
+            "time_limit_s": max(lasting_s - WORTHWHILE_S, lasting_s / 2),
+            "threads": threads,
+            "seed": (self.request.seed + self.stints) % 2**31,
+            "warm_start": Programs.of(best) if best else None,
+        }
+        until = time.monotonic() + min(self.time_left, BACKSTOP * lasting_s if self.one_thread else lasting_s)
+        self.stints += 1
+        self.crew.start(self.request.model_copy(update=asked), until, lasting_s)
 
-    def start(self, engine: str, seconds: float, threads: int) -> Child:
-        start = Programs.of(self.best) if self.best else None
-        return Child(
-            ENGINE, self.request.model_copy(update={"method": engine, "time_limit_s": seconds, "threads": threads, "warm_start": start})
-        )
-
-    def hear(self, engine: str, frame: Frame | OptPipeError) -> None:
+    def hear(self, worker: Worker, word: Frame | OptPipeError | None, due: deque[Turn]) -> None:
         """Passes on what an engine finds once it is verified; what goes wrong is told, and the search goes on."""
-        if isinstance(frame, Incumbent):
+        engine = worker.engine
+        if isinstance(word, Incumbent):
             try:
-                wrong = self.offer(frame.schedule.schedule(self.request.problem, frame.method))
+                wrong = self.offer(word.schedule.schedule(self.request.problem, word.method))
             except OptPipeError as error:
                 wrong = str(error)
             if wrong:
                 self.emit(Note(text=f"a schedule of {engine} was rejected: {wrong}"))
-        elif isinstance(frame, Bound):
-            if self.best is None or frame.lower_bound_ms <= self.value(self.best) * (1 + 1e-6):
-                self.raise_bound(frame.lower_bound_ms, frame.method)
+        elif isinstance(word, Bound):
+            shortest = value(self.nominal, self.request.objective) if self.nominal else float("inf")
+            if word.lower_bound_ms <= shortest * (1 + 1e-6):
+                self.raise_bound(word.lower_bound_ms, word.method)
             else:
-                self.emit(
-                    Note(text=f"{engine} claims a bound of {frame.lower_bound_ms} ms, above a schedule of {self.value(self.best)} ms")
-                )
-        elif isinstance(frame, Note):
-            self.emit(frame)
-        elif isinstance(frame, OptPipeError):
-            self.emit(Note(text=f"{engine} failed: {frame}"))
+                self.emit(Note(text=f"{engine} claims a bound of {word.lower_bound_ms} ms, above a schedule of {shortest} ms"))
+        elif isinstance(word, Note):
+            self.emit(word)
+        elif isinstance(word, OptPipeError):
+            self.emit(Note(text=f"{engine} failed: {word}"))
+            self.drop(engine, due)
+        elif isinstance(word, End) and word.spent_s is not None:
+            worker.lasting_s = min(worker.lasting_s, word.spent_s + WORTHWHILE_S)
+        elif word is None:
+            self.planned_s -= worker.lasting_s
 
+    def drop(self, engine: str, due: deque[Turn]) -> None:
+        """An engine that failed gets no other turn."""
+        for turn in [turn for turn in due if turn.engine == engine]:
+            due.remove(turn)
 
-def _listen(engine: str, child: Child, inbox: queue.Queue[tuple[str, Frame | OptPipeError]]) -> None:
-    try:
-        for frame in child.frames():
-            inbox.put((engine, frame))
-    except OptPipeError as error:
-        inbox.put((engine, error))
+    def watch_memory(self, due: deque[Turn]) -> None:
+        """Ends the engine that holds most where all processes together hold more than the request allows."""
+        limit = self.request.memory_mib
+        if limit is None or not self.crew.workers:
+            return
+        held = self.crew.held_bytes()
+        total = sum(held.values()) + own_bytes()
+        if held and total > limit * MIB:
+            worker = max(held, key=held.__getitem__)
+            self.crew.dismiss(worker)
+            self.drop(worker.engine, due)
+            together, own = f"{total // MIB} MiB together", f"{held[worker] // MIB} of them {worker.engine}"
+            text = f"{worker.engine} was ended: the solver's processes held {together}, {own}, and memory_mib is {limit}"
+            self.emit(Note(text=text))

@@ -9,7 +9,7 @@ import pytest
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check
 from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe_solver import portfolio
+from optpipe_solver import crew, plan, portfolio
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import LARGE, Portfolio
 
@@ -55,7 +55,8 @@ def engines(monkeypatch, tmp_path):
     """Two engines, each behaving as told."""
     (tmp_path / "fake_engine.py").write_text(ENGINE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(portfolio, "ENGINE", "fake_engine")
+    monkeypatch.setattr(crew, "ENGINE", "fake_engine")
+    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.5), plan.Turn("milp", 0.5)))
     monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
 
     def behave(cyclic: str, milp: str) -> None:
@@ -103,7 +104,7 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     assert all(text.startswith("start True, threads 2, ") and 15 < float(text.split()[-1]) < 20 for text in beside)
     one_by_one = notes(run(pipeline(), threads=1, time_limit_s=20.0))
     assert one_by_one[0].startswith("start True, threads 1, ")
-    assert 7 < float(one_by_one[0].split()[-1]) < 10
+    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([0.85 * 19.7 / 2 - 0.5] * 2)  # by plan, not by the clock
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage"])
@@ -211,5 +212,5 @@ def test_a_huge_problem_ends_in_time():
     began = time.monotonic()
     result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit=2.0)
     assert time.monotonic() - began < 12.0  # two seconds, the process's start, and a check of half a million ops, on a busy machine
-    assert result.status == "feasible" or result.reason == "no schedule was found within the time limit"
+    assert result.status == "feasible" or result.reason == "no schedule was found before the search ended"
     assert not any("exit code" in note for note in result.notes)

@@ -1,0 +1,48 @@
+"""What runs when: the one place to tune. Heuristics first, in the solver's own process, then engines, each in a process of its own.
+
+Threads are dealt out in lanes. Heuristics keep one lane for their share of the time; on every free lane the next turn of the table starts,
+from the best schedule so far. A turn lasts its share of the engines' time; one that ends early leaves the rest to those behind it. Turns
+marked `again` fill what is left, each from the best so far and with another seed. With one thread there is one lane: one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from optpipe.problem import Problem
+from optpipe_solver.methods import ENGINES
+
+LANES = 2  # engines side by side; with more threads than that each has several
+HEURISTICS_SHARE = 0.15  # of the time, where engines follow
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One engine's run."""
+
+    engine: str
+    share: float = 1.0  # of the engines' time on all lanes
+    most_passes: int | None = None  # micro-batches through stages: a larger problem is not for this engine within a minute or so
+    again: bool = False  # over and over until time is up
+
+
+AUTO = (
+    Turn("cyclic", 0.25),  # patterns, then warm-up and cool-down: soon near the best, at any size
+    Turn("milp", 0.10),  # the paper's formulation; proves what is tiny (its own `applies` says what is)
+)
+ROBUST = Turn("robust", 0.25, again=True)  # beside the others where op times vary
+
+
+def turns(method: str, jitter: float, problem: Problem, applies: Callable[[str], bool]) -> list[Turn]:
+    """The turns of a method in the order in which they start; none for a heuristic. `applies` says whether an engine is for the problem."""
+    if method in ENGINES:
+        return [Turn(method)] if applies(method) else []
+    if method != "auto":
+        return []
+    passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
+    due = [turn for turn in AUTO if (turn.most_passes is None or passes <= turn.most_passes) and applies(turn.engine)]
+    due += [ROBUST] if jitter else []
+    total = sum(turn.share for turn in due)
+    filled = any(turn.again for turn in due) and total <= 1
+    return due if filled else [replace(turn, share=turn.share / total) for turn in due]

@@ -1,0 +1,122 @@
+"""The engine for noisy op times: local search on programs by the percentile that simulation gives (`optpipe.jitter`).
+
+A move is one of job-shop scheduling (van Laarhoven et al. 1992), made where it hurts: on the critical path of a bad sample of the noise,
+two ops that follow each other for no other reason than a program's order change places. The noise of the search is other noise than what
+the portfolio judges by, so what is found has not merely learnt its samples.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from optpipe.child import Frame, Incumbent, Programs, Request
+from optpipe.errors import OptPipeError
+from optpipe.graph import ISSUED
+from optpipe.jitter import PERCENTILE, Noise, waits_for
+from optpipe.problem import Problem
+from optpipe.program import JOINED, MICROBATCH, STAGE, Program
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_solver.heuristics import value
+from optpipe_solver.prune import prune
+
+METHOD = "robust"
+OTHER_NOISE = 1_000_003  # added to the seed
+LONGER = 1.01  # than the schedule at hand a neighbour's nominal time may be
+
+
+def applies(problem: Problem) -> bool:
+    """Whether there is an order to change."""
+    return problem.microbatches > 1
+
+
+def run(request: Request, emit: Callable[[Frame], None]) -> None:
+    """Emits each schedule that is better by the engine's own noise, from the warm start on, until the request's time is up."""
+    deadline = time.monotonic() + request.time_limit_s
+    if request.warm_start is None:
+        return
+    search = _Search(request, request.warm_start.schedule(request.problem, METHOD))
+    while time.monotonic() < deadline:
+        if search.step():
+            emit(Incumbent(method=METHOD, schedule=Programs.of(search.schedule)))
+
+
+class _Search:
+    """The schedule at hand, and moves from it."""
+
+    def __init__(self, request: Request, schedule: Schedule) -> None:
+        self.problem, self.objective = request.problem, request.objective
+        self.noise = Noise(request.problem, request.jitter, (request.seed + OTHER_NOISE) % 2**31)
+        self.random = random.Random(request.seed)
+        self._take(schedule)
+        pruned = prune(schedule)
+        if self.noise.percentile_ms(pruned, self.objective) <= self.ms:
+            self._take(pruned)
+
+    def _take(self, schedule: Schedule) -> None:
+        lengths = self.noise.lengths_ms(schedule, self.objective)
+        self.schedule, self.ms = schedule, float(np.percentile(lengths, PERCENTILE))
+        self.bad = np.flatnonzero(lengths >= np.percentile(lengths, 2 * PERCENTILE - 100)).tolist()
+        self.end = self.noise.times(schedule)[1]
+        self.arcs: list[tuple[int, int]] = []
+
+    def step(self) -> bool:
+        """Tries one neighbour and takes it if it is no worse; whether it is better."""
+        if not self.arcs:
+            self.arcs = self._arcs(self.random.choice(self.bad))
+            self.random.shuffle(self.arcs)
+            if not self.arcs:
+                return False
+        neighbour = self._neighbour(*self.arcs.pop())
+        if neighbour is None:
+            return False
+        try:
+            if value(neighbour, self.objective) > LONGER * value(self.schedule, self.objective):
+                return False
+            ms = self.noise.percentile_ms(neighbour, self.objective)
+        except OptPipeError:  # ops wait for each other
+            return False
+        if ms > self.ms or check(self.problem, neighbour):
+            return False
+        better = ms < self.ms * (1 - 1e-9)
+        self._take(neighbour)
+        return better
+
+    def _arcs(self, sample: int) -> list[tuple[int, int]]:
+        """On a critical path of the sample: the rows that follow each other by their program's order only."""
+        device, end = self.schedule.timeline.device, self.end[:, sample]
+        waits, delay = waits_for(self.problem, self.schedule)
+        ready = np.where(waits >= 0, end[waits] + delay, -1.0)
+        by_order = (ISSUED, waits.shape[1] - 1)
+        arcs = []
+        row = int(end.argmax())
+        while row >= 0:
+            column = int(ready[row].argmax())
+            last = int(waits[row, column])
+            if last >= 0 and column in by_order and device[last] == device[row]:
+                arcs.append((last, row))
+            row = last
+        return arcs
+
+    def _neighbour(self, first: int, second: int) -> Schedule | None:
+        """The second op stands before the first, or the first behind the second; None where one of them waits for the other."""
+        device = self.schedule.timeline.device
+        d = int(device[first])
+        offset = int(np.searchsorted(device, d))
+        own = self.schedule.programs[d].table
+        source, target = (second - offset, first - offset) if self.random.random() < 0.5 else (first - offset, second - offset)
+        low, high = min(source, target), max(source, target)
+        passed = np.delete(own[low : high + 1], source - low, axis=0)
+        moved = own[source]
+        if own[max(0, low - 1) : high + 1, JOINED].any():
+            return None
+        if ((passed[:, STAGE] == moved[STAGE]) & (passed[:, MICROBATCH] == moved[MICROBATCH])).any():
+            return None
+        programs = list(self.schedule.programs)
+        programs[d] = Program(np.insert(np.delete(own, source, axis=0), target, moved, axis=0))
+        return replace(self.schedule, programs=tuple(programs))
