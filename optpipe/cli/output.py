@@ -55,6 +55,7 @@ def figures(result: Result) -> dict[str, Any]:
     if schedule:
         from optpipe.memory import certify
 
+        content["placement"] = schedule.placement.model_dump(mode="json", exclude_none=True) if schedule.placement else None
         content["peak_bytes"] = [peak.bytes for peak in certify(schedule.problem, schedule).device]
     if result.history:
         content["incumbents"] = [asdict(step) for step in result.history]
@@ -70,7 +71,8 @@ def summary(result: Result) -> str:
     if result.schedule is None:
         return f"{result.status}: {result.reason}"
     noisy = "" if result.percentile_ms is None else f", with noise within {result.percentile_ms:.6g} ms in 95% of all iterations"
-    line = f"{result.objective_ms:.6g} ms by {result.method}{noisy}, bubble {result.schedule.timeline.bubble:.1%}"
+    placed = f" with {result.schedule.placement}" if result.schedule.placement else ""
+    line = f"{result.objective_ms:.6g} ms by {result.method}{placed}{noisy}, bubble {result.schedule.timeline.bubble:.1%}"
     if result.status == "optimal":
         return f"{line}, proven optimal"
     if result.gap is None or result.lower_bound_ms is None:

@@ -67,7 +67,7 @@ def solve(
     hit = None
     if cache and start is None and method == "auto":
         hit = _unless_broken(lambda: cache.lookup(what, objective.value))
-    if hit and hit.status == "optimal" and not jitter:
+    if hit and hit.status == "optimal" and not jitter and placements is Placements.keep:
         result = Result("optimal", hit.schedule, objective.value, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
     else:
         start = start or (hit.schedule if hit else None)
