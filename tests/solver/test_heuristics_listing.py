@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import problems
 
 from optpipe import Device, Kind, Problem, Stage, certify, check
 from optpipe_solver.floor import least_memory
-from optpipe_solver.heuristics.listing import listed
+from optpipe_solver.heuristics import listed as module
+from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
 
@@ -51,6 +53,19 @@ def test_every_policy_ends_with_a_whole_schedule_that_fits(data):
     problem = data.draw(tight_problems())
     policy = data.draw(policies(problem.stages))
     assert check(problem, listed(problem, policy, "any")) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(tight_problems())
+def test_a_large_problem_has_its_schedule_with_a_rhythm_or_without(problem):
+    large = problem if problem.routes else problem.model_copy(update={"microbatches": 37})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MANY", 0)
+        for policy in (Policy(alike=True), Policy(offload=tuple(float(stage.can_offload) for stage in problem.stages))):
+            schedule = listed(large, policy, "any")
+            assert schedule is not None
+            assert schedule.problem == large
+            assert check(large, schedule) == []
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
+from typing import Protocol
 
 from optpipe.child import Objective
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.heuristics.listing import listed
+from optpipe_solver.heuristics.listed import MANY, listed
 from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.search import descend
 
 Shares = tuple[float, ...]
+NEVER = float("inf")
 
 
-def naive(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+class Stream(Protocol):
+    """A heuristic's schedules, one after the other; it ends soon after the deadline, a moment of `time.monotonic`."""
+
+    def __call__(self, problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]: ...
+
+
+def naive(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """One micro-batch at a time, with offload or recompute only where memory demands it: it fits wherever any schedule does."""
     yield in_turn(problem, "naive")
 
 
-def gpipe(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+def gpipe(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """GPipe (Huang et al. 2019): all forwards, then all backwards. It does not ask whether memory suffices."""
-    yield listed(problem, Policy(flush=True, split=False, limited=False), "gpipe")
+    yield from _one(problem, Policy(flush=True, split=False, limited=False), "gpipe", deadline)
 
 
-def one_f_one_b(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+def one_f_one_b(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """1F1B (PipeDream-Flush, Narayanan et al. 2021): a stage with p - s stages from it to the end starts p - s forwards, then one for each
     backward. Where a device runs several stages each keeps its own count. It does not ask whether memory suffices."""
-    yield listed(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, limited=False), "1f1b")
+    yield from _one(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, limited=False), "1f1b", deadline)
 
 
-def zero_bubble(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """Zero bubble (Qi et al. 2024): backwards are split, input gradients come first, weight gradients fill what is idle."""
-    aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0)}
-    yield from descend(problem, objective, [Policy()], aspects, "zb")
+    aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0), "alike": (False, True)}
+    yield from descend(problem, objective, [_first(problem, Policy())], aspects, "zb", deadline)
 
 
-def pipe_offload(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+def pipe_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """PO-F, PipeOffload with every activation offloaded (Wan et al. 2025): it leaves after its forward and comes back for its backward,
     which is not split; as many micro-batches in flight as in 1F1B."""
     everything = tuple(float(can) for can in problem.costs.can_offload.tolist())
-    yield listed(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, offload=everything), "po-f")
+    yield from _one(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, offload=everything), "po-f", deadline)
 
 
-def ada_offload(problem: Problem, objective: Objective) -> Iterator[Schedule]:
+def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """AdaOffload (OptPipe, Algorithm 1): forwards as dense as memory and transfers allow, before the first backward and beyond what it
     would wait for; then an offload after each forward and a reload before its backward, as in PipeOffload (Wan et al. 2025).
 
@@ -63,11 +72,12 @@ def ada_offload(problem: Problem, objective: Objective) -> Iterator[Schedule]:
         "in_flight": _limits(problem),
         "patience": (0.0, 0.5, 1.0),
         "eager": (1.0, 1.5, 2.5),
+        "alike": (False, True),
     }
-    yield from descend(problem, objective, starts or [Policy()], aspects, "adaoffload")
+    yield from descend(problem, objective, [_first(problem, start) for start in starts or [Policy()]], aspects, "adaoffload", deadline)
 
 
-STREAMS: dict[str, Callable[[Problem, Objective], Iterator[Schedule]]] = {
+STREAMS: dict[str, Stream] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -75,6 +85,17 @@ STREAMS: dict[str, Callable[[Problem, Objective], Iterator[Schedule]]] = {
     "zb": zero_bubble,
     "adaoffload": ada_offload,
 }
+
+
+def _one(problem: Problem, policy: Policy, method: str, deadline: float) -> Iterator[Schedule]:
+    schedule = listed(problem, policy, method, deadline)
+    if schedule:
+        yield schedule
+
+
+def _first(problem: Problem, policy: Policy) -> Policy:
+    """What a descent begins with: where list scheduling takes its time, what finds its rhythm soonest."""
+    return replace(policy, alike=len(problem.stages) * problem.microbatches > MANY)
 
 
 def _depths(problem: Problem) -> list[tuple[int, int]]:

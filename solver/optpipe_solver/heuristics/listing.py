@@ -10,29 +10,21 @@ import heapq
 from bisect import insort
 from collections import deque
 from itertools import accumulate, pairwise
+from time import monotonic
 
 import numpy as np
 
 from optpipe.ops import Kind
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
 from optpipe_solver.floor import Relief, reliefs
 from optpipe_solver.heuristics.links import LOOK, Links
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.reserve import Reserve, settled
-from optpipe_solver.lift import grain, lift_table
+from optpipe_solver.lift import grain
 
 SAME_MOMENT = 1e-9  # ms; sums of the same durations in another order differ by less
 F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 ARRIVAL = 100  # code of an event: an op's end (its kind), the arrival of its input (its kind and this), or `LOOK`
-
-
-def listed(problem: Problem, policy: Policy, method: str) -> Schedule:
-    """The schedule that the policy leads to. It fits if any schedule does, unless the policy is not `limited`."""
-    listing = Listing(problem, policy)
-    listing.run()
-    table = np.array(listing.rows, dtype=np.int32).reshape(-1, 5)
-    return lift_table(problem, table, np.array(listing.starts), method)
 
 
 class Listing:
@@ -66,7 +58,8 @@ class Listing:
         self.in_flight = [0] * len(problem.stages)
         self.turn = [m + j for j in range(m)]
         self.admitted = 0
-        self.forwards_left = [sum(self.device[s] == d for route in self.route for s in route) for d in range(devices)]
+        passing = (costs.before[costs.route] != -2).sum(axis=0)  # (S,) micro-batches
+        self.forwards_left: list[int] = np.bincount(costs.device, weights=passing, minlength=devices).astype(int).tolist()
         self.begun = [0.0] * m  # when a micro-batch would have begun, had it run at full speed to where it is
         self.relief: dict[tuple[int, int], Relief] = {}  # of activations between forward and backward
         self.links = Links(self)
@@ -82,17 +75,18 @@ class Listing:
         steps += [self.ms[B][s] + h for s, h in zip(reversed(route), [*reversed(hop), 0.0], strict=True)]
         return list(accumulate(steps, initial=0.0))
 
-    def run(self) -> None:
+    def run(self, deadline: float = float("inf")) -> bool:
+        """Whether it came to the end before the deadline, a moment of `time.monotonic`."""
         for j, route in enumerate(self.route):
             heapq.heappush(self.forwards[self.device[route[0]]].setdefault(route[0], []), (self.turn[j], j))
         touched = set(range(len(self.held)))
-        while True:
+        while monotonic() < deadline:
             for d in touched:
                 self.links.use(d)
             for d in touched:
                 self._compute(d)
             if not self.events:
-                break
+                return True
             touched = set()
             self.now = self.events[0][0]
             while self.events and self.events[0][0] <= self.now + SAME_MOMENT:
@@ -102,6 +96,7 @@ class Listing:
                 touched.add(self._happen(code, stage, j, part))
                 if len(self.reserve.active) < under_way:  # the next in line may do elsewhere what it could not do before
                     touched.update(range(len(self.held)))
+        return False
 
     def at(self, time: float, code: int, stage: int, j: int, part: int = 0) -> None:
         """Something will happen."""

@@ -19,6 +19,7 @@ class Policy:
     offload: Sequence[float] | None = None  # share of the micro-batches whose activation leaves, where there is time for it
     recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again
     patience: float = 0.0  # a weight gradient waits for a backward that comes within this share of its time
+    alike: bool = False  # as if each op took everywhere as long as where it takes longest: more regular, so less is in each other's way
     eager: float = 1.5  # a reload begins this many reload times before its backward is expected
 
     def wish(self, stage: int, microbatch: int, parts: int) -> Relief:

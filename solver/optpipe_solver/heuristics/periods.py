@@ -1,0 +1,89 @@
+"""`lengthened`: a long schedule from a short one. List scheduling falls into a rhythm once the pipeline is full; its period is repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optpipe.graph import Floats, Ints, Table
+from optpipe.ops import BACKWARD, Kind
+from optpipe.program import KIND, MICROBATCH, PART, STAGE
+
+MOST = 6  # micro-batches a period
+SAME_MS = 1e-6
+
+
+@dataclass(frozen=True)
+class Period:
+    """From `begin` on, for `ms`, a number of micro-batches enter and as many leave; then everything happens once more."""
+
+    begin: float
+    ms: float
+    microbatches: int
+
+
+def lengthened(table: Table, start: Floats, microbatches: int) -> tuple[Table, Floats] | None:
+    """Rows and starts (ms) for more micro-batches: a period is put in, right behind itself, as often as is needed; None where nothing
+    repeats. What is in flight when it begins and when it ends differs by its number only, so what follows may follow any copy.
+    """
+    few = int(table[:, MICROBATCH].max(initial=-1)) + 1
+    period = _period(table, start, few)
+    if period is None:
+        return None
+    copies = -(-(microbatches - few) // period.microbatches)
+    before = start < period.begin + period.ms - SAME_MS
+    within = before & (start >= period.begin - SAME_MS)
+    tables, starts = [table[before]], [start[before]]
+    for i, rows in [*((i, within) for i in range(1, copies + 1)), (copies, ~before)]:
+        later = table[rows].copy()
+        later[:, MICROBATCH] += i * period.microbatches
+        tables.append(later)
+        starts.append(start[rows] + i * period.ms)
+    longer, when = np.concatenate(tables), np.concatenate(starts)
+    return _without(longer, when, few // 2, few + copies * period.microbatches - microbatches)
+
+
+def _without(table: Table, start: Floats, first: int, count: int) -> tuple[Table, Floats]:
+    """Some micro-batches left out; those behind them take their numbers."""
+    own = table[:, MICROBATCH]
+    stays = (own < first) | (own >= first + count)
+    table = table[stays].copy()
+    table[:, MICROBATCH] -= np.where(table[:, MICROBATCH] >= first + count, count, 0).astype(np.int32)
+    return table, start[stays]
+
+
+def _period(table: Table, start: Floats, few: int) -> Period | None:
+    """The shortest there is, in micro-batches, and of those the one nearest to the middle."""
+    order = np.argsort(start, kind="stable")
+    when, own = start[order], table[order, MICROBATCH].astype(np.int64)
+    op = _codes(table[order])
+    first_stage = table[order, STAGE] == table[order[0], STAGE] if len(order) else np.zeros(0, np.bool_)
+    leaves = when[first_stage & np.isin(table[order, KIND], list(BACKWARD))]
+    leaves = leaves[leaves < when[first_stage & (table[order, KIND] == Kind.F)].max(initial=0.0)]  # while others enter
+    for size in range(1, min(MOST, few // 3) + 1):
+        for i in sorted(range(len(leaves) - size), key=lambda i: abs(2 * i + size - few)):
+            period = Period(float(leaves[i]), float(leaves[i + size] - leaves[i]), size)
+            if period.ms > 0 and _repeats(when, own, op, period):
+                return period
+    return None
+
+
+def _codes(table: Table) -> Ints:
+    """(n,) a number for each sort of op: kind, stage and part."""
+    sizes = table.max(axis=0, initial=0).astype(np.int64) + 1
+    codes: Ints = (table[:, KIND] * sizes[STAGE] + table[:, STAGE]) * sizes[PART] + table[:, PART]
+    return codes
+
+
+def _repeats(when: Floats, own: Ints, op: Ints, period: Period) -> bool:
+    """Whether all that starts within the period starts a period later with the micro-batches behind."""
+    a, b, c = np.searchsorted(when, period.begin + np.arange(3) * period.ms - SAME_MS)
+    if b - a != c - b:
+        return False
+    now, then = (np.lexsort((own[x:y], op[x:y])) + x for x, y in ((a, b), (b, c)))
+    return (
+        np.array_equal(op[now], op[then])
+        and np.array_equal(own[now] + period.microbatches, own[then])
+        and bool((np.abs(when[now] + period.ms - when[then]) < SAME_MS).all())
+    )
