@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optpipe.cli.bench_milp import milp
+from optpipe.cli.bench_solver import jitter, solver
 from optpipe.cli.output import Json, print_json
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -26,6 +25,8 @@ def bench() -> None:
 
 
 app.command()(milp)
+app.command()(solver)
+app.command()(jitter)
 
 
 @app.command()
@@ -58,57 +59,6 @@ def core(
     typer.echo(f"{devices} devices × {microbatches} micro-batches, {timed} timed ops ({ops} with drops); {repeats} runs after warm-up, ms")
     for name, values in milliseconds.items():
         typer.echo(f"{name:10} median {median(values):7.1f}   min {min(values):7.1f}   max {max(values):7.1f}")
-
-
-@app.command()
-def solver(
-    problems: Annotated[list[Path], typer.Argument(help="Problem files.")],
-    time_limit: Annotated[float, typer.Option(help="Seconds for each.")] = 60.0,
-    json: Json = False,
-) -> None:
-    """What `solve` reaches and when: first schedule, best after 1 s, 10 s and at the end, bound. Start of processes included."""
-    from optpipe.problem import Problem
-
-    loaded = [Problem.load(path) for path in problems]
-    rows = []
-    if not json:
-        typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{'1 s':>10}{'10 s':>10}{f'{time_limit:g} s':>10}{'bound':>10}{'gap':>7}  by")
-    for problem in loaded:
-        rows.append(row := _progress(problem, time_limit))
-        if not json:
-            figures = (row[name] for name in ("first_ms", "ms_after_1_s", "ms_after_10_s", "best_ms", "bound_ms"))
-            shown = "".join(f"{'–' if value is None else f'{value:.6g}':>10}" for value in figures)
-            first, gap = row["first_s"], row["gap"]
-            end = f"{'–' if gap is None else f'{gap:.1%}':>7}  {row['method'] or row['reason']}"
-            typer.echo(f"{problem.name[:17]:18}{'–' if first is None else f'{first:.2f}':>9}{shown}{end}")
-    if json:
-        print_json(rows)
-
-
-def _progress(problem: Problem, time_limit: float) -> dict[str, Any]:
-    """One search, and what it had when."""
-    from optpipe.anytime import improve
-
-    results = list(improve(problem, time_limit=time_limit))
-    found = [(result.time_s, result.makespan_ms) for result in results if result.makespan_ms is not None]
-    last = results[-1]
-
-    def after(seconds: float) -> float | None:
-        return min((ms for moment, ms in found if moment <= seconds), default=None)
-
-    return {
-        "problem": problem.name,
-        "first_s": found[0][0] if found else None,
-        "first_ms": found[0][1] if found else None,
-        "ms_after_1_s": after(1.0),
-        "ms_after_10_s": after(10.0),
-        "best_ms": last.makespan_ms,
-        "bound_ms": last.lower_bound_ms,
-        "gap": last.gap,
-        "status": last.status,
-        "method": last.method,
-        "reason": last.reason,
-    }
 
 
 def _ms(step: Callable[[], object]) -> float:

@@ -26,6 +26,7 @@ POLL_S = 0.1  # how often memory and clocks are looked at
 LARGE = 3_000  # forwards: list scheduling takes some tenths of a second for so many
 BACKSTOP = 2.0  # with one thread an engine that should have ended by its own count is ended at so many times its time
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
+NOISY = 3  # times as much work with a schedule whose percentile is simulated
 NEAR = 1.05  # of the shortest nominal time: longer schedules are not worth a look under noise
 
 Emit = Callable[[Frame], None]
@@ -166,7 +167,7 @@ class Portfolio:
             for name, stream in list(streams.items()):
                 if self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work)):
                     return
-                work += 3 * len(problem.stages) * problem.microbatches
+                work += 3 * len(problem.stages) * problem.microbatches * (NOISY if self.noise else 1)
                 try:
                     schedule = next(stream, None)
                     wrong = self.offer(schedule) if schedule else None

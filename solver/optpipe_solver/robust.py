@@ -27,6 +27,7 @@ from optpipe_solver.prune import prune
 
 METHOD = "robust"
 OTHER_NOISE = 1_000_003  # added to the seed
+OPS_PER_S = 1.5e7  # ops times samples simulated in a second, about half of what a quiet machine does
 LONGER = 1.01  # than the schedule at hand a neighbour's nominal time may be
 
 
@@ -35,15 +36,17 @@ def applies(problem: Problem) -> bool:
     return problem.microbatches > 1
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> None:
-    """Emits each schedule that is better by the engine's own noise, from the warm start on, until the request's time is up."""
-    deadline = time.monotonic() + request.time_limit_s
+def run(request: Request, emit: Callable[[Frame], None]) -> float:
+    """Emits each schedule that is better by the engine's own noise, from the warm start on, until the request's time is up: with one thread
+    by a count of simulated ops, which it returns as seconds, so that the search is the same on a busy machine."""
+    began = time.monotonic()
     if request.warm_start is None:
-        return
+        return 0.0
     search = _Search(request, request.warm_start.schedule(request.problem, METHOD))
-    while time.monotonic() < deadline:
+    while (search.spent_s if request.threads == 1 else time.monotonic() - began) < request.time_limit_s:
         if search.step():
             emit(Incumbent(method=METHOD, schedule=Programs.of(search.schedule)))
+    return search.spent_s
 
 
 class _Search:
@@ -53,6 +56,7 @@ class _Search:
         self.problem, self.objective = request.problem, request.objective
         self.noise = Noise(request.problem, request.jitter, (request.seed + OTHER_NOISE) % 2**31)
         self.random = random.Random(request.seed)
+        self.spent_s = 0.0
         self._take(schedule)
         pruned = prune(schedule)
         if self.noise.percentile_ms(pruned, self.objective) <= self.ms:
@@ -67,6 +71,8 @@ class _Search:
 
     def step(self) -> bool:
         """Tries one neighbour and takes it if it is no worse; whether it is better."""
+        ops = len(self.end)
+        self.spent_s += ops / OPS_PER_S
         if not self.arcs:
             self.arcs = self._arcs(self.random.choice(self.bad))
             self.random.shuffle(self.arcs)
@@ -78,6 +84,7 @@ class _Search:
         try:
             if value(neighbour, self.objective) > LONGER * value(self.schedule, self.objective):
                 return False
+            self.spent_s += ops * self.noise.samples / OPS_PER_S
             ms = self.noise.percentile_ms(neighbour, self.objective)
         except OptPipeError:  # ops wait for each other
             return False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 import optpipe
@@ -13,30 +16,8 @@ from optpipe_solver import crew, plan, portfolio
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import LARGE, Portfolio
 
-ENGINE = """
-import os, sys, time
-from optpipe.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
-from optpipe_solver.heuristics import generate
-request = read_request()
-behaviour = os.environ[request.method]
-if behaviour == "crash":
-    os._exit(7)
-if behaviour == "garbage":
-    print("no frame", flush=True)
-if behaviour == "slow":
-    time.sleep(60)
-if behaviour == "good":
-    write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb", request.problem))))
-    write_frame(Bound(method="good engine", lower_bound_ms=260.0))
-if behaviour == "invalid":
-    write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))
-    write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("what?",) * len(request.problem.devices))))
-if behaviour == "boastful":
-    write_frame(Bound(method="boastful engine", lower_bound_ms=1e6))
-if behaviour == "tells":
-    write_frame(Note(text=f"start {request.warm_start is not None}, threads {request.threads}, time {request.time_limit_s}"))
-write_frame(End())
-"""
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples" / "problems"
 
 
 def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 20, **changes: object) -> Problem:
@@ -51,11 +32,10 @@ def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 20, **change
 
 
 @pytest.fixture
-def engines(monkeypatch, tmp_path):
+def engines(monkeypatch):
     """Two engines, each behaving as told."""
-    (tmp_path / "fake_engine.py").write_text(ENGINE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(crew, "ENGINE", "fake_engine")
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.5), plan.Turn("milp", 0.5)))
     monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
 
@@ -107,12 +87,77 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([0.85 * 19.7 / 2 - 0.5] * 2)  # by plan, not by the clock
 
 
-@pytest.mark.parametrize("fault", ["crash", "garbage"])
+@pytest.mark.parametrize("fault", ["crash", "garbage", "killed"])
 def test_an_engine_that_fails_is_told_of_and_the_other_goes_on(engines, fault):
     engines(fault, "good")
     frames = run(pipeline())
     assert any(text.startswith("cyclic failed: ") for text in notes(frames))
     assert any(isinstance(frame, Bound) and frame.method == "good engine" for frame in frames)
+
+
+def test_an_engine_that_holds_too_much_is_ended(engines):
+    engines("holds 300", "tells")
+    own = psutil.Process().memory_info().rss // 2**20
+    frames = run(pipeline(), memory_mib=own + 400, time_limit_s=6.0)  # two interpreters hold less than that, one with 300 MiB more does not
+    (told,) = notes(frames)
+    assert told.startswith("cyclic was ended: the solver's processes held ")
+    assert told.endswith(f"and memory_mib is {own + 400}")
+    assert any(isinstance(frame, Incumbent) for frame in frames)
+
+
+def test_turns_come_again_with_another_seed_but_not_after_a_failure(engines, monkeypatch):
+    engines("seed", "crash")
+    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.2, again=True), plan.Turn("milp", 0.1, again=True)))
+    told = notes(run(pipeline(), seed=5, time_limit_s=8.0, threads=1))
+    assert sum(text.startswith("milp failed") for text in told) == 1
+    seeds = [int(text.split()[-1]) for text in told if "seed" in text]
+    assert len(seeds) > 3
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
+    engines("spends 1.0", "tells")
+    after = notes(run(pipeline(), threads=1, time_limit_s=20.0))
+    assert float(after[0].split()[-1]) == pytest.approx(0.85 * 19.7 - 1.5 - 0.5)  # of all that is planned for engines
+
+
+def test_what_an_engine_started_ends_with_it(engines):
+    engines("parent", "tells")
+    started = next(int(text) for text in notes(run(pipeline(), time_limit_s=3.0)) if text.isdigit())
+    assert gone(started)
+
+
+@pytest.mark.parametrize("method", ["cyclic", "auto"])
+def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
+    search = optpipe.improve(Problem.load(EXAMPLES / "fastlink-8x16.json"), method=method, time_limit=60.0, threads=2)
+    assert next(search).schedule is not None
+    solver = psutil.Process(search._child.pid)
+    deadline = time.monotonic() + 60
+    while not any(child.cpu_times().user > 1.5 for child in solver.children()):  # past its imports: at work in native code
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = [solver, *solver.children(recursive=True)]
+    threading.Timer(0.1, search.cancel).start()
+    began = time.monotonic()
+    *_, last = search
+    assert time.monotonic() - began < 10  # a second on a quiet machine
+    assert last.status == "feasible"
+    assert check(last.schedule.problem, last.schedule) == []
+    assert last.notes == ()
+    assert all(gone(process.pid) for process in family)
+
+
+def gone(pid: int) -> bool:
+    """Whether it has ended, within moments; whoever inherited it may not have read its exit code yet."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_what_an_engine_claims_is_verified(engines):

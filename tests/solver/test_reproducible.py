@@ -1,0 +1,39 @@
+"""One thread, one seed: the same answer twice, also where the machine is busy meanwhile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from optpipe import Problem
+from optpipe.child import Incumbent, Request
+from optpipe_solver import crew, plan, portfolio
+from optpipe_solver.portfolio import Portfolio
+
+TESTS = Path(__file__).parents[1]
+EXAMPLES = TESTS.parent / "examples" / "problems"
+SLOWER = 1.6  # how much faster the clock of a busy machine runs
+
+
+@pytest.mark.parametrize(("name", "jitter"), [("recompute-4x12", 0.0), ("shared-pcie-4x8", 0.0), ("slowlink-8x16", 0.05)])
+def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("cyclic", "seed")
+    monkeypatch.setenv("milp", "tells")
+    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.6)))
+    monkeypatch.setattr(plan, "ROBUST", plan.Turn("milp", 0.5))
+    request = Request(problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=12.0, threads=1, seed=2, jitter=jitter)
+    quiet = run(request)
+    monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
+    assert run(request) == quiet
+    assert any(isinstance(frame, Incumbent) for frame in quiet)
+
+
+def run(request: Request) -> list[object]:
+    frames: list[object] = []
+    Portfolio(request, frames.append).run()
+    return frames

@@ -1,0 +1,50 @@
+"""Stands where an engine stands: run with `-m`, it behaves as the environment variable that is named like the engine says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from optpipe.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
+from optpipe_solver.heuristics import generate
+
+
+def main() -> None:
+    request = read_request()
+    behaviour, _, figure = os.environ[request.method].partition(" ")
+    if behaviour == "crash":
+        os._exit(7)
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "garbage":
+        print("no frame", flush=True)
+    if behaviour == "slow":
+        time.sleep(60)
+    if behaviour == "parent":  # of a process that knows nothing of anybody's standard input
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as own:
+            write_frame(Note(text=str(own.pid)))
+            time.sleep(60)
+    if behaviour == "good":
+        write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb", request.problem))))
+        write_frame(Bound(method="good engine", lower_bound_ms=260.0))
+    if behaviour == "invalid":
+        write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))
+        write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("what?",) * len(request.problem.devices))))
+    if behaviour == "boastful":
+        write_frame(Bound(method="boastful engine", lower_bound_ms=1e6))
+    if behaviour == "tells":
+        write_frame(Note(text=f"start {request.warm_start is not None}, threads {request.threads}, time {request.time_limit_s}"))
+    if behaviour == "seed":
+        write_frame(Note(text=f"{request.method} with seed {request.seed}"))
+    if behaviour == "holds":
+        held = bytearray(os.urandom(2**20) * int(figure))
+        time.sleep(60)
+        del held
+    write_frame(End(spent_s=float(figure) if behaviour == "spends" else None))
+
+
+if __name__ == "__main__":
+    main()
