@@ -241,3 +241,25 @@ def test_help_is_quick_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
     assert time.monotonic() - began < 10  # the goal, half a second, is measured by hand: machines are noisy
+
+
+def test_the_incumbents_are_listed(run, problem):
+    figures = json.loads(run("solve", "p.json", "--method", "good", "--json")[1])
+    slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
+    assert [(step["method"], step["value_ms"], step["lower_bound_ms"]) for step in figures["incumbents"]] == [
+        ("slow", slow, None),
+        ("fast", fast, 1.0),
+    ]
+    assert 0 < figures["incumbents"][0]["time_s"] <= figures["incumbents"][1]["time_s"] <= figures["time_s"] + 0.001  # rounded
+    assert (figures["method"], figures["makespan_ms"], figures["percentile_ms"]) == ("fast", fast, None)
+
+
+def test_with_jitter_the_percentile_counts_and_proves_nothing(run, problem):
+    figures = json.loads(run("solve", "p.json", "--method", "good", "--jitter", "0.1", "--json")[1])
+    assert (figures["status"], figures["makespan_ms"]) == ("feasible", all_forwards_first(problem).makespan_ms)
+    assert figures["percentile_ms"] == figures["incumbents"][-1]["value_ms"] > figures["makespan_ms"]
+    code, out, _ = run("solve", "p.json", "--method", "good", "--jitter", "0.1")
+    assert code == 0
+    assert f"with noise within {figures['percentile_ms']:.6g} ms in 95% of all iterations" in out
+    run("solve", "p.json", "--method", "good")  # proven without noise, and cached
+    assert "(cached)" not in run("solve", "p.json", "--jitter", "0.1", "--method", "auto")[1]
