@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optpipe_solver.milp.switches import Switches
 
 SIZES = ((2, 4), (3, 6), (4, 8))  # devices, micro-batches
-COLUMNS = ("size", "switches", "variables", "rows", "non-zeros", "seconds", "ms", "bound", "gap")
+COLUMNS = ("size", "switches", "solver", "variables", "rows", "non-zeros", "seconds", "ms", "bound", "gap")
 
 
 def milp(
@@ -78,7 +78,8 @@ def _cut(problem: Problem, devices: int, microbatches: int) -> Problem:
 
 
 def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float) -> dict[str, Any]:
-    """The size of a model, cuts included, and how far a solver gets with it on one thread, AdaOffload's schedule being the warm start."""
+    """The size of a model, cuts included, and how far a solver gets with it on one thread, AdaOffload's schedule being the warm start.
+    `solver` is the one that solved it: HiGHS where another one has no licence for the size."""
     from optpipe_solver.heuristics import STREAMS
     from optpipe_solver.milp.backend import Limits, Task, minimize
     from optpipe_solver.milp.model import Model, serial_ms
@@ -88,7 +89,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     began = time.monotonic()
     model = Model(problem, "makespan", warm.makespan_ms if warm else serial_ms(problem), switches)
     found, bounds = [math.inf], [0.0]
-    minimize(
+    used = minimize(
         solver,
         Task(
             model.rows,
@@ -104,6 +105,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     seconds = time.monotonic() - began
     best, bound = min(found), max(bounds)
     return {
+        "solver": used,
         "variables": len(model.rows.lower),
         "rows": len(model.rows.at_least),
         "non-zeros": model.rows.entries,
@@ -115,6 +117,6 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
 
 
 def _line(row: dict[str, Any]) -> str:
-    *figures, gap = ("–" if row[column] is None else row[column] for column in COLUMNS[2:])
+    *figures, gap = ("–" if row[column] is None else row[column] for column in COLUMNS[3:])
     shown = [f"{x if isinstance(x, str | int) else f'{x:.5g}':>10}" for x in figures]
-    return f"{row['size']:6}{row['switches']:22}{''.join(shown)}{gap if isinstance(gap, str) else f'{gap:.1%}':>8}"
+    return f"{row['size']:6}{row['switches']:22}{row['solver']:12}{''.join(shown)}{gap if isinstance(gap, str) else f'{gap:.1%}':>8}"

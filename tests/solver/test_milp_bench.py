@@ -29,6 +29,7 @@ def test_every_switch_has_its_row(tmp_path: Path) -> None:
     rows = {row["switches"]: row for row in json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)}
     assert {row["size"] for row in rows.values()} == {"2x4"}  # there are 5 micro-batches only
     assert len(rows) == 13
+    assert {row["solver"] for row in rows.values()} == {"highs"}
     for row in rows.values():
         assert row["bound"] <= 123.0 <= (row["ms"] or 123.0) + 1e-4  # the optimum
         assert row["gap"] is None or 0 <= row["gap"] < 1

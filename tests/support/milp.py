@@ -25,7 +25,7 @@ from optpipe_solver import milp
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:
     asked = json.loads(line)
-    milp.run(Request.model_validate(asked["request"]), write_frame, asked["solver"], Switches(**asked["switches"]))
+    milp.run(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)
@@ -37,11 +37,11 @@ class Solver:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def frames(self, problem: Problem, solver: str = "highs", switches: Switches = ALL, **asked: Any) -> list[Frame]:
+    def frames(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
         assert self._process.stdin
         assert self._process.stdout
-        request = Request(problem=problem, method="milp", **asked).model_dump(mode="json")
-        self._process.stdin.write(json.dumps({"request": request, "solver": solver, "switches": asdict(switches)}) + "\n")
+        request = Request(problem=problem, method="milp", **{"solver": "highs"} | asked).model_dump(mode="json")
+        self._process.stdin.write(json.dumps({"request": request, "switches": asdict(switches)}) + "\n")
         self._process.stdin.flush()
         found: list[Frame] = []
         while not found or not isinstance(found[-1], End):

@@ -38,11 +38,11 @@ def applies(problem: Problem) -> bool:
     return all(size <= limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True))
 
 
-def run(request: Request, emit: Callable[[Frame], None], solver: str = "auto", switches: Switches = ALL) -> None:
+def run(request: Request, emit: Callable[[Frame], None], switches: Switches = ALL) -> None:
     """Solves the problem first with the micro-batches' order fixed, then, where that may lose something, without; emits what it finds.
 
     An incumbent is emitted when it is better than those before it and than the warm start, a bound only where it holds for every schedule.
-    `solver` is a name that `backend` knows; raises `InputError` for any other.
+    A backend that the request names and that is not to be had is told of in one note, and HiGHS takes its place.
     """
     from optpipe_solver.bounds import trivial_bound
     from optpipe_solver.milp.backend import Limits, Task, minimize
@@ -51,6 +51,7 @@ def run(request: Request, emit: Callable[[Frame], None], solver: str = "auto", s
 
     limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
+    solver = request.solver
     orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
     for order in orders:
         model = Model(request.problem, request.objective, search.horizon_ms(), replace(switches, order=order))

@@ -21,6 +21,7 @@ class Literal(NamedTuple):
         return Literal(self.var, not self.positive)
 
 
+NOTHING = 1e-9  # what rounding may make of a row that just holds
 TRUE, FALSE = Literal(-1), Literal(-1, False)
 Clause = tuple[Literal, ...]
 Form = tuple[dict[int, float], float]  # coefficients by variable, and what their sum has to reach
@@ -67,8 +68,10 @@ class Rows:
         return Literal(var)
 
     def add(self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> None:
-        """The row sum of coefficients × variables and literals `>= at_least`."""
+        """The row sum of coefficients × variables and literals `>= at_least`; none where nothing is left to be decided."""
         row, at_least = form(times, literals, at_least)
+        if not row and at_least <= NOTHING:
+            return
         self._index += row.keys()
         self._value += row.values()
         self._begins.append(len(self._index))
@@ -82,7 +85,7 @@ class Rows:
     def precede(self, precedence: Precedence) -> None:
         """The row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all; none where it cannot hold,
         or always does."""
-        if FALSE in precedence.when:
+        if FALSE in precedence.when or any(~literal in precedence.when for literal in precedence.when):
             return
         when = tuple(literal for literal in precedence.when if literal != TRUE)
         later, earlier, gap, (length, made) = precedence.later, precedence.earlier, precedence.gap, precedence.span
@@ -106,18 +109,17 @@ class Rows:
         for (a, b), at_least in zip(pairwise(self._begins), self.at_least, strict=True):
             yield self._index[a:b], self._value[a:b], at_least
 
+    @staticmethod
+    def holds(literal: Literal, x: Floats) -> bool:
+        return literal.positive == (literal.var < 0 or bool(x[literal.var] > 0.5))
+
     def earliest(self, x: Floats) -> Floats:
         """The least values of the continuous variables that keep every precedence which the binaries of `x` require: exact times, free of
         the solver's tolerance. Least and greatest values are reached from `lower`, round after round, as in Bellman and Ford's method."""
-        truth = x > 0.5
-
-        def holds(literal: Literal) -> bool:
-            return literal.positive == (True if literal.var < 0 else bool(truth[literal.var]))
-
-        active = [p for p in self.precedences if all(map(holds, p.when))]
+        active = [p for p in self.precedences if all(self.holds(literal, x) for literal in p.when)]
         later, earlier = np.array([p.later for p in active]), np.array([p.earlier for p in active])
-        gap = np.array([p.gap + (p.span[0] if holds(p.span[1]) else 0.0) for p in active])
-        times = np.where(self.binary, truth, self.lower)
+        gap = np.array([p.gap + (p.span[0] if self.holds(p.span[1], x) else 0.0) for p in active])
+        times = np.where(self.binary, x > 0.5, self.lower)
         for _ in range(len(times)):
             before = times.copy()
             np.maximum.at(times, later, times[earlier] + gap)
@@ -138,4 +140,4 @@ def form(times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Lit
             at_least -= coefficient
         if var >= 0:
             row[var] = row.get(var, 0.0) + coefficient
-    return row, at_least
+    return {var: coefficient for var, coefficient in row.items() if coefficient}, at_least

@@ -11,7 +11,7 @@ from optpipe.schedule import Schedule
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.offload import Activation
 from optpipe_solver.milp.rows import Literal
-from optpipe_solver.milp.windows import passing
+from optpipe_solver.milp.windows import compute_ops, passing
 
 Interval = tuple[float, float]
 NEVER = (math.inf, math.inf)
@@ -31,16 +31,10 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
     for (x, y), P in model.P.items():
         yield P, run[ops[x]] < run[ops[y]]
 
-    moved: dict[tuple[Kind, Activation], Interval | None] = {}
-
-    def made(a: Activation) -> bool:
-        return moved[Kind.O, a] not in (None, NEVER)
-
+    moved = _transfers(model, at, run)
+    made = {a for a in offload.activations if _moved(model, at, Kind.O, a)}
     for a in offload.activations:
-        nowhere = None if offload.keeps_place(a) else NEVER  # None: the solver finds the place of what is not moved
-        for kind in (Kind.O, Kind.R):
-            moved[kind, a] = _moved(at, [Op(kind, *a, part) for part in range(model.problem.stages[a[0]].offload_parts)]) or nowhere
-        yield offload.W[a], made(a)
+        yield offload.W[a], a in made
     for orders, first, second in ((offload.K, Kind.O, Kind.O), (offload.L, Kind.R, Kind.R), (offload.H, Kind.O, Kind.R)):
         for (a, b), literal in orders.items():
             before, after = moved[first, a], moved[second, b]
@@ -50,7 +44,7 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
                     yield orders[b, a], before > after
 
     def moves(kind: Kind, a: Activation) -> Interval:
-        return moved[kind, a] or NEVER
+        return moved[kind, a] or NEVER if a in made else NEVER
 
     for (a, y), M in offload.M.items():
         yield M, moves(Kind.O, a)[1] <= run[ops[y]][0]
@@ -59,11 +53,33 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
     for (c, b), X in offload.X.items():
         begin = moves(Kind.R, b)[0]
         stands = min((run[ops[y]][0] for (a, y) in offload.N if a == b and run[ops[y]][0] < begin < run[ops[y]][1]), default=begin)
-        yield X, made(b) and moves(Kind.O, c)[1] <= stands and begin < moves(Kind.R, c)[0] < math.inf
+        yield X, b in made and moves(Kind.O, c)[1] <= stands and begin < moves(Kind.R, c)[0] < math.inf
 
 
-def _moved(at: dict[Op, Interval], parts: list[Op]) -> Interval | None:
+def _transfers(model: Model, at: dict[Op, Interval], run: dict[Op, Interval]) -> dict[tuple[Kind, Activation], Interval | None]:
+    """From when to when each offload and reload runs. One that is not made takes no time and stands where it is in nobody's way: as early
+    as those before it let it, between two transfers; None where the solver finds its place."""
+    offload, costs = model.offload, model.problem.costs
+    link, half_duplex = costs.link[costs.device], model.problem.transfer_mode == "half_duplex"
+    moved = {(kind, a): _moved(model, at, kind, a) for kind in (Kind.O, Kind.R) for a in offload.activations}
+    for a in sorted(offload.activations):
+        if moved[Kind.O, a] or offload.keeps_place(a):
+            continue
+        moment = run[Op(Kind.F, *a)][1]
+        for kind in (Kind.O, Kind.R):
+            before = [moved[kind, b] for b in offload.activations if offload.in_order(b, a)]
+            moment = max([moment, *(interval[1] for interval in before if interval)])
+            rivals = (x for (k, b), x in moved.items() if x and link[b[0]] == link[a[0]] and (half_duplex or k == kind))
+            for begin, end in sorted(rivals):
+                if begin < moment < end:
+                    moment = end
+            moved[kind, a] = moment, moment
+    return moved
+
+
+def _moved(model: Model, at: dict[Op, Interval], kind: Kind, a: Activation) -> Interval | None:
     """From the first part's start to the last one's end; None unless all parts move, as the model knows whole activations only."""
+    parts = [Op(kind, *a, part) for part in range(model.problem.stages[a[0]].offload_parts)]
     if not all(part in at for part in parts):
         return None
     starts, ends = zip(*(at[part] for part in parts), strict=True)
@@ -71,16 +87,17 @@ def _moved(at: dict[Op, Interval], parts: list[Op]) -> Interval | None:
 
 
 def _compute_times(model: Model, at: dict[Op, Interval]) -> dict[Op, Interval]:
-    """Start and end of every F, B and W. A BW is a B followed by its W; Ws are numbered as their Bs, with a fixed order everything is."""
+    """Start and end of every F, B and W. A BW is a B followed by its W; Ws are numbered as their Bs, with a fixed order everything is.
+    In a frame all keep their numbers, for what surrounds the window has them, too."""
     ms, times = model.problem.costs.ms, {}
-    for op in model.windows.ops:
+    for op in compute_ops(model.problem):
         fused = at.get(Op(Kind.BW, op.stage, op.microbatch))
         if fused is None or op.kind == Kind.F:
             times[op] = at[op]
         else:
             middle = fused[0] + float(ms[Kind.B, op.stage])
             times[op] = (fused[0], middle) if op.kind == Kind.B else (middle, fused[1])
-    for route, batches in passing(model.problem).items():
+    for route, batches in passing(model.problem).items() if model.frame is None else ():
         for s in route:
             F, B, W = ([Op(kind, s, j) for j in batches] for kind in (Kind.F, Kind.B, Kind.W))
             if model.order != "stages":

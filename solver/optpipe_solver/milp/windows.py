@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import chain, pairwise, product
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,11 @@ from optpipe.ops import Kind, Op
 from optpipe.problem import Problem
 from optpipe_solver.floor import used_routes
 from optpipe_solver.milp.switches import Order
+
+if TYPE_CHECKING:
+    from optpipe_solver.milp.frame import Frame
+
+Arc = tuple[Op, Op, float]  # the second starts that many ms after the first has ended, or later
 
 
 def passing(problem: Problem) -> dict[tuple[int, ...], list[int]]:
@@ -25,21 +32,42 @@ def compute_ops(problem: Problem) -> list[Op]:
     return [Op(kind, s, j) for kind in kinds for route, batches in passing(problem).items() for s in route for j in batches]
 
 
+def between_stages(problem: Problem) -> Iterator[Arc]:
+    """Eq. 5 and 6: a forward waits for the stage before, a backward for the stage behind, and for the message between two devices."""
+    for route, batches in passing(problem).items():
+        for j, (s, after) in product(batches, pairwise(route)):
+            delay = problem.p2p_ms if problem.stages[s].device != problem.stages[after].device else 0.0
+            yield Op(Kind.F, s, j), Op(Kind.F, after, j), delay
+            yield Op(Kind.B, after, j), Op(Kind.B, s, j), delay
+
+
+def within_stage(problem: Problem) -> Iterator[Arc]:
+    """Eq. 8: F, then B, then W. As printed it says so of P alone; with P = 1 in Eq. 7 the times follow."""
+    for route, batches in passing(problem).items():
+        for s, j in product(route, batches):
+            yield Op(Kind.F, s, j), Op(Kind.B, s, j), 0.0
+            yield Op(Kind.B, s, j), Op(Kind.W, s, j), 0.0
+
+
 class Windows:
     """Longest paths between compute ops. `lag[x, y]`: the least time from x's start to y's start, -inf where x need not precede y.
     `known[x, y]`: whether the model takes it for known; without `determined` only what an equation says, not what follows from several.
 
     `arcs` are the precedences behind it, with the delay between x's end and y's start: data dependencies (Eq. 5, 6, 8), the fixed order of
-    micro-batches (Eq. 1), and what `horizon` leaves no other choice for. Times are `scale` × ms.
+    micro-batches (Eq. 1), and what `horizon` leaves no other choice for. `release` and `rest`: what a frame adds, the earliest start by
+    what is before it, and the least time from an op's start to the end by what is after it. Times are `scale` × ms.
     """
 
-    def __init__(self, problem: Problem, horizon: float, scale: float, order: Order, determined: bool) -> None:
-        self.ops = compute_ops(problem)
+    def __init__(self, problem: Problem, horizon: float, scale: float, order: Order, determined: bool, frame: Frame | None = None) -> None:
+        self.ops = frame.ops if frame else compute_ops(problem)
         self.number = {op: x for x, op in enumerate(self.ops)}
         self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage] for op in self.ops]) * scale
         self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
         self.horizon = horizon
-        self.arcs = self._data(problem, scale) + self._order(problem, order)
+        self.release = np.array([frame.release[op] for op in self.ops]) * scale if frame else np.zeros(len(self.ops))
+        self.rest = np.array([frame.rest[op] for op in self.ops]) * scale if frame else self.time
+        arcs = chain(between_stages(problem), within_stage(problem), self._order(problem, order), frame.orders if frame else ())
+        self.arcs = [(self.number[a], self.number[b], ms * scale) for a, b, ms in arcs if a in self.number and b in self.number]
         self.lag: Floats = np.full((len(self.ops), len(self.ops)), -np.inf)
         for x, y, delay in self.arcs:
             self.lag[x, y] = max(self.lag[x, y], self.time[x] + delay)
@@ -68,35 +96,23 @@ class Windows:
     @property
     def head(self) -> Floats:
         """(n,) the earliest start of each op."""
-        head: Floats = self.lag.max(axis=0, initial=0.0)
+        head: Floats = np.maximum(self.release, (self.lag + self.release[:, None]).max(axis=0))
         return head
 
     @property
     def tail(self) -> Floats:
         """(n,) the least time from each op's start to the end of all that follows it."""
-        tail: Floats = np.maximum(self.time, (self.lag + self.time).max(axis=1))
+        tail: Floats = np.maximum(self.rest, (self.lag + self.rest).max(axis=1))
         return tail
 
-    def _data(self, problem: Problem, scale: float) -> list[tuple[int, int, float]]:
-        arcs = []
-        for route, batches in passing(problem).items():
-            for j in batches:
-                F, B, W = ({s: self.number[Op(kind, s, j)] for s in route} for kind in (Kind.F, Kind.B, Kind.W))
-                arcs += [(B[s], W[s], 0.0) for s in route] + [(F[s], B[s], 0.0) for s in route]
-                for s, after in pairwise(route):
-                    delay = problem.p2p_ms * scale if problem.stages[s].device != problem.stages[after].device else 0.0
-                    arcs += [(F[s], F[after], delay), (B[after], B[s], delay)]
-        return arcs
-
-    def _order(self, problem: Problem, order: Order) -> list[tuple[int, int, float]]:
+    def _order(self, problem: Problem, order: Order) -> Iterator[Arc]:
         """Eq. 1. Micro-batches of a route are alike: numbering them as they enter its first stage costs nothing. With `stages` every stage
         keeps that order in F, in B and in W."""
-        arcs = []
         for route, batches in passing(problem).items():
             everywhere = [(kind, s) for kind in (Kind.F, Kind.B, Kind.W) for s in route]
             for kind, s in {"none": [], "entry": [(Kind.F, route[0])], "stages": everywhere}[order]:
-                arcs += [(self.number[Op(kind, s, j)], self.number[Op(kind, s, k)], 0.0) for j, k in pairwise(batches)]
-        return arcs
+                own = (op for j in batches if (op := Op(kind, s, j)) in self.number)
+                yield from ((a, b, 0.0) for a, b in pairwise(own))
 
     def _forced(self) -> list[tuple[int, int]]:
         """Pairs on a device that no schedule within the horizon runs the other way round."""
