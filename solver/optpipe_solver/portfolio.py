@@ -162,7 +162,7 @@ class Portfolio:
         problem, objective = self.request.problem, self.request.objective
         until = time.monotonic() + (share * self.time_left if not self.one_thread else self.time_left)
         work, most_work = 0, share * self.seconds * OPS_PER_S
-        streams = {name: STREAMS[name](problem, objective) for name in names}
+        streams = {name: STREAMS[name](problem, objective, self.deadline) for name in names}
         while streams:
             for name, stream in list(streams.items()):
                 if self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work)):
