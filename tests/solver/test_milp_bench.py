@@ -32,7 +32,7 @@ def test_every_switch_has_its_row(tmp_path: Path) -> None:
     assert {row["solver"] for row in rows.values()} == {"highs"}
     for row in rows.values():
         assert row["bound"] <= 123.0 <= (row["ms"] or 123.0) + 1e-4  # the optimum
-        assert row["gap"] is None or 0 <= row["gap"] < 1
+        assert row["gap"] is None or 0 <= row["gap"] <= 1  # 1: no bound within so short a time
     none, full = rows["none"], rows["all"]
     for name in ("order of entry", "fixed order", "one variable a pair", "no determined ones", "all"):
         assert rows[name]["variables"] < none["variables"]
