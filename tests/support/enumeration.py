@@ -7,10 +7,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from optpipe import Problem, Schedule, simulate
+from optpipe import Problem, Schedule, Stage, simulate
 from optpipe.child import Objective
 from optpipe.errors import ScheduleError
-from optpipe.memory import certify
+from optpipe.memory import certify, device_bytes
 from optpipe.ops import Kind, Op
 from optpipe.program import Program
 
@@ -33,41 +33,77 @@ def problem_of(stages: list[dict[str, Any]], memory: list[int], microbatches: in
 
 
 def stage(
-    device: int, ms: tuple[float, float, float], size: int, kept: int = 0, away: tuple[float, float, int] | None = None
+    device: int,
+    ms: tuple[float, float, float],
+    size: int,
+    kept: int = 0,
+    away: tuple[float, float, int] | None = None,
+    again: tuple[float, int] | None = None,
+    parts: int = 1,
 ) -> dict[str, Any]:
-    """A stage from (F, B, W) times, its activation, what B leaves of it, and (offload, reload, bytes) if it can leave."""
+    """A stage from (F, B, W) times, its activation, what B leaves of it, (offload, reload, bytes) if it can leave, in how many parts,
+    and (recompute, checkpoint) if it can be recomputed."""
     costs = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=True))
-    offload = dict(zip(("offload_ms", "reload_ms", "offload_bytes"), away, strict=True)) if away else {}
-    return {"device": device, "activation_bytes": size, "weight_grad_bytes": kept} | costs | offload
+    offload = dict(zip(("offload_ms", "reload_ms", "offload_bytes"), away, strict=True)) | {"offload_parts": parts} if away else {}
+    recompute = dict(zip(("recompute_ms", "checkpoint_bytes"), again, strict=True)) if again else {}
+    return {"device": device, "activation_bytes": size, "weight_grad_bytes": kept} | costs | offload | recompute
 
 
 SPLIT, FUSED = (Kind.B, Kind.W), (Kind.BW,)
 AWAY = (Kind.O, Kind.D, Kind.R)
 
 
-def merged(chains: list[tuple[Op, ...]]) -> Iterator[tuple[Op, ...]]:
-    """Every interleaving of chains."""
+def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
+    """What may stand between a forward and its backward: nothing, a recompute, or the ways of the first parts, which are all alike."""
+    found: list[tuple[Op, ...]] = [()]
+    if stage.can_recompute:
+        found.append((Op(Kind.C, s, j),))
+    if stage.can_offload:
+        assert (stage.offload_bytes or 0) % stage.offload_parts == 0
+        for count in range(1, stage.offload_parts + 1):
+            ways = merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
+            found += [ops for ops in ways if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)]
+    return found
+
+
+NOTHING: dict[Op, int] = {}
+
+
+def merged(
+    chains: list[tuple[Op, ...]], takes: dict[Op, int] = NOTHING, frees: dict[Op, int] = NOTHING, room: int = 0
+) -> Iterator[tuple[Op, ...]]:
+    """Every interleaving of chains that does with the memory there is."""
     if not any(chains):
         yield ()
     for i, chain in enumerate(chains):
-        if chain:
-            for rest in merged([*chains[:i], chain[1:], *chains[i + 1 :]]):
+        if chain and takes.get(chain[0], 0) <= room:
+            left = room - takes.get(chain[0], 0) + frees.get(chain[0], 0)
+            for rest in merged([*chains[:i], chain[1:], *chains[i + 1 :]], takes, frees, left):
                 yield (chain[0], *rest)
 
 
 def programs_of(problem: Problem, device: int) -> list[Program]:
-    """Every list of ops that a device can run within its memory: all orders, all choices of offload and of BW, all places of O, D and R."""
+    """Every list of ops that a device can run within its memory: all orders, all choices of offload, recompute and BW, all places of O, D
+    and R."""
     passes = [(s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device]
     backs = (SPLIT, FUSED) if problem.microbatches < 3 else (SPLIT,)  # or there are too many
-    choices = [product(((), AWAY) if problem.stages[s].can_offload else ((),), backs) for s, _ in passes]
+    choices = [product(middles(problem.stages[s], s, j), backs) for s, j in passes]
     found = []
     for chosen in product(*choices):
-        chains = [tuple(Op(k, s, j) for k in (Kind.F, *away, *back)) for (away, back), (s, j) in zip(chosen, passes, strict=True)]
-        for ops in merged(chains):
+        chains = [
+            (Op(Kind.F, s, j), *middle, *(Op(kind, s, j) for kind in back)) for (middle, back), (s, j) in zip(chosen, passes, strict=True)
+        ]
+        for ops in merged(chains, *changes(problem, chains), problem.devices[device].memory_bytes):
             alone = Schedule(problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices))))
             if certify(problem, alone).fits:
                 found.append(Program.of(ops))
     return found
+
+
+def changes(problem: Problem, chains: list[tuple[Op, ...]]) -> list[dict[Op, int]]:
+    """What each op takes of the device's memory, and what it frees."""
+    ops = [op for chain in chains for op in chain]
+    return [dict(zip(ops, amounts.tolist(), strict=True)) for amounts in device_bytes(problem, Program.of(ops).table)]
 
 
 def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[dict[str, Program]]:
@@ -81,15 +117,22 @@ def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[d
         yield {link: Program.of(order)} if order else {}
 
 
-@cache
 def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
-    """The least value over all schedules there are, and how many were tried. Micro-batches are alike: 0 enters the pipeline first."""
+    """The least value over all schedules there are, and how many were tried."""
+    best, tried = _bests(problem)
+    return best[objective], tried
+
+
+@cache
+def _bests(problem: Problem) -> tuple[dict[Objective, float], int]:
+    """Micro-batches are alike: 0 enters the pipeline first."""
     first = problem.stages[0].device
     candidates = [programs_of(problem, d) for d in range(len(problem.devices))]
     if problem.routes is None:
         entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]
         candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
-    best, tried = float("inf"), 0
+    best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
+    tried = 0
     for programs in product(*candidates):
         for links in shared_orders(problem, programs):
             schedule = Schedule(problem, programs, links)
@@ -98,7 +141,8 @@ def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
                 timeline = simulate(problem, schedule)
             except ScheduleError:
                 continue
-            best = min(best, timeline.makespan_ms if objective == "makespan" else timeline.span_ms)
+            best["makespan"] = min(best["makespan"], timeline.makespan_ms)
+            best["span"] = min(best["span"], timeline.span_ms)
     return best, tried
 
 
@@ -130,3 +174,23 @@ EXHAUSTIVE: dict[str, Problem] = {
     ),
 }
 SPAN = problem_of([stage(0, (1, 3, 2), 1, 1, (2, 5, 1)), stage(1, (5, 2, 9), 1)], [1, 2], 2, 4.0)
+RICHER: dict[str, Problem] = {  # what only a solver of all choices can solve
+    "recompute": problem_of([stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 2, 2, None, (1, 1))], [4, 2], 2),
+    "recompute or offload": problem_of([stage(0, (2, 2, 1), 3, 1, (3, 1, 2), (1, 2)), stage(1, (3, 2, 1), 2, 2)], [5, 2], 2, 3.0),
+    "parts": problem_of([stage(0, (1, 2, 1), 4, 1, (6, 4, 4), None, 2), stage(1, (3, 2, 2), 1), stage(0, (2, 1, 1), 1, 1)], [4, 1], 1),
+    "parts of two": problem_of([stage(0, (1, 2, 1), 4, 4, (6, 4, 2), None, 2), stage(1, (1, 2, 1), 1, 1)], [6, 1], 2),
+    "host memory for one": problem_of(
+        [stage(0, (1, 1, 1), 2, 1, (2, 2, 2)), stage(1, (2, 3, 1), 1)], [2, 2], 2, 2.0, devices=[{"host_memory_bytes": 3}, {}]
+    ),
+    "only BW fits": problem_of([stage(0, (2, 2, 3), 2, 3, (2, 2, 1)), stage(1, (2, 1, 1), 1, 4)], [3, 3], 2),
+    "two directions, recompute": problem_of(
+        [stage(0, (2, 2, 1), 2, 1, None, (1, 1)), stage(1, (3, 2, 1), 1), stage(1, (2, 2, 1), 2, 1), stage(0, (1, 3, 1), 1)],
+        [2, 3],
+        2,
+        routes=[[0, 1], [2, 3]],
+        microbatch_routes=[0, 1],
+    ),
+    "one stage on two routes": problem_of(
+        [stage(0, (2, 2, 1), 2, 1, (2, 1, 2)), stage(1, (3, 1, 1), 2, 1)], [3, 3], 2, routes=[[0, 1], [1, 0]], microbatch_routes=[1, 0]
+    ),
+}

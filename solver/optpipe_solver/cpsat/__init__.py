@@ -1,1 +1,22 @@
-"""The problem on CP-SAT, whole or a window of it."""
+"""The problem on CP-SAT, whole or a window of it; and the engine that solves the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optpipe.child import Frame, Request
+from optpipe.problem import Problem
+
+MOST_FORWARDS = 200  # beyond them CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the problem is small enough; it may be of any sort."""
+    return sum(len(problem.route(j)) for j in range(problem.microbatches)) <= MOST_FORWARDS
+
+
+def run(request: Request, emit: Callable[[Frame], None]) -> None:
+    """Emits better and better schedules, and bounds, until the request's time is up or the best is proven to be it."""
+    from optpipe_solver.cpsat.search import Search
+
+    Search(request, emit).run()

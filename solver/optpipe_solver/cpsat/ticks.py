@@ -7,10 +7,11 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, gcd, lcm
 
-from optpipe.ops import COMPUTE, Kind, Op
+from optpipe.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.problem import Problem, Stage
 
 FINEST = 2000  # ticks that the busiest device's work on one micro-batch may last before times are rounded
+LONGEST = 2**40  # ticks that everything, one after the other, may last: what CP-SAT adds up stays far below 2^63
 FULL = 100_000  # grains of the roomiest device before sizes are rounded
 
 
@@ -19,11 +20,13 @@ class Activation:
     """One stage's memory on one micro-batch, in grains; each figure is rounded up on its own, the last of `parts` stays on the device.
 
     `parts` are there from F to B: first those that may leave, then what stays. From B to W there is `kept`, and during B the greater.
+    Where it is recomputed, `checkpoint` is all that is there between F and C.
     """
 
     parts: tuple[int, ...]
     stays: int
     kept: int
+    checkpoint: int
 
     @property
     def whole(self) -> int:
@@ -46,7 +49,7 @@ class Ticks:
         unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
         if not unit:
             return cls(problem, Fraction(1), False)  # nothing takes any time
-        coarsest = max(_work(problem)) / FINEST
+        coarsest = max(max(_work(problem)) / FINEST, _serial(problem) / LONGEST)
         exact = unit >= coarsest and all(ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE)
         return cls(problem, max(unit, coarsest), exact)
 
@@ -69,6 +72,7 @@ class Ticks:
                     "backward_weight_ms": float(ticks[Kind.W]),
                     "offload_ms": float(ticks[Kind.O] * stage.offload_parts) if stage.can_offload else None,
                     "reload_ms": float(ticks[Kind.R] * stage.offload_parts) if stage.can_offload else None,
+                    "recompute_ms": float(ticks[Kind.C]) if stage.can_recompute else None,
                 }
             )
             for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
@@ -76,8 +80,21 @@ class Ticks:
         return self.problem.model_copy(update={"stages": tuple(stages), "p2p_ms": float(self.p2p)})
 
     def lasts(self, kind: Kind, stage: int) -> int:
-        """Ticks of an op; of one part for O and R."""
+        """Ticks of F, B, W, C, and of one part for O and R."""
         return self._ticks[stage][kind]
+
+    @cached_property
+    def serial(self) -> int:
+        """Ticks of everything that could be done, one after the other: no simulated schedule is longer."""
+        once = [
+            2 * self.p2p + sum(lasts * (stage.offload_parts if kind in TRANSFERS else 1) for kind, lasts in ticks.items())
+            for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
+        ]
+        return self.problem.microbatches * sum(once)
+
+    def may_fuse(self, stage: int) -> bool:
+        """Whether BW can do what B and W cannot: only where it needs less memory, otherwise they do all that it does."""
+        return self.problem.stages[stage].weight_grad_bytes > self.problem.stages[stage].activation_bytes
 
     @cached_property
     def p2p(self) -> int:
@@ -105,7 +122,8 @@ class Ticks:
     @cached_property
     def _common(self) -> int:
         costs = self.problem.costs
-        return gcd(*costs.activation.tolist(), *costs.weight_grad.tolist(), *(size for sizes in self._part_bytes for size in sizes))
+        parts = (size for sizes in self._part_bytes for size in sizes)
+        return gcd(*costs.activation.tolist(), *costs.weight_grad.tolist(), *costs.checkpoint.tolist(), *parts)
 
     @cached_property
     def _part_bytes(self) -> list[list[int]]:
@@ -121,16 +139,27 @@ class Ticks:
         """By stage."""
         return [
             Activation(
-                tuple(self._up(size) for size in parts), self._up(stage.activation_bytes - sum(parts)), self._up(stage.weight_grad_bytes)
+                tuple(self._up(size) for size in parts),
+                self._up(stage.activation_bytes - sum(parts)),
+                self._up(stage.weight_grad_bytes),
+                self._up(stage.checkpoint_bytes or 0),
             )
             for stage, parts in zip(self.problem.stages, self._part_bytes, strict=True)
         ]
 
     def _up(self, size: int) -> int:
-        return -(-size // self.grain)
+        """What no device has room for need not be counted further."""
+        return min(-(-size // self.grain), int(self.problem.costs.memory.max()) // self.grain + 1)
 
     def capacity(self, device: int) -> int:
         return self.problem.devices[device].memory_bytes // self.grain
+
+    def host_capacity(self, device: int) -> int | None:
+        """None where all that could be offloaded fits at once."""
+        limit = self.problem.devices[device].host_memory_bytes
+        own, parts = self.problem.stages_on(device), self._part_bytes
+        most = sum(sum(parts[s]) for j in range(self.problem.microbatches) for s in self.problem.route(j) if s in own)
+        return None if limit is None or most <= limit else limit // self.grain
 
     @cached_property
     def work(self) -> list[int]:
@@ -166,6 +195,7 @@ def _durations(stage: Stage) -> dict[Kind, Fraction]:
         Kind.W: _exact(stage.backward_weight_ms),
         Kind.O: _exact(stage.offload_ms or 0.0) / stage.offload_parts,
         Kind.R: _exact(stage.reload_ms or 0.0) / stage.offload_parts,
+        **({Kind.C: _exact(stage.recompute_ms)} if stage.recompute_ms is not None else {}),
     }
 
 
@@ -173,3 +203,11 @@ def _work(problem: Problem) -> list[Fraction]:
     """By device: time of compute on one micro-batch."""
     own = [[_durations(problem.stages[s]) for s in problem.stages_on(d)] for d in range(len(problem.devices))]
     return [sum((ms[Kind.F] + ms[Kind.B] + ms[Kind.W] for ms in stages), Fraction(0)) for stages in own]
+
+
+def _serial(problem: Problem) -> Fraction:
+    """Time of everything that could be done, one after the other."""
+    once = 2 * len(problem.stages) * _exact(problem.p2p_ms)
+    for stage in problem.stages:
+        once += sum(ms * (stage.offload_parts if kind in TRANSFERS else 1) for kind, ms in _durations(stage).items())
+    return problem.microbatches * once

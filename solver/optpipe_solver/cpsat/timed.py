@@ -6,28 +6,37 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optpipe.graph import ACROSS, dependencies, durations, flatten, is_transfer, streams
 from optpipe.ops import Kind, Op
-from optpipe.program import JOINED, KIND, Program
+from optpipe.program import JOINED, KIND, STAGE, Program
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.ticks import Ticks
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Ticks by op. `point` is where a reload's bytes are allocated: at its start or, inside a compute op, before that op."""
+    """Ticks by op; a BW is its B and its W, one after the other, and named in `fused` by stage and micro-batch."""
 
-    start: dict[Op, int]  # F, B, W, O, D, R
-    point: dict[Op, int]  # R
+    start: dict[Op, int]  # F, B, W, C, O, D, R
+    point: dict[Op, int]  # O and R: where their bytes are allocated, at the start or, inside a compute op, before that op
     tail: dict[Op, int]  # from an op's start to the schedule's end, if all that must follow it follows at once
+    fused: frozenset[tuple[int, int]]
     end: int
 
 
 def covers(schedule: Schedule) -> bool:
-    """Whether every op of the schedule is one that the models here know."""
+    """Whether every op of the schedule is one that the models here know: no pairs, and BW only where it needs less memory than B and W."""
     table, _ = flatten(schedule)
-    return not np.isin(table[:, KIND], [Kind.BW, Kind.C]).any() and not table[:, JOINED].any()
+    return not _dispensable(schedule, table).any() and not table[:, JOINED].any()
+
+
+def _dispensable(schedule: Schedule, table: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Marks BWs that B and W could stand for: they need no more memory."""
+    costs = schedule.problem.costs
+    found: NDArray[np.bool_] = (table[:, KIND] == Kind.BW) & (costs.weight_grad <= costs.activation)[table[:, STAGE]]
+    return found
 
 
 def timed(ticks: Ticks, schedule: Schedule) -> Timed:
@@ -36,17 +45,23 @@ def timed(ticks: Ticks, schedule: Schedule) -> Timed:
     timeline = schedule.timeline
     table, device = timeline.table, timeline.device
     ops = [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in table.tolist()]
-    start = [round(at) for at in timeline.start.tolist()]
+    start = dict(zip(ops, (round(at) for at in timeline.start.tolist()), strict=True))
+    end = round(timeline.makespan_ms)
     point = {}
     moving = is_transfer(table).tolist()
-    following = {d: round(timeline.makespan_ms) for d in set(device.tolist())}  # start of the next op on the compute stream
+    following = dict.fromkeys(device.tolist(), end)  # start of the next op on the compute stream
     for i in reversed(range(len(ops))):
-        if not moving[i]:
-            following[device[i]] = start[i]
-        elif ops[i].kind == Kind.R:
-            point[ops[i]] = min(start[i], following[device[i]])
-    tail = _tails(schedule)
-    return Timed(dict(zip(ops, start, strict=True)), point, dict(zip(ops, tail, strict=True)), round(timeline.makespan_ms))
+        if moving[i]:
+            point[ops[i]] = min(start[ops[i]], following[device[i]])
+        else:
+            following[device[i]] = start[ops[i]]
+    tail = dict(zip(ops, _tails(schedule), strict=True))
+    fused = [op for op in ops if op.kind == Kind.BW]
+    for op in fused:
+        b, w = op._replace(kind=Kind.B), op._replace(kind=Kind.W)
+        start[b], tail[b] = start.pop(op), tail.pop(op)
+        start[w], tail[w] = start[b] + ticks.lasts(Kind.B, op.stage), tail[b] - ticks.lasts(Kind.B, op.stage)
+    return Timed(start, point, tail, frozenset((op.stage, op.microbatch) for op in fused), end)
 
 
 def _tails(schedule: Schedule) -> list[int]:
@@ -78,11 +93,11 @@ def _tails(schedule: Schedule) -> list[int]:
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same with every BW as B and W, one after the other."""
+    """The same with B and W, one after the other, for every BW that needs no less memory."""
     programs = []
     for program in schedule.programs:
         table = program.table
-        fused = table[:, KIND] == Kind.BW
+        fused = _dispensable(schedule, table)
         table = np.repeat(table, 1 + fused, axis=0)
         places = np.flatnonzero(fused) + np.arange(np.count_nonzero(fused))
         table[places, KIND], table[places + 1, KIND] = Kind.B, Kind.W

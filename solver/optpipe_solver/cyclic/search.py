@@ -96,7 +96,7 @@ class Search:
         known = timed(core, start)
         model = WindowModel(core, known, everything(known), in_order=True)
         answer = model.solve(max(0.0, WHOLE_SHARE * self.left()), self.request.threads, self.request.seed, on_better)
-        if few == most and self.request.objective == "makespan" and bounds_all(ticks):
+        if few == most and self.request.objective == "makespan" and model.is_bound:
             self._emit(Bound(method="cyclic", lower_bound_ms=ticks.ms(answer.bound)))
 
     def offer(self, schedule: Schedule) -> None:
@@ -123,17 +123,6 @@ def run(request: Request, emit: Callable[[Frame], None]) -> None:
 def _modelled(schedule: Schedule) -> bool:
     """Whether the models here can start from it."""
     return covers(schedule) and not check(schedule.problem, schedule)
-
-
-def bounds_all(ticks: Ticks) -> bool:
-    """Whether the whole model knows every choice that the problem leaves, so that its bound holds for every schedule.
-
-    Micro-batches may be taken in order only where none leaves: with offloads, a later one can be worth an overtaking.
-    """
-    problem = ticks.problem
-    fused_needs_less = any(stage.weight_grad_bytes > stage.activation_bytes for stage in problem.stages)
-    choices = any(stage.can_recompute or stage.can_offload for stage in problem.stages) or problem.overlap_factor is not None
-    return ticks.exact and ticks.exact_sizes and not choices and not fused_needs_less
 
 
 def patterns(ticks: Ticks, K: int, until: float, threads: int, seed: int) -> Iterator[Pattern]:

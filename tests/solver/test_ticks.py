@@ -1,0 +1,38 @@
+"""The integer grid: whole where that is cheap, and never too fine to count."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.enumeration import problem_of, stage
+
+from optpipe import Kind
+from optpipe_solver.cpsat.ticks import LONGEST, Ticks
+
+times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
+
+
+@settings(max_examples=200)
+@given(st.lists(times, min_size=7, max_size=7), st.integers(1, 3), st.integers(1, 2**16))
+def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: int) -> None:
+    f, b, w, o, r, c, p2p = ms
+    problem = problem_of([stage(0, (f, b, w), 9, 1, (o, r, 9), (c, 1), parts)] * 2, [9], microbatches, p2p)
+    ticks = Ticks.of(problem)
+    assert ticks.serial < 2 * LONGEST
+    for kind in (Kind.F, Kind.B, Kind.W, Kind.C):
+        assert ticks.lasts(kind, 0) >= 1
+        assert ticks.ms(ticks.lasts(kind, 0)) >= problem.costs.ms[kind, 0] * (1 - 1e-12)
+
+
+def test_what_is_whole_stays_so() -> None:
+    ticks = Ticks.of(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
+    assert ticks.exact
+    assert [ticks.lasts(kind, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [207, 230, 184]
+    assert not Ticks.of(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
+
+
+@pytest.mark.parametrize("size", [1, 10**4, 2**53])
+def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
+    ticks = Ticks.of(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
+    assert ticks.capacity(0) < ticks.activations[0].whole < 2**20
