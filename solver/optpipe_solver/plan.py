@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from optpipe.problem import Problem
-from optpipe_solver.methods import ENGINES
+from optpipe_solver import methods
 
 LANES = 2  # engines side by side; with more threads than that each has several
 HEURISTICS_SHARE = 0.15  # of the time, where engines follow
@@ -29,20 +29,21 @@ class Turn:
 
 AUTO = (
     Turn("cyclic", 0.25),  # patterns, then warm-up and cool-down: soon near the best, at any size
+    Turn("cpsat", 0.15),  # the whole problem; proves what is small (its own `applies` says what is)
     Turn("milp", 0.10),  # the paper's formulation; proves what is tiny (its own `applies` says what is)
 )
-ROBUST = Turn("robust", 0.25, again=True)  # beside the others where op times vary
+ROBUST = Turn(methods.ROBUST, 0.25, again=True)  # beside the others where op times vary
 
 
 def turns(method: str, jitter: float, problem: Problem, applies: Callable[[str], bool]) -> list[Turn]:
     """The turns of a method in the order in which they start; none for a heuristic. `applies` says whether an engine is for the problem."""
-    if method in ENGINES:
+    if method in methods.ENGINES:
         return [Turn(method)] if applies(method) else []
     if method != "auto":
         return []
     passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
     due = [turn for turn in AUTO if (turn.most_passes is None or passes <= turn.most_passes) and applies(turn.engine)]
-    due += [ROBUST] if jitter else []
+    due += [ROBUST] if jitter and applies(ROBUST.engine) else []
     total = sum(turn.share for turn in due)
     filled = any(turn.again for turn in due) and total <= 1
     return due if filled else [replace(turn, share=turn.share / total) for turn in due]

@@ -66,7 +66,7 @@ class _Search:
         lengths = self.noise.lengths_ms(schedule, self.objective)
         self.schedule, self.ms = schedule, float(np.percentile(lengths, PERCENTILE))
         self.bad = np.flatnonzero(lengths >= np.percentile(lengths, 2 * PERCENTILE - 100)).tolist()
-        self.end = self.noise.times(schedule)[1]
+        self.start, self.end = self.noise.times(schedule)
         self.arcs: list[tuple[int, int]] = []
 
     def step(self) -> bool:
@@ -74,6 +74,7 @@ class _Search:
         ops = len(self.end)
         self.spent_s += ops / OPS_PER_S
         if not self.arcs:
+            self.spent_s += ops * self.noise.samples / OPS_PER_S
             self.arcs = self._arcs(self.random.choice(self.bad))
             self.random.shuffle(self.arcs)
             if not self.arcs:
@@ -96,12 +97,15 @@ class _Search:
 
     def _arcs(self, sample: int) -> list[tuple[int, int]]:
         """On a critical path of the sample: the rows that follow each other by their program's order only."""
-        device, end = self.schedule.timeline.device, self.end[:, sample]
+        device, start, end = self.schedule.timeline.device, self.start[:, sample], self.end[:, sample]
         waits, delay = waits_for(self.problem, self.schedule)
         ready = np.where(waits >= 0, end[waits] + delay, -1.0)
         by_order = (ISSUED, waits.shape[1] - 1)
         arcs = []
-        row = int(end.argmax())
+        own = np.ones_like(device, dtype=np.bool_)
+        if self.objective == "span":
+            own = device == max(set(device.tolist()), key=lambda d: end[device == d].max() - start[device == d].min())
+        row = int(np.where(own, end, -1.0).argmax())
         while row >= 0:
             column = int(ready[row].argmax())
             last = int(waits[row, column])
