@@ -28,7 +28,8 @@ from optpipe_solver.prune import prune
 METHOD = "robust"
 OTHER_NOISE = 1_000_003  # added to the seed
 OPS_PER_S = 1.5e7  # ops times samples simulated in a second, about half of what a quiet machine does
-LONGER = 1.01  # than the schedule at hand a neighbour's nominal time may be
+LONGER = 1.01  # than at the start the nominal time may be
+WORSE = 1.001  # than the best the schedule at hand may be: record-to-record travel (Dueck 1993) leaves local optima
 
 
 def applies(problem: Problem) -> bool:
@@ -61,6 +62,8 @@ class _Search:
         pruned = prune(schedule)
         if self.noise.percentile_ms(pruned, self.objective) <= self.ms:
             self._take(pruned)
+        self.longest_ms = LONGER * value(self.schedule, self.objective)
+        self.best_ms = self.ms
 
     def _take(self, schedule: Schedule) -> None:
         lengths = self.noise.lengths_ms(schedule, self.objective)
@@ -70,7 +73,7 @@ class _Search:
         self.arcs: list[tuple[int, int]] = []
 
     def step(self) -> bool:
-        """Tries one neighbour and takes it if it is no worse; whether it is better."""
+        """Tries one neighbour and takes it if it is hardly worse than the best; whether it is the best."""
         ops = len(self.end)
         self.spent_s += ops / OPS_PER_S
         if not self.arcs:
@@ -83,16 +86,17 @@ class _Search:
         if neighbour is None:
             return False
         try:
-            if value(neighbour, self.objective) > LONGER * value(self.schedule, self.objective):
+            if value(neighbour, self.objective) > self.longest_ms:
                 return False
             self.spent_s += ops * self.noise.samples / OPS_PER_S
             ms = self.noise.percentile_ms(neighbour, self.objective)
         except OptPipeError:  # ops wait for each other
             return False
-        if ms > self.ms or check(self.problem, neighbour):
+        if ms > WORSE * self.best_ms or check(self.problem, neighbour):
             return False
-        better = ms < self.ms * (1 - 1e-9)
         self._take(neighbour)
+        better = ms < self.best_ms * (1 - 1e-9)
+        self.best_ms = min(ms, self.best_ms)
         return better
 
     def _arcs(self, sample: int) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ def test_local_search_helps_under_noise_that_it_has_not_seen():
     problem = start().problem
     search = robust._Search(Request(problem=problem, jitter=0.05), start())
     before = search.ms
-    values = [search.ms for _ in range(400) if search.step()]
+    values = [search.ms for _ in range(500) if search.step()]
     assert len(values) > 3
     assert all(later < earlier for earlier, later in pairwise([before, *values]))
     assert check(problem, search.schedule) == []
