@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, length
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, length, problem_of, stage
+from support.strategies import problems
 
-from optpipe import Problem, check
-from optpipe.child import Bound, Frame, Incumbent, Objective, Request
+from optpipe import Kind, Problem, Schedule, check
+from optpipe.child import Bound, Frame, Incumbent, Objective, Programs, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.cpsat.search import numbered
+from optpipe_solver.cpsat.ticks import Ticks
+from optpipe_solver.cpsat.timed import covers, split, timed
+from optpipe_solver.cpsat.whole import Window, WindowModel
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.lift import lift
 
 ALL = EXHAUSTIVE | RICHER
 
@@ -41,3 +50,95 @@ def test_the_optimum_is_the_best_of_all_programs(name: str, objective: Objective
     assert tried > 10
     assert values(problem, frames, objective)[-1] == pytest.approx(best)
     assert bound(problem, frames, objective) == pytest.approx(best)
+
+
+@st.composite
+def problems_of_every_sort(draw: st.DrawFn) -> Problem:
+    """As the core's strategy has them, without pairs, with memory and host memory that bind or do not."""
+    problem = draw(problems(max_stages=3, max_microbatches=3)).model_copy(update={"overlap_factor": None})
+    needs = [0] * len(problem.devices)
+    for s in problem.stages:
+        needs[s.device] += max(s.activation_bytes, s.weight_grad_bytes)
+    devices = tuple(
+        device.model_copy(
+            update={
+                "memory_bytes": need + draw(st.integers(0, 10)),
+                "host_memory_bytes": draw(st.sampled_from([None, 0, need // 2, 2 * need])),
+            }
+        )
+        for device, need in zip(problem.devices, needs, strict=True)
+    )
+    return problem.model_copy(update={"devices": devices})
+
+
+@settings(max_examples=40)
+@given(problem=problems_of_every_sort(), objective=st.sampled_from(["makespan", "span"]))
+def test_every_incumbent_holds_and_no_bound_is_above_it(problem: Problem, objective: Objective) -> None:
+    frames = answers(problem, objective, seconds=0.4)
+    found = values(problem, frames, objective)
+    assert found == sorted(found, reverse=True)
+    assert not found or bound(problem, frames, objective) <= found[-1] * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(problem=problems_of_every_sort(), data=st.data())
+def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
+    """Whatever stands in it: recompute, parts, BW, copies in host memory, several routes."""
+    schedule = split(next(STREAMS[data.draw(st.sampled_from(["adaoffload", "naive"]))](problem, "makespan")))
+    ticks = Ticks.of(problem)
+    if check(problem, schedule) or not covers(schedule):
+        return
+    known = timed(ticks, schedule)
+    begin = data.draw(st.integers(0, known.end))
+    window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
+    answer = WindowModel(ticks, known, window, in_order=data.draw(st.booleans())).solve(0.3, 1, 0)
+    if answer.starts is None:
+        assert not (answer.proven and ticks.exact and ticks.exact_sizes)  # the incumbent itself is a solution
+        return
+    assert answer.end <= known.end
+    apart = {x: at for x, at in known.start.items() if (x.stage, x.microbatch) not in known.fused or x.kind not in (Kind.B, Kind.W)}
+    assert all(answer.starts[x] == at for x, at in apart.items() if at < begin and x.kind != Kind.D)
+    better = lift(problem, ticks.starts_ms(answer.starts))
+    assert check(problem, better) == []
+    assert better.makespan_ms <= ticks.ms(answer.end) + 1e-6
+
+
+def test_a_warm_start_is_what_is_to_be_beaten() -> None:
+    problem = EXHAUSTIVE["both offload"]
+    *_, best = [frame for frame in answers(problem) if isinstance(frame, Incumbent)]
+    frames = answers(problem, warm_start=best.schedule)
+    assert not any(isinstance(frame, Incumbent) for frame in frames)
+    assert bound(problem, frames) == 24.0
+
+
+def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() -> None:
+    problem = problem_of([stage(0, (2, 2, 1), 2, 1), stage(1, (2, 2, 1), 2, 1)], [6, 6], 3, overlap_factor=0.5)
+    pairs = Schedule.parse(problem, [["0F0", "0F1", "0BW0+0F2", "0BW1", "0BW2"], ["1F0", "1F1+1BW0", "1F2+1BW1", "1BW2"]])
+    assert check(problem, pairs) == []
+    assert not covers(pairs)
+    frames = answers(problem, warm_start=Programs.of(pairs))
+    assert all(value < pairs.makespan_ms for value in values(problem, frames))
+    assert not any(isinstance(frame, Bound) for frame in frames)
+
+
+def test_micro_batches_are_numbered_as_they_enter() -> None:
+    problem = problem_of([stage(0, (2, 2, 1), 1), stage(1, (2, 2, 1), 1)], [3, 3], 3, routes=[[0, 1], [1, 0]], microbatch_routes=[0, 1, 0])
+    schedule = Schedule.parse(
+        problem,
+        [["0F2", "0F0", "0F1", "0BW1", "0BW2", "0BW0"], ["1F1", "1F2", "1F0", "1BW2", "1BW0", "1BW1"]],
+    )
+    assert [program.texts() for program in numbered(schedule).programs] == [
+        ["0F0", "0F2", "0F1", "0BW1", "0BW0", "0BW2"],
+        ["1F1", "1F0", "1F2", "1BW0", "1BW2", "1BW1"],
+    ]
+    assert numbered(schedule).makespan_ms == schedule.makespan_ms
+
+
+def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
+    assert answers(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == []
+
+
+def test_applies() -> None:
+    small = problem_of([stage(0, (2, 2, 1), 2, 1)], [2], 3)
+    assert cpsat.applies(small)
+    assert not cpsat.applies(small.model_copy(update={"microbatches": 1000}))

@@ -21,7 +21,7 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import covers, split, timed
 from optpipe_solver.cpsat.whole import Starts, WindowModel, everything
-from optpipe_solver.heuristics import STREAMS, value
+from optpipe_solver.heuristics import generate, value
 from optpipe_solver.lift import lift
 from optpipe_solver.methods import WITHIN_MEMORY
 from optpipe_solver.prune import prune
@@ -58,8 +58,8 @@ class Search:
                 self._keep(split(schedule))
         alone = self.problem.model_copy(update={"overlap_factor": None})  # the model knows no pairs
         for name in WITHIN_MEMORY:
-            if self.start is None and (found := next(STREAMS[name](alone, self.request.objective), None)):
-                self.offer(split(replace(found, problem=self.problem)))
+            if self.start is None:
+                self.offer(split(replace(generate(name, alone, self.request.objective), problem=self.problem)))
         return self.start is not None
 
     def _keep(self, schedule: Schedule) -> None:

@@ -71,7 +71,8 @@ def _tails(schedule: Schedule) -> list[int]:
     order, begins = streams(schedule.problem, schedule, table, device)
     before = np.full(len(table), -1)  # on the stream
     for a, b in pairwise(begins.tolist()):
-        before[order[a + 1 : b]] = order[a : b - 1]
+        stream = order[a:b]
+        before[stream[1:]] = stream[:-1]
     waits = [[j for j in (*row, prior) if j >= 0] for row, prior in zip(needs.tolist(), before.tolist(), strict=True)]
     across = needs[:, ACROSS].tolist()
     later = np.rint(delay).astype(int).tolist()
