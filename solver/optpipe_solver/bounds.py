@@ -34,7 +34,8 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
 
     An activation that stays is held from its forward to its backward; one that leaves is held less, but keeps the link busy; one that is
     recomputed keeps the device busy. For a device that runs for T ms, memory · T, T of link and T of compute have to suffice. Any weights
-    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every activation.
+    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every activation. A makespan
+    has the `deferral_bound`, too.
     """
     ways, ms, costs = _ways(problem), _shortest(problem), problem.costs
     memory, link, compute = (np.array(w) / WEIGHTS for w in _simplex())
@@ -60,7 +61,50 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
         after = price * min(stage.activation_bytes, stage.weight_grad_bytes) * ms[Kind.W, s]
         least[d] += passing[r] * (cheapest + after)
     needed = least.max(axis=1)[ways.used]
-    return float((needed + (ways.arrives[ways.used] if objective == "makespan" else 0.0)).max())
+    if objective == "span":
+        return float(needed.max())
+    return max(float((needed + ways.arrives[ways.used]).max()), deferral_bound(problem))
+
+
+def deferral_bound(problem: Problem) -> float:
+    """No schedule that fits ends earlier, in ms: before a stage's last input gradient, memory lets only so much of other work wait.
+
+    When the last B of stage s runs, its device has behind it all forwards and input gradients of s and of what follows s there, the
+    forwards of what comes before s, and of the weight gradients all but its own and those that wait. Each that waits holds
+    `weight_grad_bytes` beside the activation of s. So the end is no sooner than the first arrival at the device, this work with as much
+    weight gradient left out as memory can hold (a fractional knapsack), and the way from s back to the beginning.
+    """
+    costs, ms = problem.costs, _shortest(problem)
+    ways = _ways(problem)
+    passing = np.bincount(costs.route, minlength=len(problem.all_routes))
+    bound = 0.0
+    for s, stage in enumerate(problem.stages):
+        d = int(costs.device[s])
+        routes = [r for r in range(len(passing)) if passing[r] and s in problem.all_routes[r]]
+        done = -ms[Kind.W, s]
+        weights: list[tuple[float, int, int]] = []  # ms of one weight gradient, its bytes, how many
+        for r in routes:
+            route, m = problem.all_routes[r], int(passing[r])
+            at = route.index(s)
+            for k, other in enumerate(route):
+                if costs.device[other] == d:
+                    done += m * (ms[Kind.F, other] + (ms[[Kind.B, Kind.W], other].sum() if k >= at else 0.0))
+                    if k >= at:
+                        weights.append((ms[Kind.W, other], problem.stages[other].weight_grad_bytes, m))
+        waiting = _heaviest(weights, int(costs.memory[d]) - stage.activation_bytes)
+        way_back = min((ways.after[r, s] for r in routes), default=0.0)
+        bound = max(bound, ways.arrives[d] + done - waiting + way_back) if routes else bound
+    return float(bound)
+
+
+def _heaviest(weights: list[tuple[float, int, int]], room: int) -> float:
+    """The most ms of weight gradients whose bytes fit together; the last may be taken in part."""
+    total = 0.0
+    for ms, size, count in sorted(weights, key=lambda weight: -weight[0] / max(weight[1], 1e-9)):
+        taken = min(count, max(0, room) / size) if size else count
+        total += taken * ms
+        room -= int(np.ceil(taken * size))
+    return total
 
 
 WEIGHTS = 40  # steps from none to all of the weight
@@ -79,6 +123,7 @@ class _Ways:
     arrives: Floats  # (D,) the soonest that a forward reaches each device
     leaves: Floats  # (D,) the least time from its last input gradient to the end
     turn: dict[tuple[int, int], float]  # by route and stage: the least time from a forward's start to its input gradient's end
+    after: dict[tuple[int, int], float]  # by route and stage: the least time from its input gradient's end to the end of all
     longest: float  # the least time for one micro-batch's whole way
 
 
@@ -94,6 +139,7 @@ def _ways(problem: Problem) -> _Ways:
     arrives = np.full(len(problem.devices), np.inf)
     leaves = arrives.copy()
     turn: dict[tuple[int, int], float] = {}
+    after: dict[tuple[int, int], float] = {}
     longest = 0.0
     for r in sorted(set(problem.costs.route.tolist())):
         route = problem.all_routes[r]
@@ -106,9 +152,10 @@ def _ways(problem: Problem) -> _Ways:
             rest = max(ms[Kind.W, s], rest + (back[k] - back[k - 1] if k else 0.0))
             arrives[device[s]] = min(arrives[device[s]], on[k])
             leaves[device[s]] = min(leaves[device[s]], rest)
+            after[r, s] = rest
             turn[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
         longest = max(longest, on[-1] + last + rest)
-    return _Ways(np.isfinite(arrives), arrives, leaves, turn, longest)
+    return _Ways(np.isfinite(arrives), arrives, leaves, turn, after, longest)
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
 
 
 def pipeline(devices: int, microbatches: int, ms: tuple[float, float, float], p2p_ms: float, memory: int = 1, **changes: object) -> Problem:
@@ -88,3 +88,18 @@ def test_the_memory_bound_is_bytes_times_ms():
     assert memory_bound(short) == 8 * 90.0
     ample = pipeline(4, 8, (10.0, 10.0, 10.0), 0.0, memory=1000)
     assert memory_bound(ample) == trivial_bound(ample)
+
+
+def test_memory_says_how_many_weight_gradients_can_wait_for_the_last_input_gradient():
+    two_wait = pipeline(4, 8, (10.0, 10.0, 8.0), 1.0, memory=3)  # beside the activation, and its own
+    assert deferral_bound(two_wait) == 3 * 11 + 8 * 28 - 3 * 8 + 3 * 11 + 8
+    all_wait = pipeline(4, 8, (10.0, 10.0, 8.0), 1.0, memory=8)
+    assert deferral_bound(all_wait) == 3 * 11 + 8 * 20 + 3 * 11 + 8
+
+
+def test_chunks_of_one_device_share_what_can_wait():
+    stages = [{"device": d, "forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0} for d in (0, 1, 1, 0)]
+    sizes = {"activation_bytes": 2, "weight_grad_bytes": 1}
+    problem = Problem(microbatches=6, devices=[Device(memory_bytes=5)] * 2, stages=[Stage(**stage, **sizes) for stage in stages])
+    # the last B of stage 1: behind it all that device 1 does but three Ws that wait and its own; then stage 0
+    assert deferral_bound(problem) == 2 + 6 * 2 * 5 - 4 + 2 + 1
