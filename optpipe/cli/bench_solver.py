@@ -113,4 +113,4 @@ def _gain(row: dict[str, Any]) -> str:
         return f"{name[:17]:18}no schedule"
     nominal, before, _, after = figures
     shown = "".join(f"{value:>10.6g}" for value in figures)
-    return f"{name[:17]:18}{shown}{1 - after / before:>8.2%}{(before - after) / (before - nominal):>10.1%}"
+    return f"{name[:17]:18}{shown}{1 - after / before:>8.2%}{(before - after) / ((before - nominal) or 1.0):>10.1%}"

@@ -56,8 +56,9 @@ class Crew:
 
     def dismiss(self, worker: Worker) -> None:
         """Ends an engine; what it told before is still in the news."""
-        worker.until = float("inf")
-        worker.child.stop()
+        if worker.until < float("inf"):
+            worker.until = float("inf")
+            worker.child.stop()
 
     def news(self, wait_s: float = 0.0) -> Iterator[tuple[Worker, Word]]:
         """What engines have told since; where that is nothing, waits for the first word, `wait_s` at most."""

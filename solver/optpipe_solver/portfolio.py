@@ -80,9 +80,14 @@ class Portfolio:
         return self.request.threads == 1
 
     @property
+    def proven(self) -> bool:
+        """Whether no schedule is shorter by nominal times."""
+        return self.nominal is not None and value(self.nominal, self.request.objective) <= self.bound * (1 + 1e-9)
+
+    @property
     def optimal(self) -> bool:
         """Under noise nothing is proven by a bound on the nominal time."""
-        return self.noise is None and self.best is not None and self.best_ms <= self.bound * (1 + 1e-9)
+        return self.noise is None and self.proven
 
     def raise_bound(self, lower_bound_ms: float, method: str) -> None:
         if lower_bound_ms > self.bound * (1 + 1e-9):
@@ -146,6 +151,8 @@ class Portfolio:
             while not self.optimal and self.time_left > 0:
                 if trying:
                     trying = next(heuristics, True) is None
+                if self.proven:
+                    self.leave_it_to_robust(due)
                 if self.best or not trying:
                     self.start_due(due, lanes, trying)
                 if not trying and not self.crew.workers:
@@ -238,6 +245,14 @@ class Portfolio:
             worker.lasting_s = min(worker.lasting_s, word.spent_s + WORTHWHILE_S)
         elif word is None:
             self.planned_s -= worker.lasting_s
+
+    def leave_it_to_robust(self, due: deque[Turn]) -> None:
+        """Nothing is left to gain by nominal times."""
+        for engine in {turn.engine for turn in due} - {ROBUST}:
+            self.drop(engine, due)
+        for worker in self.crew.workers:
+            if worker.engine != ROBUST:
+                self.crew.dismiss(worker)
 
     def drop(self, engine: str, due: deque[Turn]) -> None:
         """An engine that failed gets no other turn."""

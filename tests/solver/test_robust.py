@@ -10,9 +10,9 @@ import pytest
 
 import optpipe
 from optpipe import Problem, Schedule, check
-from optpipe.child import Bound, Incumbent, Programs, Request
+from optpipe.child import Bound, Incumbent, Note, Programs, Request
 from optpipe.jitter import Noise, percentile_ms
-from optpipe_solver import plan, robust
+from optpipe_solver import crew, plan, robust
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio
 
@@ -74,3 +74,18 @@ def test_nothing_is_optimal_by_a_bound_on_nominal_times():
     assert result.percentile_ms > result.lower_bound_ms
     assert [step.value_ms for step in result.history][-1] == result.percentile_ms
     assert result.notes == ()
+
+
+def test_where_nothing_is_to_be_gained_by_nominal_times_only_robust_goes_on(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parents[1] / "tests"))
+    monkeypatch.setenv("cyclic", "slow")
+    monkeypatch.setenv("milp", "slow")
+    monkeypatch.setenv("robust", "seed")
+    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.3)))
+    frames: list[object] = []
+    request = Request(problem=Problem.load(EXAMPLES / "figure4-4x6.json"), jitter=0.05, time_limit_s=4.0, threads=1)
+    Portfolio(request, frames.append).run()
+    told = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert len(told) > 1
+    assert all(text.startswith("robust with seed ") for text in told)
