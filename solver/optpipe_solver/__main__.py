@@ -7,20 +7,21 @@ import threading
 
 from optpipe.child import End, Refused, read_request, write_frame
 from optpipe.errors import InputError
+from optpipe_solver.placements import PlacementSearch
 from optpipe_solver.portfolio import Portfolio
 
 
 def main() -> None:
     request = read_request()
     try:
-        portfolio = Portfolio(request, write_frame)
+        search = PlacementSearch(request, write_frame) if request.placements == "all" else Portfolio(request, write_frame)
     except InputError as error:
         write_frame(Refused(reason=str(error)))
         return
     backstop = threading.Timer(request.time_limit_s, _end)  # a heuristic of a huge problem does not look at the clock
     backstop.daemon = True
     backstop.start()
-    portfolio.run()
+    search.run()
     backstop.cancel()
     write_frame(End())
 

@@ -1,0 +1,153 @@
+"""Partitions of layers: recognised, made better, and bounded by what holds for every one of them."""
+
+from __future__ import annotations
+
+from itertools import combinations, islice, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.enumeration import best_of_all, stage
+from support.strategies import AMPLE, schedules, stages, times
+
+from optpipe import Device, Problem, certify
+from optpipe.placement import Placement
+from optpipe_solver.bounds import trivial_bound
+from optpipe_solver.floor import infeasibility
+from optpipe_solver.partitions import Climb, no_partition_fits, partition_bound
+from optpipe_solver.partitions import given as partition_given
+
+
+def costs(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "device" and value is not None}
+
+
+def model(layers: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any) -> Problem:
+    """The layers over as many devices as there are sizes of memory, all but one a stage of their own in the problem's own partition."""
+    devices = fields.pop("devices", [{"memory_bytes": size} for size in memory])
+    first = Problem(microbatches=microbatches, devices=devices, stages=[{"device": d, **costs(layers[0])} for d in range(len(memory))])
+    problem = first.replace(p2p_ms=p2p_ms, layers=[costs(layer) for layer in layers], **fields)
+    counts = (*[1] * (len(memory) - 1), len(layers) - len(memory) + 1)
+    return Placement(chunks=1, layers=counts).apply(problem)
+
+
+def partitions(layers: int, stages: int) -> list[tuple[int, ...]]:
+    return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
+
+
+@st.composite
+def layered(draw: Any) -> Problem:
+    count = draw(st.integers(1, 3))
+    alike = draw(st.sampled_from([None, 1, 2]))
+    layers = []
+    for _ in range(draw(st.integers(count, 7))):
+        layer = draw(stages(0)).model_dump(exclude_none=True)
+        if alike and "offload_ms" in layer:
+            layer["offload_parts"] = alike
+        layers.append(layer)
+    mode = draw(st.sampled_from(["half_duplex", "full_duplex"]))
+    return model(layers, [AMPLE] * count, draw(st.integers(1, 3)), draw(times), transfer_mode=mode, overlap_factor=draw(OVERLAPS))
+
+
+OVERLAPS = st.sampled_from([None, 0.75])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_schedule_of_any_partition_is_shorter(data):
+    problem = data.draw(layered())
+    chunks = data.draw(st.integers(1, len(problem.layers) // len(problem.devices)))
+    shape = data.draw(st.sampled_from(["looped", "v"]))
+    counts = data.draw(st.sampled_from(partitions(len(problem.layers), chunks * len(problem.devices))))
+    placement = Placement(chunks=chunks, shape=shape, layers=counts)
+    schedule = data.draw(schedules(placement.apply(problem)))
+    peaks = certify(schedule.problem, schedule).device
+    tight = problem.replace(devices=[Device(memory_bytes=peak.bytes, link=d.link) for peak, d in zip(peaks, problem.devices, strict=True)])
+    assert no_partition_fits(tight) is None
+    assert partition_bound(tight, "makespan") <= schedule.makespan_ms + 1e-6
+    assert partition_bound(tight, "span") <= schedule.span_ms + 1e-6
+
+
+TINY = {
+    "memory for one": ([stage(0, (1, 1, 1), 1), stage(0, (2, 1, 1), 1, 1), stage(0, (1, 2, 1), 1)], [2, 2], 2),
+    "a heavy head": ([stage(0, (1, 1, 0), 1), stage(0, (1, 1, 0), 1), stage(0, (1, 1, 1), 1), stage(0, (4, 4, 3), 1)], [3, 2], 2),
+    "offload": ([stage(0, (1, 1, 1), 2, 1, (1, 1, 2)), stage(0, (2, 1, 1), 1), stage(0, (1, 2, 1), 1)], [3, 2], 2),
+    "two chunks": ([stage(0, (1, 2, 1), 1, 1)] * 3 + [stage(0, (2, 2, 2), 2)], [5, 5], 1),
+}
+
+
+@pytest.mark.parametrize(("name", "objective"), [*((name, "makespan") for name in TINY), ("a heavy head", "span")])
+def test_the_best_of_all_schedules_of_all_partitions_is_no_shorter(name, objective):
+    layers, memory, microbatches = TINY[name]
+    problem = model(layers, memory, microbatches)
+    best = float("inf")
+    for chunks in (1, 2) if microbatches == 1 else (1,):
+        for counts in partitions(len(layers), 2 * chunks):
+            for shape in ("looped", "v")[:chunks]:
+                best = min(best, best_of_all(Placement(chunks=chunks, shape=shape, layers=counts).apply(problem), objective)[0])
+    assert 0.5 * best < partition_bound(problem, objective) <= best + 1e-9
+
+
+def test_bytes_over_time_bound_all_partitions():
+    """Room for one activation of a layer at a time, which is held for four of its passes by the last layer and for more by the first."""
+    layers = [stage(0, (1, 1, 0), 1)] * 4
+    ample, short = model(layers, [100, 100], 8, 0.0), model(layers, [2, 2], 8, 0.0)
+    assert partition_bound(ample) == (8 * 8 + 1 + 1) / 2
+    assert partition_bound(short) == (8 * (8 + 6 + 4 + 2) / 2 + 1) / 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(layered(), st.integers(0, 25))
+def test_where_nothing_can_fit_no_partition_does(problem, memory):
+    tight = problem.replace(devices=[{"memory_bytes": memory}] * len(problem.devices))
+    assert no_partition_fits(tight) is None or all(
+        infeasibility(Placement(chunks=chunks, shape=shape, layers=counts).apply(tight))
+        for chunks in range(1, len(tight.layers) // len(tight.devices) + 1)
+        for shape in ("looped", "v")
+        for counts in partitions(len(tight.layers), chunks * len(tight.devices))
+    )
+
+
+def test_why_nothing_can_fit():
+    layers = [stage(0, (1, 1, 1), 3), stage(0, (1, 1, 1), 5)]
+    assert no_partition_fits(model(layers, [4, 4], 2)) == "layers[1] needs 5 bytes and no device has more than 4"
+    told = "one micro-batch leaves at least 15 bytes on the devices, and all of them together have 12"
+    assert no_partition_fits(model([stage(0, (1, 1, 1), 3)] * 5, [6, 6], 2)) == told
+
+
+@settings(max_examples=50, deadline=None)
+@given(layered(), st.sampled_from([1, 2]), st.sampled_from(["looped", "v"]), st.data())
+def test_the_given_partition_is_recognised(problem, chunks, shape, data):
+    """Not always the same one: a layer that costs nothing may stand on either side of a border."""
+    devices = len(problem.devices)
+    if chunks * devices > len(problem.layers):
+        return
+    counts = data.draw(st.sampled_from(partitions(len(problem.layers), chunks * devices)))
+    placed = Placement(chunks=chunks, shape=shape, layers=counts).apply(problem)
+    found = partition_given(placed)
+    nothing = any(not (layer.forward_ms or layer.backward_input_ms or layer.activation_bytes) for layer in problem.layers)
+    assert nothing or (found is not None and found.apply(placed).stages == placed.stages)
+
+
+def test_stages_that_are_no_layers_are_not_recognised():
+    problem = model([stage(0, (2, 2, 2), 2)] * 4, [9, 9], 2)
+    assert partition_given(problem) == Placement(chunks=1, layers=(1, 3))
+    apart = [s.model_copy(update={"forward_ms": s.forward_ms + 1.0}) for s in problem.stages]
+    assert partition_given(problem.replace(stages=apart)) is None
+    uneven = [problem.stages[0], problem.stages[1].model_copy(update={"device": 0}), problem.stages[1].model_copy(update={"device": 1})]
+    assert partition_given(problem.replace(stages=uneven)) is None
+
+
+@pytest.mark.parametrize("memory", [1000, 9])
+def test_climbing_finds_better_partitions_that_fit(memory):
+    layers = [stage(0, (1, 1, 1), 1)] * 12 + [stage(0, (6, 6, 6), 2)]
+    problem = model(layers, [memory] * 3, 8, 0.0)
+    climb = Climb(problem, "makespan", Placement(chunks=1, layers=(9, 3, 1)))
+    seen = [(climb.length_ms, climb.placement) for _ in islice(climb.looks, 60)]
+    lengths = [length for length, _ in seen]
+    assert lengths == sorted(lengths, reverse=True)
+    placed = climb.placement.apply(problem)
+    assert infeasibility(placed) is None
+    assert trivial_bound(placed) <= climb.length_ms < 0.9 * lengths[0]
+    assert sum(climb.placement.layers) == 13

@@ -1,0 +1,200 @@
+"""Placement search: nothing worse than with the stages kept, every answer verified for its placement, bounds that hold for all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from support.enumeration import best_of_all, problem_of, stage
+
+import optpipe
+from optpipe import Device, InputError, Problem, Schedule, Stage, check
+from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.cli import main as cli
+from optpipe.placement import Placement
+from optpipe_solver import placements
+from optpipe_solver.heuristics import generate
+from optpipe_solver.placements import PlacementSearch
+
+
+def pipeline(memory: int = 6, offload_ms: float | None = 0.25, devices: int = 4, microbatches: int = 8, **changes: Any) -> Problem:
+    """DESIGN section 5: F, B and W one each, activations of 4 bytes, memory for one and a half."""
+    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "weight_grad_bytes": 2}
+    away = {} if offload_ms is None else {"offload_ms": offload_ms, "reload_ms": offload_ms, "offload_bytes": 4}
+    stages = [Stage(device=d, **costs, **away) for d in range(devices)]
+    return Problem(microbatches=microbatches, devices=[Device(memory_bytes=memory)] * devices, stages=stages, **changes)
+
+
+def with_layers(memory: int = 40) -> Problem:
+    """Ten alike and a heavy head on three devices; given is the partition that counts layers."""
+    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 2, "weight_grad_bytes": 1}
+    layers = [costs] * 10 + [costs | {"forward_ms": 4.0, "backward_input_ms": 4.0, "backward_weight_ms": 4.0}]
+    problem = Problem(microbatches=6, devices=[Device(memory_bytes=memory)] * 3, stages=[{"device": d, **costs} for d in range(3)])
+    return Placement(chunks=1, layers=(4, 4, 3)).apply(problem.replace(layers=layers))
+
+
+def run(problem: Problem, **asked: Any) -> list[Any]:
+    frames: list[Any] = []
+    request = Request(problem=problem, **{"time_limit_s": 1.5, "threads": 1, "method": "adaoffload", "placements": "all", **asked})
+    PlacementSearch(request, frames.append).run()
+    return frames
+
+
+def found(problem: Problem, frames: list[Any]) -> list[Schedule]:
+    return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+
+
+def bounds(frames: list[Any]) -> list[float]:
+    return [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
+
+
+@pytest.mark.parametrize("problem", [pipeline(), with_layers()], ids=["chunks", "layers"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_answer_is_better_than_those_before_and_valid_for_its_placement(problem, threads):
+    frames = run(problem, threads=threads)
+    schedules = found(problem, frames)
+    assert all(check(schedule.problem, schedule) == [] for schedule in schedules)
+    assert all(b.makespan_ms < a.makespan_ms for a, b in pairwise(schedules))
+    assert schedules[0].placement is None
+    assert schedules[-1].placement is not None
+    assert bounds(frames) == sorted(bounds(frames))
+    assert 0 < bounds(frames)[-1] <= schedules[-1].makespan_ms
+    assert not any(isinstance(frame, Note) for frame in frames)
+
+
+def test_more_chunks_beat_what_one_chunk_can_ever_reach():
+    """Memory for one activation and a half, DESIGN section 5: no schedule of one chunk is shorter than 29."""
+    problem = pipeline()
+    kept = optpipe.solve(problem, method="adaoffload", time_limit=3.0, threads=1)
+    free = optpipe.solve(problem, method="adaoffload", time_limit=3.0, threads=1, placements="all")
+    assert free.makespan_ms < kept.lower_bound_ms == 29.0
+    assert free.schedule.placement.chunks > 1
+    assert free.schedule.problem == free.schedule.placement.apply(problem)
+    assert free.lower_bound_ms <= free.makespan_ms
+    assert kept.schedule.placement is None
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_bounds_hold_for_every_placement(monkeypatch, objective):
+    monkeypatch.setattr(placements, "MOST_CHUNKS", 2)
+    problem = problem_of([stage(0, (2, 4, 2), 2, 2), stage(1, (4, 2, 2), 2, 0)], [2, 2], 1)
+    best = min(best_of_all(placed, objective)[0] for placed in (problem, problem.rechunk(2), problem.rechunk(2, "v")))
+    frames = run(problem, objective=objective)
+    assert 0 < max(bounds(frames)) <= best + 1e-9
+    lengths = [s.makespan_ms if objective == "makespan" else s.span_ms for s in found(problem, frames)]
+    assert lengths[-1] == best
+
+
+def test_only_a_placement_fits():
+    """A whole activation does not fit; halves do, one after the other has left."""
+    problem = pipeline(memory=3)
+    frames = run(problem)
+    assert not any(isinstance(frame, Infeasible) for frame in frames)
+    assert found(problem, frames)[-1].placement.chunks > 1
+
+
+def test_it_is_infeasible_only_where_every_placement_is():
+    assert run(pipeline(memory=3, offload_ms=None))[-1] == Infeasible(
+        reason="device 0 needs at least 4 bytes for one micro-batch at a time and has 3"
+    )
+    assert run(with_layers(memory=1))[-1] == Infeasible(reason="layers[0] needs 2 bytes and no device has more than 1")
+    assert found(with_layers(memory=8), run(with_layers(memory=8)))  # 22 bytes in all: 4, 4 and 3 layers fit exactly
+
+
+def test_several_routes_keep_their_stages():
+    problem = pipeline(routes=[[0, 1, 2, 3], [3, 2, 1, 0]], microbatch_routes=[0, 1] * 4)
+    frames = run(problem)
+    assert all(schedule.placement is None for schedule in found(problem, frames))
+    assert [frame.text for frame in frames if isinstance(frame, Note)] == [
+        "routes: there are 2, placements are searched for one route only"
+    ]
+    assert bounds(frames)[0] > 0
+
+
+@pytest.mark.parametrize("placement", [None, Placement(chunks=2, shape="v"), Placement(chunks=6)])
+def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
+    problem = pipeline(memory=6)
+    placed = placement.apply(problem) if placement else problem
+    best = min((generate(name, placed) for name in ("adaoffload", "zb")), key=lambda schedule: schedule.makespan_ms)
+    start = Programs.of(best).model_copy(update={"placement": placement})
+    frames = run(problem, warm_start=start, method="naive", time_limit_s=2.0)
+    schedules = [(schedule.method, schedule.placement, schedule.makespan_ms) for schedule in found(problem, frames)]
+    assert schedules[-1] == ("warm start", placement, best.makespan_ms)
+
+
+def test_a_warm_start_of_another_model_is_told_of():
+    start = Programs.of(generate("zb", pipeline())).model_copy(update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))})
+    told = [frame.text for frame in run(pipeline(), warm_start=start) if isinstance(frame, Note)]
+    assert told == ["the warm start is no schedule of this problem: placement.layers: the problem has none"]
+
+
+class Shown:
+    """Stands where a portfolio stands: the more chunks and the more seconds the shorter is what it finds."""
+
+    asked: list[Request]
+
+    def __init__(self, request: Request, emit: Any) -> None:
+        self.request, self.emit, self.best_ms = request, emit, float("inf")
+        Shown.asked.append(request)
+
+    def run(self) -> None:
+        chunks = len(self.request.problem.stages) // 4
+        self.best_ms = 100.0 + 100.0 / chunks - self.request.time_limit_s / 1000
+        self.emit(Note(text="the same words"))
+        self.emit(Bound(method="shown", lower_bound_ms=30.0 + chunks))
+        self.emit(Incumbent(method="shown", schedule=Programs.of(generate("naive", self.request.problem))))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, threads):
+    monkeypatch.setattr(placements, "Portfolio", Shown)
+    Shown.asked = []
+    frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
+    first, *looks = [request for request in Shown.asked if request.method != "auto"]
+    deep = [request for request in Shown.asked if request.method == "auto"]
+    assert first.method == "naive"
+    assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
+    assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * placements.FIRST_LOOK, rel=0.2)
+    assert [len(request.problem.stages) for request in deep[:4]] == [16, 16, 12, 12]
+    assert [len(request.problem.stages) for request in deep[4:7]] == [16, 16, 16]
+    assert all(request.placements == "keep" and request.warm_start is not None for request in deep)
+    assert deep[6].time_limit_s > 25.0
+    if threads == 1:
+        assert sum(request.time_limit_s for request in Shown.asked[1:]) <= 60.0 + 1e-6
+    assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)][-1] == 31.0  # the least of the placements' own
+    notes = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert len(notes) == len(set(notes)) == 7
+    assert notes[0] == "the same words"
+    assert "4 chunks a device, V-shaped: the same words" in notes
+
+
+def test_an_unknown_method_is_one_sentence():
+    with pytest.raises(InputError, match=r"^method = 'best': the methods are auto, naive, "):
+        PlacementSearch(Request(problem=pipeline(), method="best", placements="all"), print)
+    (refused,) = Child("optpipe_solver", Request(problem=pipeline(), method="best", placements="all")).frames()
+    assert isinstance(refused, Refused)
+
+
+def test_solve_writes_what_check_accepts_for_the_problem_asked_about(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
+    with_layers().save("p.json")
+
+    def command(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["optpipe", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, capsys.readouterr().out
+
+    solve = ("solve", "p.json", "--placements", "all", "--method", "adaoffload", "--time-limit", "1.5", "--threads", "1")
+    code, out = command(*solve, "-o", "s.json")
+    placed = Schedule.load("s.json").placement
+    assert code == 0
+    assert f" with {placed}, bubble " in out
+    assert sum(placed.layers) == 11
+    assert command("check", "p.json", "s.json")[0] == 0
+    figures = json.loads(command(*solve, "--json")[1])
+    assert figures["placement"] == placed.model_dump(mode="json")
