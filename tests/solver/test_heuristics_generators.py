@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from support.strategies import problems
@@ -87,6 +90,22 @@ def test_adaoffload_is_near_the_bound_where_1f1b_does_not_fit(problem, at_most):
     assert check(problem, schedule) == []
     assert schedule.makespan_ms <= at_most
     assert not certify(problem, generate("1f1b", problem)).fits
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json")), ids=lambda path: path.stem)
+def test_adaoffload_is_never_worse_than_po_f_at_the_same_memory(path):
+    problem = Problem.load(path)
+    assert generate("adaoffload", problem).makespan_ms <= generate("po-f", problem).makespan_ms
+
+
+def test_on_a_slow_link_every_activation_leaves_in_part():
+    costs = {"offload_parts": 4}
+    whole, parts = (pipeline(list(range(8)), 16, 3.8, (12, 12, 11, 40), **some) for some in ({}, costs))
+    best = {
+        name: min(schedule.makespan_ms for schedule in islice(STREAMS["adaoffload"](problem, "makespan"), 40))
+        for name, problem in (("whole", whole), ("parts", parts))
+    }
+    assert best["parts"] <= 0.9 * best["whole"]
 
 
 def test_the_objective_is_what_gets_small():

@@ -50,8 +50,7 @@ def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER)
 def pipe_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """PO-F, PipeOffload with every activation offloaded (Wan et al. 2025): it leaves after its forward and comes back for its backward,
     which is not split; as many micro-batches in flight as in 1F1B."""
-    everything = tuple(float(can) for can in problem.costs.can_offload.tolist())
-    yield from _one(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, offload=everything), "po-f", deadline)
+    yield from _one(problem, _everything_leaves(problem), "po-f", deadline)
 
 
 def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
@@ -59,13 +58,15 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
     would wait for; then an offload after each forward and a reload before its backward, as in PipeOffload (Wan et al. 2025).
 
     The tolerance T of the paper, which says how far forwards may delay the first backward, is the limit of what is in flight here. That,
-    the share of activations that leave or are computed again, and how early a reload starts are searched by simulation.
+    the share of activations that leave or are computed again, and how early a reload starts are searched by simulation, from PO-F's own
+    policy as well, so that it is never worse.
     """
     can_offload, can_recompute = problem.costs.can_offload.tolist(), problem.costs.can_recompute.tolist()
     offloads, recomputes = _shares(problem, can_offload), _shares(problem, can_recompute)
     starts = [Policy(offload=offloads[0], patience=0.5)] if any(can_offload) else []
     if any(can_recompute):
         starts += [Policy(recompute=recomputes[0], patience=0.5), Policy(recompute=recomputes[1], patience=0.5)]
+    starts += [_everything_leaves(problem)] if any(can_offload) else []
     aspects = {
         "offload": (None, *offloads) if any(can_offload) else (),
         "recompute": (None, *recomputes) if any(can_recompute) else (),
@@ -85,6 +86,11 @@ STREAMS: dict[str, Stream] = {
     "zb": zero_bubble,
     "adaoffload": ada_offload,
 }
+
+
+def _everything_leaves(problem: Problem) -> Policy:
+    everything = tuple(float(can) for can in problem.costs.can_offload.tolist())
+    return Policy(in_flight=_to_the_end(problem, 1, 0), split=False, offload=everything)
 
 
 def _one(problem: Problem, policy: Policy, method: str, deadline: float) -> Iterator[Schedule]:

@@ -23,12 +23,11 @@ class Policy:
     eager: float = 1.5  # a reload begins this many reload times before its backward is expected
 
     def wish(self, stage: int, microbatch: int, parts: int) -> Relief:
-        """What becomes of one activation; the shares are spread evenly over the micro-batches."""
+        """What becomes of one activation; the shares are spread evenly over the micro-batches, and over the parts of each."""
 
-        def falls(shares: Sequence[float] | None) -> bool:
-            share = shares[stage] if shares else 0.0
-            return int((microbatch + 1) * share + 1e-9) > int(microbatch * share + 1e-9)
+        def falls(shares: Sequence[float] | None, of: int) -> int:
+            share = shares[stage] * of if shares else 0.0
+            return int((microbatch + 1) * share + 1e-9) - int(microbatch * share + 1e-9)
 
-        if falls(self.offload):
-            return Relief(tuple(range(parts)))
-        return Relief(recompute=falls(self.recompute))
+        leaving = falls(self.offload, parts)
+        return Relief(tuple(range(leaving))) if leaving else Relief(recompute=falls(self.recompute, 1) > 0)
