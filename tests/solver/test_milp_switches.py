@@ -97,6 +97,24 @@ def test_no_switch_changes_the_optimum_of_the_span(solver: Solver, switches: Swi
     assert bound == pytest.approx(best)
 
 
+@pytest.mark.parametrize("switches", ["order entry", "no workload", "plain"])
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_the_span_of_every_sort_of_problem(solver: Solver, name: str, switches: str) -> None:
+    """Shared links, two chunks and two directions among them."""
+    best, _ = best_of_all(EXHAUSTIVE[name], "span")
+    values, bound = solver.solve(EXHAUSTIVE[name], "span", switches=SWITCHES[switches])
+    assert values[-1] == pytest.approx(best)
+    assert bound == pytest.approx(best)
+
+
+def test_a_shared_link_may_be_full_duplex(solver: Solver) -> None:
+    problem = EXHAUSTIVE["a shared link"].model_copy(update={"transfer_mode": "full_duplex"})
+    for objective in ("makespan", "span"):
+        best, _ = best_of_all(problem, objective)  # type: ignore[arg-type]
+        values, bound = solver.solve(problem, objective)  # type: ignore[arg-type]
+        assert values[-1] == bound == best
+
+
 @pytest.mark.parametrize("switches", [replace(ALL, order="none"), replace(PLAIN, order="entry", determined=True)], ids=["none", "entry"])
 def test_without_fixed_order_a_backward_may_overtake_another(solver: Solver, switches: Switches) -> None:
     values, bound = solver.solve(OVERTAKING, switches=switches)

@@ -20,6 +20,7 @@ from optpipe_solver.milp.switches import ALL, Order, Switches
 if TYPE_CHECKING:
     from optpipe.child import Frame
     from optpipe.graph import Floats
+    from optpipe_solver.milp.backend import Limits
     from optpipe_solver.milp.model import Model
 
 METHOD = "milp"
@@ -27,10 +28,15 @@ MOST_OPS = 100  # compute ops; in a minute on one core HiGHS still improves a go
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the problem is small enough, and of a kind that the model describes: every compute op takes time (two that take none could
-    stand in either order at one moment), and host memory holds all that could be offloaded."""
+    """Whether the whole problem is small enough for one model, and of a kind that the model describes."""
+    return improves(problem) and 3 * sum(len(problem.route(j)) for j in range(problem.microbatches)) <= MOST_OPS
+
+
+def improves(problem: Problem) -> bool:
+    """Whether the model describes the problem, so that windows of a schedule can be solved, whatever its size: every compute op takes time
+    (two that take none could stand in either order at one moment), and host memory holds all that could be offloaded."""
     costs, passes = problem.costs, [problem.route(j) for j in range(problem.microbatches)]
-    if 3 * sum(map(len, passes)) > MOST_OPS or not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
+    if not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
         return False
     pinned = [0] * len(problem.devices)
     for s in (s for route in passes for s in route if costs.can_offload[s]):
@@ -39,29 +45,19 @@ def applies(problem: Problem) -> bool:
 
 
 def run(request: Request, emit: Callable[[Frame], None], switches: Switches = ALL) -> None:
-    """Solves the problem first with the micro-batches' order fixed, then, where that may lose something, without; emits what it finds.
+    """Solves a small problem whole; of a larger one the best schedule, window by window. Emits what it finds.
 
     An incumbent is emitted when it is better than those before it and than the warm start, a bound only where it holds for every schedule.
     A backend that the request names and that is not to be had is told of in one note, and HiGHS takes its place.
     """
-    from optpipe_solver.bounds import trivial_bound
-    from optpipe_solver.milp.backend import Limits, Task, minimize
-    from optpipe_solver.milp.model import Model
-    from optpipe_solver.milp.start import assignment
+    from optpipe_solver.milp.backend import Limits
 
     limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
-    solver = request.solver
-    orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
-    for order in orders:
-        model = Model(request.problem, request.objective, search.horizon_ms(), replace(switches, order=order))
-        if model.windows.possible:
-            start = assignment(model, search.best) if search.best else {}
-            task = Task(model.rows, model.C, start, limits, search.on_solution(model), search.on_bound(model), model.violated)
-            solver = minimize(solver, task, lambda text: emit(Note(text=text)))
-        optimal = search.best_ms <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
-        if optimal or model.is_bound or limits.seconds == 0.0:
-            break
+    if applies(request.problem):
+        search.whole(limits, switches)
+    else:
+        search.windows(limits, switches)
 
 
 class _Search:
@@ -81,25 +77,62 @@ class _Search:
             if not check(self._problem, warm):
                 self.best, self.best_ms = warm, self._value(warm)
 
-    def horizon_ms(self) -> float:
+    def whole(self, limits: Limits, switches: Switches) -> None:
+        """First with the micro-batches' order fixed, then, where that may lose something, without."""
+        from optpipe_solver.bounds import trivial_bound
+        from optpipe_solver.milp.backend import Task, minimize
+        from optpipe_solver.milp.model import Model
+        from optpipe_solver.milp.start import assignment
+
+        request, solver = self._request, self._request.solver
+        orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
+        for order in orders:
+            model = Model(request.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
+            if model.windows.possible:
+                start = assignment(model, self.best) if self.best else {}
+                task = Task(model.rows, model.C, start, limits, self._on_solution(model), self._on_bound(model), model.violated)
+                solver = minimize(solver, task, self._tell)
+            optimal = self.best_ms <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
+            if optimal or model.is_bound or limits.seconds == 0.0:
+                break
+
+    def windows(self, limits: Limits, switches: Switches) -> None:
+        """From the warm start or, where there is none, from AdaOffload's schedule."""
+        from optpipe_solver.heuristics import STREAMS
+        from optpipe_solver.milp.neighbourhoods import search_windows
+
+        if self.best is None:
+            self._offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
+        if self.best:
+            search_windows(self.best, self._offer, self._request.solver, limits, switches, self._tell)
+
+    def _tell(self, text: str) -> None:
+        self._emit(Note(text=text))
+
+    def _horizon_ms(self) -> float:
         """No schedule worth finding ends later."""
         from optpipe_solver.milp.model import serial_ms
 
         return self.best_ms if self.best and self._request.objective == "makespan" else serial_ms(self._problem)
 
-    def on_solution(self, model: Model) -> Callable[[Floats], None]:
+    def _offer(self, schedule: Schedule) -> bool:
+        """Whether it is the best so far; then it is told."""
+        value = self._value(schedule)
+        if value >= self.best_ms or check(self._problem, schedule):
+            return False
+        self.best, self.best_ms = schedule, value
+        self._emit(Incumbent(method=METHOD, schedule=Programs.of(schedule)))
+        return True
+
+    def _on_solution(self, model: Model) -> Callable[[Floats], None]:
         from optpipe_solver.lift import lift
 
-        def emit(x: Floats) -> None:
-            schedule = lift(self._problem, model.starts(x), METHOD)
-            value = self._value(schedule)
-            if value < self.best_ms and not check(self._problem, schedule):
-                self.best, self.best_ms = schedule, value
-                self._emit(Incumbent(method=METHOD, schedule=Programs.of(schedule)))
+        def offer(x: Floats) -> None:
+            self._offer(lift(self._problem, model.starts(x), METHOD))
 
-        return emit
+        return offer
 
-    def on_bound(self, model: Model) -> Callable[[float], None]:
+    def _on_bound(self, model: Model) -> Callable[[float], None]:
         """A schedule's length is a sum of the problem's times, so a bound can be raised to the next multiple of their grid."""
 
         def emit(value: float) -> None:

@@ -179,6 +179,11 @@ class Frame:
         self.held = [self._held(d) for d in range(len(problem.devices))]
         self.moves = dict(self._moves())
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing surrounds the window."""
+        return len(self.window.devices) == len(self.held) and not self.side.any()
+
     def _side_of(self, times: Floats) -> Ints:
         """-1 before the window, 0 in it, 1 after it."""
         late: Ints = (times >= self.window.end - SAME_MS).astype(np.int64)
@@ -187,7 +192,7 @@ class Frame:
     def _surroundings(self, inside: set[int]) -> None:
         """When what is before the window lets each op start, and how long what is after it takes. `least_ms`: the longest path around."""
         inc = self.incumbent
-        release = np.zeros(len(inc.ops))
+        release = np.array([self.done(d).ms for d in range(len(inc.problem.devices))])[inc.device]
         rest = inc.end - inc.start
         rest[list(self.border.values())] = inc.tail[list(self.border.values())]
         self.least_ms = float(inc.end[self.side < 0].max(initial=0.0))

@@ -18,6 +18,7 @@ from optpipe_solver.milp.switches import Order
 if TYPE_CHECKING:
     from optpipe_solver.milp.frame import Frame
 
+SLACK = 1e-9  # relative, of sums of times
 Arc = tuple[Op, Op, float]  # the second starts that many ms after the first has ended, or later
 
 
@@ -63,7 +64,7 @@ class Windows:
         self.number = {op: x for x, op in enumerate(self.ops)}
         self.time: Floats = np.array([problem.costs.ms[op.kind, op.stage] for op in self.ops]) * scale
         self.device = np.array([problem.costs.device[op.stage] for op in self.ops])
-        self.horizon = horizon
+        self.horizon, self.scale, self.frame = horizon, scale, frame
         self.release = np.array([frame.release[op] for op in self.ops]) * scale if frame else np.zeros(len(self.ops))
         self.rest = np.array([frame.rest[op] for op in self.ops]) * scale if frame else self.time
         arcs = chain(between_stages(problem), within_stage(problem), self._order(problem, order), frame.orders if frame else ())
@@ -90,8 +91,10 @@ class Windows:
 
     @property
     def possible(self) -> bool:
-        """Whether anything fits into the horizon: no op must precede itself."""
-        return bool((self.lag.diagonal() <= 0.0).all() and (self.head + self.tail <= self.horizon * (1 + 1e-9)).all())
+        """Whether anything fits into the horizon: no op must precede itself. In a frame, whether anything shorter may."""
+        longest = self.horizon * (1 + (-SLACK if self.frame else SLACK))
+        around = self.frame.least_ms * self.scale if self.frame else 0.0
+        return bool((self.lag.diagonal() <= 0.0).all() and max(around, float((self.head + self.tail).max())) <= longest)
 
     @property
     def head(self) -> Floats:
@@ -117,7 +120,7 @@ class Windows:
     def _forced(self) -> list[tuple[int, int]]:
         """Pairs on a device that no schedule within the horizon runs the other way round."""
         related = self.lag > -np.inf
-        too_late = (self.head + self.time)[:, None] + self.tail[None, :] > self.horizon * (1 + 1e-9)  # y, then x
+        too_late = (self.head + self.time)[:, None] + self.tail[None, :] > self.horizon * (1 + SLACK)  # y, then x
         pairs: NDArray[np.bool_] = too_late.T & (self.device[:, None] == self.device) & ~related & ~related.T
         np.fill_diagonal(pairs, False)
         return [(int(x), int(y)) for x, y in np.argwhere(pairs & ~pairs.T)]

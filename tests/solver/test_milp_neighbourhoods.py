@@ -1,0 +1,199 @@
+"""The MILP of a window of a schedule, and the search that goes from window to window."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
+from support.milp import Solver, solver_process
+
+from optpipe import Problem, Schedule, check
+from optpipe.child import End, Incumbent, Note, Programs
+from optpipe_solver import milp
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.lift import lift
+from optpipe_solver.milp.frame import Frame, Window, split
+from optpipe_solver.milp.frame import Incumbent as Known
+from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.start import assignment
+from optpipe_solver.milp.switches import Order, Switches
+
+TIGHT = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)]
+PROBLEMS = {
+    "one chunk": problem_of(TIGHT, [15] * 4, 8),
+    "uneven, full duplex": problem_of(
+        [stage(0, (9.5, 11, 8), 4, 2, (7, 9, 3)), stage(1, (10, 9, 7.25), 6, 1), stage(2, (12, 10, 9), 5, 6, (20, 5, 5))],
+        [9, 13, 13],
+        7,
+        2.0,
+        transfer_mode="full_duplex",
+    ),
+    "two chunks": problem_of(TIGHT + [stage(d, (5, 6, 5), 3, 1, (4, 4, 3)) for d in (3, 2, 1, 0)], [17] * 4, 6),
+    "a shared link": problem_of(TIGHT, [17] * 4, 6, devices=[{"link": "a"}, {"link": "a"}, {"link": "b"}, {"link": "b"}]),
+    "parts": problem_of([s | {"offload_parts": 2} for s in TIGHT], [15] * 4, 6),
+}
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    with solver_process() as running:
+        yield running
+
+
+def start_of(problem: Problem, heuristic: str) -> Schedule:
+    return next(STREAMS[heuristic](problem, "makespan"))
+
+
+def windows_of(incumbent: Known, number: int) -> Iterator[Window]:
+    chance, devices = random.Random(number), range(len(incumbent.problem.devices))
+    for _ in range(number):
+        begin = chance.uniform(-0.2, 0.9) * incumbent.end_ms
+        end = begin + chance.uniform(0.05, 0.6) * incumbent.end_ms
+        yield Window(begin, end, frozenset(chance.sample(devices, chance.randint(1, len(devices)))))
+
+
+@pytest.mark.parametrize("order", ["none", "stages"])
+@pytest.mark.parametrize("heuristic", ["adaoffload", "zb", "naive"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_an_incumbent_satisfies_every_row_of_its_windows(name: str, heuristic: str, order: Order) -> None:
+    problem = PROBLEMS[name]
+    incumbent = Known(split(start_of(problem, heuristic)))
+    if not incumbent.expressible or (order == "stages" and not incumbent.in_order):
+        pytest.skip("the heuristic has BWs where B needs more memory, or lets micro-batches overtake")
+    solved = 0
+    for window in windows_of(incumbent, 12):
+        model = Model(problem, "makespan", incumbent.end_ms, Switches(order=order), Frame(incumbent, window))
+        if not model.windows.possible:
+            continue  # nothing shorter
+        solved += 1
+        x = np.array(model.rows.lower)
+        given = assignment(model, incumbent.schedule)
+        assert set(given) == set(np.flatnonzero(model.rows.binary).tolist())
+        x[list(given)] = list(given.values())
+        x = model.rows.earliest(x)
+        assert x[model.C] / model.scale == pytest.approx(incumbent.end_ms)
+        begins, index, value = model.rows.matrix()
+        sums = np.array([value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)])
+        assert (sums >= np.array(model.rows.at_least) - 1e-7).all()
+        assert (x <= np.array(model.rows.upper) + 1e-7).all()
+        lifted = lift(problem, model.starts(x))
+        assert check(problem, lifted) == []
+        assert lifted.makespan_ms <= incumbent.end_ms + 1e-6
+    assert solved
+
+
+SOLVE = """
+import json, sys, time
+from optpipe import Schedule, check
+from optpipe_solver.lift import lift
+from optpipe_solver.milp.backend import Limits, Task, minimize
+from optpipe_solver.milp.frame import Frame, Incumbent, Window
+from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.start import assignment
+from optpipe_solver.milp.switches import Switches
+from support.enumeration import EXHAUSTIVE
+for line in sys.stdin:
+    name, programs, links, windows, order = json.loads(line)
+    problem = EXHAUSTIVE[name]
+    incumbent = Incumbent(Schedule.parse(problem, programs, links))
+    values = []
+    for begin, end, devices in windows:
+        frame = Frame(incumbent, Window(begin, end, frozenset(devices)))
+        model = Model(problem, "makespan", incumbent.end_ms, Switches(order=order), frame)
+        found = [incumbent.end_ms]
+        def take(x):
+            schedule = lift(problem, model.starts(x))
+            assert check(problem, schedule) == []
+            assert schedule.makespan_ms <= x[model.C] / model.scale + 1e-5
+            found.append(schedule.makespan_ms)
+        if model.windows.possible:
+            start, limits = assignment(model, incumbent.schedule), Limits(time.monotonic() + 60, 1, 0)
+            minimize("highs", Task(model.rows, model.C, start, limits, take, lambda bound: None), sys.exit)
+        values.append(min(found))
+    print(json.dumps(values), flush=True)
+"""
+
+
+def solved_windows(name: str, schedule: Schedule, windows: list[Window], order: Order) -> list[float]:
+    """The length of the best schedule that the window's model finds, for each window, proven."""
+    programs = [list(program.texts()) for program in schedule.programs]
+    links = {link: list(order.texts()) for link, order in schedule.links.items()}
+    asked = [(window.begin, window.end, sorted(window.devices)) for window in windows]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    line = json.dumps([name, programs, links, asked, order]) + "\n"
+    command = [sys.executable, "-c", SOLVE]
+    found: list[float] = json.loads(
+        subprocess.run(command, input=line, stdout=subprocess.PIPE, check=True, env=environment, text=True).stdout
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_a_window_of_everything_has_the_best_of_all_programs(name: str) -> None:
+    """From the worst start that there is; smaller windows find something between."""
+    problem = EXHAUSTIVE[name]
+    schedule = split(start_of(problem, "naive"))
+    best, _ = best_of_all(problem, "makespan")
+    end, every = schedule.makespan_ms, frozenset(range(len(problem.devices)))
+    windows = [
+        Window(0.0, end + 1, every),
+        Window(0.0, end / 2, every),
+        Window(end / 3, end + 1, every),
+        Window(end / 4, 3 * end / 4, every),
+        Window(0.0, end + 1, frozenset([0])),
+    ]
+    values = solved_windows(name, schedule, windows, "none")
+    assert values[0] == pytest.approx(best)
+    assert all(best - 1e-6 <= value <= schedule.makespan_ms for value in values)
+
+
+def test_windows_improve_what_is_too_large_for_one_model(solver: Solver) -> None:
+    problem = problem_of(TIGHT, [15] * 4, 9)
+    assert not milp.applies(problem)
+    assert milp.improves(problem)
+    naive = start_of(problem, "naive")
+    values, _ = solver.solve(problem, warm_start=Programs.of(naive), time_limit_s=4)
+    assert values
+    assert values[-1] < naive.makespan_ms
+    assert values == sorted(values, reverse=True)
+
+
+def test_windows_begin_with_adaoffload(solver: Solver) -> None:
+    problem = problem_of(TIGHT, [15] * 4, 9)
+    values, _ = solver.solve(problem, time_limit_s=1)
+    assert values[0] == start_of(problem, "adaoffload").makespan_ms
+
+
+def test_a_schedule_that_recomputes_is_left_alone(solver: Solver) -> None:
+    again = [{k: v for k, v in s.items() if "load" not in k} | {"recompute_ms": 5.0, "checkpoint_bytes": 1} for s in TIGHT]
+    problem = problem_of(again, [8] * 4, 9)
+    program = [[f"{s}{kind}{j}" for j in range(9) for kind in ("F", "C", "B", "W")] for s in range(4)]
+    schedule = Schedule.parse(problem, program)
+    assert check(problem, schedule) == []
+    (note, end) = solver.frames(problem, warm_start=Programs.of(schedule))
+    assert isinstance(note, Note)
+    assert note.text == "the MILP knows no recompute, no pairs and no single parts, so it improves no schedule that has them"
+    assert end == End()
+
+
+def test_improves() -> None:
+    small = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3)
+    assert milp.improves(small.model_copy(update={"microbatches": 1000}))
+    assert not milp.improves(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3))
+
+
+def test_a_backend_that_is_missing_is_said_once(solver: Solver) -> None:
+    pytest.importorskip("pulp")
+    problem = problem_of(TIGHT, [15] * 4, 9)
+    frames = solver.frames(problem, solver="pulp:NEMO", time_limit_s=2)
+    assert len([frame for frame in frames if isinstance(frame, Note)]) == 1
+    assert [frame for frame in frames if isinstance(frame, Incumbent)]
