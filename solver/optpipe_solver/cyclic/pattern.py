@@ -18,7 +18,7 @@ from ortools.sat.python import cp_model
 from optpipe.ops import COMPUTE, Kind, Op
 from optpipe_solver.cpsat.ticks import Ticks
 
-F, B, W, O, R, D = Kind.F, Kind.B, Kind.W, Kind.O, Kind.R, Kind.D
+F, B, W, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,15 @@ def least_period(ticks: Ticks, K: int) -> int:
 
 def sequential_period(ticks: Ticks, K: int) -> int:
     """In this period, K micro-batches run one after the other with all their transfers: if that does not fit, nothing does."""
-    each = sum(ticks.lasts(kind, s) for s in ticks.problem.all_routes[0] for kind in (F, B, W)) + 2 * len(ticks.problem.stages) * ticks.p2p
     moved = sum(ticks.lasts(kind, s) * len(ticks.activations[s].parts) for s in ticks.problem.all_routes[0] for kind in (O, R))
-    return K * (each + moved)
+    return K * (_chain(ticks) + moved)
+
+
+def _chain(ticks: Ticks) -> int:
+    """One micro-batch's way, all of its compute one after the other."""
+    stages = ticks.problem.stages
+    kinds = [(s, kind) for s, stage in enumerate(stages) for kind in ((F, B, W, C) if stage.can_recompute else (F, B, W))]
+    return sum(ticks.lasts(kind, s) for s, kind in kinds) + 2 * len(stages) * ticks.p2p
 
 
 class PatternModel:
@@ -59,11 +65,11 @@ class PatternModel:
         self.model = cp_model.CpModel()
         stages = ticks.problem.all_routes[0]
         self.route = stages
-        chain = sum(ticks.lasts(kind, s) for s in stages for kind in (F, B, W)) + 2 * len(stages) * ticks.p2p
-        self.horizon = 3 * chain + 6 * T
-        self.start: dict[Op, cp_model.IntVar] = {}  # of F, B, W, O, R
+        self.horizon = 3 * _chain(ticks) + 6 * T
+        self.start: dict[Op, cp_model.IntVar] = {}  # of F, B, W, C, O, R
         self.point: dict[Op, cp_model.IntVar] = {}  # of D and R: where memory changes
         self.leaves: dict[tuple[int, int, int], cp_model.IntVar] = {}  # (stage, k, part): is it offloaded?
+        self.again: dict[tuple[int, int], cp_model.IntVar] = {}  # (stage, k): is it recomputed?
         self.r: dict[Op, cp_model.IntVar] = {}
         self.q: dict[Op, cp_model.IntVar] = {}
         for k in range(K):
@@ -81,7 +87,7 @@ class PatternModel:
     # --- ops and their order in a micro-batch
 
     def _ops(self, s: int, k: int) -> None:
-        """F, B, W, and per part O, D, R, of which all run or none."""
+        """F, B, W, per part O, D, R, of which all run or none, and C where no part leaves."""
         model, ticks = self.model, self.ticks
         for kind in (F, B, W):
             self.start[Op(kind, s, k)] = model.new_int_var(0, self.horizon, f"{s}{kind.name}{k}")
@@ -101,6 +107,13 @@ class PatternModel:
             model.add(reload >= drop)
             model.add(r >= reload)
             model.add(b >= r + ticks.lasts(R, s)).only_enforce_if(leaves)
+        if ticks.problem.stages[s].can_recompute:
+            again = self.again[s, k] = model.new_bool_var(f"{s}again{k}")
+            c = self.start[Op(C, s, k)] = model.new_int_var(0, self.horizon, f"{s}C{k}")
+            model.add(c >= f + ticks.lasts(F, s)).only_enforce_if(again)
+            model.add(b >= c + ticks.lasts(C, s)).only_enforce_if(again)
+            for p in range(len(ticks.activations[s].parts)):
+                model.add_implication(self.leaves[s, k, p], ~again)
 
     def _chains(self, k: int) -> None:
         """Forwards down the route, input gradients up."""
@@ -120,8 +133,7 @@ class PatternModel:
         turns = self.horizon // self.T + 1
         for x in own:
             at = self.point[x] if x in self.point else self.start[x]
-            length = self.ticks.lasts(x.kind, x.stage) if x.kind in COMPUTE else 0
-            self.r[x] = self.model.new_int_var(0, self.T - length, f"r{x}")
+            self.r[x] = self.model.new_int_var(0, self.T - self._length(x), f"r{x}")
             self.q[x] = self.model.new_int_var(-turns, turns, f"q{x}")
             self.model.add(at == frame + self.r[x] + self.T * self.q[x])
         self.model.add(self.r[own[0]] == 0)
@@ -132,6 +144,7 @@ class PatternModel:
         stages = [s for s in self.route if self.ticks.problem.stages[s].device == d]
         return [
             *(Op(kind, s, k) for kind in (F, B, W) for s in stages for k in range(self.K)),
+            *(Op(C, *again) for again in self.again if again[0] in stages),
             *(Op(kind, *leaving) for leaving in self.leaves if leaving[0] in stages for kind in (D, R)),
         ]
 
@@ -142,64 +155,78 @@ class PatternModel:
         for x, y in combinations(own, 2):
             first = model.new_bool_var(f"{x}<{y}")
             self.before[x, y], self.before[y, x] = first, ~first
-            there = [self.leaves[z.stage, z.microbatch, z.part] for z in (x, y) if z.kind not in COMPUTE]
+            there = [self._there(z) for z in (x, y)]
             model.add(self.r[x] + self._length(x) <= self.r[y]).only_enforce_if(first, *there)
             model.add(self.r[y] + self._length(y) <= self.r[x]).only_enforce_if(~first, *there)
-        intervals = [model.new_fixed_size_interval_var(self.r[x], self._length(x), f"{x}") for x in own if x.kind in COMPUTE]
-        model.add_no_overlap(intervals)
+        compute = [x for x in own if x.kind in COMPUTE]
+        model.add_no_overlap(
+            [model.new_optional_fixed_size_interval_var(self.r[x], self._length(x), self._there(x), f"{x}") for x in compute]
+        )
 
     def _length(self, x: Op) -> int:
         return self.ticks.lasts(x.kind, x.stage) if x.kind in COMPUTE else 0
+
+    def _there(self, x: Op) -> cp_model.LiteralT:
+        """Whether x takes place: a literal, or True."""
+        if x.kind == C:
+            return self.again[x.stage, x.microbatch]
+        return True if x.kind in COMPUTE else self.leaves[x.stage, x.microbatch, x.part]
 
     def _memory(self, d: int) -> None:
         """At every op that allocates, the copies alive fit."""
         own = self._own(d)
         capacity = self.ticks.capacity(d)
-        changes = [(x, start, change) for x in own for start, change in self._changes(x) if change]
+        changes = [(x, self._turns(x, there), start, change, there) for x in own for start, change, there in self._changes(x) if change]
         for at in own:
-            if not any(change > 0 for _, change in self._changes(at)):
+            if not any(change > 0 for _, change, _ in self._changes(at)):
                 continue
-            level = []
-            for x, at_start, change in changes:
-                level.append(-change * self._turns(x))
+            level: list[cp_model.LinearExprT] = []
+            for x, turns, at_start, change, there in changes:
+                level.append(-change * turns)
                 if x == at:
                     level.append(change if at_start else 0)
                 else:
-                    level.append(change * self._happened(x, at))
-            there = [self.leaves[at.stage, at.microbatch, at.part]] if at.kind == R else []
-            self.model.add(sum(level) <= capacity).only_enforce_if(there)
+                    level.append(change * self._happened(x, at, there))
+            self.model.add(sum(level) <= capacity).only_enforce_if(self._there(at))
 
-    def _changes(self, x: Op) -> list[tuple[bool, int]]:
-        """What x does to memory: (at its start rather than its end, by how much)."""
-        need = self.ticks.activations[x.stage]
+    def _changes(self, x: Op) -> list[tuple[bool, int, cp_model.LiteralT]]:
+        """What x does to memory: (at its start rather than its end, by how much, whether it does)."""
+        need, there = self.ticks.activations[x.stage], self._there(x)
+        regained = max(0, need.whole - need.checkpoint)
         match x.kind:
             case Kind.F:
-                return [(True, need.whole)]
+                again = self.again.get((x.stage, x.microbatch))
+                return [(True, need.whole, True), *([(False, -regained, again)] if again is not None else [])]
+            case Kind.C:
+                return [(True, regained, there)]
             case Kind.B:
-                return [(True, max(0, need.kept - need.whole)), (False, -max(0, need.whole - need.kept))]
+                return [(True, max(0, need.kept - need.whole), True), (False, -max(0, need.whole - need.kept), True)]
             case Kind.W:
-                return [(False, -need.kept)]
+                return [(False, -need.kept, True)]
             case Kind.D:
-                return [(True, -need.parts[x.part])]
+                return [(True, -need.parts[x.part], there)]
             case _:
-                return [(True, need.parts[x.part])]
+                return [(True, need.parts[x.part], there)]
 
-    def _turns(self, x: Op) -> cp_model.LinearExprT:
-        """q_x, or 0 where x does not take place."""
-        if x.kind in COMPUTE:
+    def _turns(self, x: Op, there: cp_model.LiteralT) -> cp_model.LinearExprT:
+        """q_x, or 0 where x does not do it."""
+        if there is True:
             return self.q[x]
-        leaves = self.leaves[x.stage, x.microbatch, x.part]
-        self.model.add(self.q[x] == 0).only_enforce_if(~leaves)
-        return self.q[x]
+        turns = self.q[x]
+        if x.kind == F:  # which takes place all the same
+            most = self.horizon // self.T + 1
+            turns = self.model.new_int_var(-most, most, f"{x}turns")
+            self.model.add(turns == self.q[x]).only_enforce_if(there)
+        self.model.add(turns == 0).only_enforce_if(~there)
+        return turns
 
-    def _happened(self, x: Op, at: Op) -> cp_model.LinearExprT:
-        """1 where x takes place, and before `at` in the frame."""
-        if x.kind in COMPUTE:
+    def _happened(self, x: Op, at: Op, there: cp_model.LiteralT) -> cp_model.LinearExprT:
+        """1 where x does it, and before `at` in the frame."""
+        if there is True:
             return self.before[x, at]
-        leaves = self.leaves[x.stage, x.microbatch, x.part]
         both = self.model.new_bool_var(f"{x}there<{at}")
-        self.model.add_bool_and(leaves, self.before[x, at]).only_enforce_if(both)
-        self.model.add_bool_or(both, ~leaves, ~self.before[x, at])
+        self.model.add_bool_and(there, self.before[x, at]).only_enforce_if(both)
+        self.model.add_bool_or(both, ~there, ~self.before[x, at])
         return both
 
     # --- links
@@ -253,5 +280,5 @@ class PatternModel:
         status = solver.solve(model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Outcome(None, status == cp_model.INFEASIBLE)
-        starts = {x: solver.value(at) for x, at in self.start.items() if x.kind in COMPUTE or solver.value(self._leaves(x))}
+        starts = {x: solver.value(at) for x, at in self.start.items() if solver.value(self._there(x))}
         return Outcome(Pattern(self.T, self.K, starts, solver.value(latency)), status == cp_model.OPTIMAL)
