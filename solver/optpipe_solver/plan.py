@@ -29,9 +29,8 @@ class Turn:
 
 AUTO = (
     Turn("cyclic", 0.25),  # patterns, then warm-up and cool-down: soon near the best, at any size
-    Turn("cpsat", 0.15),  # the whole problem; proves what is small (its own `applies` says what is)
-    Turn("cpsat", 0.40),  # the whole problem at once: proves what is small (its own `applies` says what is)
-    Turn("milp", 0.10),  # the paper's formulation; proves what is tiny
+    Turn("cpsat", 0.35),  # the whole problem at once: proves what is small (its own `applies` says what is)
+    Turn("milp", 0.05),  # the paper's formulation; proves what is tiny
 )
 ROBUST = Turn(methods.ROBUST, 0.25, again=True)  # beside the others where op times vary
 

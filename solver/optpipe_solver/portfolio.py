@@ -122,11 +122,11 @@ class Portfolio:
         return sorted(WITHIN_MEMORY, key=lambda name: large and name != "naive")
 
     def take_warm_start(self) -> None:
-        """Costs may have changed since: re-timed where it still holds, repaired where it does not."""
+        """Costs may have changed since: re-timed where it still holds, repaired where it does not. Its stages are taken for these here."""
         if self.request.warm_start is None:
             return
         try:
-            given = self.request.warm_start.schedule(self.request.problem, "warm start")
+            given = self.request.warm_start.model_copy(update={"placement": None}).schedule(self.request.problem, "warm start")
             wrong = check(self.request.problem, given)
             schedule = repair(self.request.problem, given) if wrong else given
             if schedule is not None:
@@ -137,8 +137,11 @@ class Portfolio:
         self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong[0]}"))
 
     def applies(self, engine: str) -> bool:
+        """Whether an engine is for the problem: within its size or, where it is named, able to do anything with it."""
         try:
-            return bool(importlib.import_module(f"optpipe_solver.{engine}").applies(self.request.problem))
+            module = importlib.import_module(f"optpipe_solver.{engine}")
+            able = getattr(module, "improves", module.applies) if engine == self.request.method else module.applies
+            return bool(able(self.request.problem))
         except ImportError as error:
             self.emit(Note(text=f"{engine} is not available: {error}"))
             return False

@@ -259,3 +259,17 @@ def test_a_huge_problem_ends_in_time():
     assert time.monotonic() - began < 12.0  # two seconds, the process's start, and a check of half a million ops, on a busy machine
     assert result.status == "feasible" or result.reason == "no schedule was found before the search ended"
     assert not any("exit code" in note for note in result.notes)
+
+
+def test_an_engine_that_is_named_may_be_asked_for_more_than_it_is_started_for_by_itself(monkeypatch):
+    class Module:
+        applies = staticmethod(lambda problem: problem.microbatches < 5)
+        improves = staticmethod(lambda problem: problem.microbatches < 9)
+
+    monkeypatch.setattr(portfolio.importlib, "import_module", lambda name: Module)
+    fits = [
+        Portfolio(Request(problem=pipeline(microbatches=m), method=method), print).applies("milp")
+        for m in (4, 8, 9)
+        for method in ("auto", "milp")
+    ]
+    assert fits == [True, True, False, True, False, False]

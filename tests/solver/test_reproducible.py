@@ -26,7 +26,7 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.6)))
     monkeypatch.setattr(plan, "ROBUST", plan.Turn("milp", 0.5))
-    request = Request(problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=12.0, threads=1, seed=2, jitter=jitter)
+    request = Request(problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=40.0, threads=1, seed=2, jitter=jitter)
     quiet = run(request)
     monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
     assert run(request) == quiet
