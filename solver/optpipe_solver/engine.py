@@ -2,7 +2,8 @@
 
 highspy and ortools cannot live in one process (their bundled HiGHS symbols clash), so nothing but the named engine is imported. An engine
 is a module or package with `applies(problem) -> bool`, which loads nothing heavy (and `improves(problem)`, where it can do something for
-others, too, if it is asked for by name), and `run(request, emit)`, which emits frames of `optpipe.child` and returns how many seconds of its time limit it used by its own count of work, None where it does not count.
+others, too, if it is asked for by name), and `run(request, emit)`, which emits frames of `optpipe.child` and returns how many seconds of
+its time limit it used by its own count of work, None where it does not count.
 """
 
 from __future__ import annotations
