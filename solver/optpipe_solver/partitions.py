@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, permutations
 
 import numpy as np
 
 from optpipe.child import Objective
+from optpipe.costs import Floats
 from optpipe.errors import OptPipeError
 from optpipe.placement import Placement, Shape
-from optpipe.problem import Device, Problem, Stage, StageCosts
-from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe.problem import Problem, StageCosts
+from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 
 POLICIES = 6  # of AdaOffload that judge a partition
+GRAIN = 40  # steps from none to all of a weight
 MOST_MOVES = 240  # from one partition; of more a sample is tried
 
 SHAPES: tuple[Shape, ...] = ("looped", "v")
@@ -41,7 +43,7 @@ def given(problem: Problem) -> Placement | None:
     return Placement(chunks=chunks, shape=shape, layers=tuple(np.diff(ends).tolist()))
 
 
-def _figures(costs: StageCosts) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _figures(costs: StageCosts) -> Floats:
     return np.array([costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes], dtype=float)
 
 
@@ -105,12 +107,13 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
 
     The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops after the first, and
     after its last input gradient as much is still to come. All micro-batches pass each layer, after the layers before it. One micro-batch
-    passes all layers and all devices there and back. The same for bytes over time (`memory_bound`): what layers hold at least, each left
-    to its own best choice, has to fit into all devices' memory. That argument needs activations that leave in equally many parts, and is
-    left out where they do not.
+    passes all layers and all devices there and back. What layers hold over time has to fit into all devices' memory, each left to its own
+    best choice (`_held`, 0 where activations do not leave in equally many parts).
     """
     layers, m, hop = problem.layers or (), problem.microbatches, problem.p2p_ms
     p = len({problem.stages[s].device for s in problem.all_routes[0]})
+    if p > len(layers):
+        return float("inf")  # there is no partition
     share = problem.overlap_factor or 1.0
     forward, backward, weight = (
         share * np.array([getattr(layer, f"{name}_ms") for layer in layers]) for name in ("forward", "backward_input", "backward_weight")
@@ -120,7 +123,7 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
     arrives = np.concatenate(([0.0], np.cumsum(forward)))[:p] + hops
     leaves = np.concatenate(([0.0], np.cumsum(backward)))[:p] + hops + weight[0]
     once = forward.sum() + backward.sum() + 2 * hops[-1] + weight[0]
-    held = m * _held(problem, layers, share)
+    held = m * _held(problem, layers, forward, backward, weight)
     if objective == "span":
         return float(max(once, m * whole.max(), m * whole.sum() / p, held / p))
     inputs = m * (forward + backward).sum() + leaves.sum()
@@ -129,29 +132,39 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
     return float(max(once, one_layer.max(), (max(m * whole.sum(), inputs, held) + arrives.sum()) / p))
 
 
-def _held(problem: Problem, layers: tuple[StageCosts, ...], share: float) -> float:
-    """The time that one micro-batch needs on one device with the greatest memory of all, each layer a stage; 0 where nothing is known."""
-    if len({layer.offload_parts for layer in layers if layer.can_offload}) > 1:
+def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backward: Floats, weight: Floats) -> float:
+    """The time that one micro-batch needs of all devices together, so that memory, link and compute suffice for its layers.
+
+    A device that runs for T ms has T of link and T of compute, and its memory's bytes for T. Weights of the three, adding up to one, make
+    of this one sum over all layers, each with the cheapest of its choices (`memory_bound` has the same of one device's stages). An
+    activation is held from its stage's forward, which begins no later than the layer's own, to the stage's input gradient. Where stages
+    leave in n parts, the largest k parts of a stage are no more than those of its layers, each cut into n.
+    """
+    parts = {layer.offload_parts for layer in layers if layer.can_offload} or {1}
+    roomiest = max(1, *(problem.devices[stage.device].memory_bytes for stage in problem.stages))
+    if len(parts) > 1:
         return 0.0
-    alone = [
-        {
-            **layer.model_dump(exclude_none=True),
-            "device": 0,
-            **{name: share * getattr(layer, name) for name in ("forward_ms", "backward_input_ms", "backward_weight_ms")},
-        }
-        for layer in layers
-    ]
-    roomiest = max(problem.devices[s.device].memory_bytes for s in problem.stages)
-    try:
-        together = Problem(
-            microbatches=1,
-            transfer_mode=problem.transfer_mode,
-            devices=(Device(memory_bytes=roomiest),),
-            stages=tuple(Stage(**fields) for fields in alone),
-        )
-    except ValueError:
-        return 0.0
-    return memory_bound(together, "span")
+    (n,) = parts
+    steps = range(GRAIN + 1)
+    memory, link, compute = np.array([(a, b, GRAIN - a - b) for a in steps for b in steps if a + b <= GRAIN]).T / GRAIN
+    byte = memory / roomiest  # of a byte for a ms
+    duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # full duplex: two links' time, each the busier one's at least
+    turns = (forward + backward)[::-1].cumsum()[::-1]
+    needed = compute * (forward + backward + weight).sum()
+    for layer, ends, turn, last in zip(layers, forward + backward, turns, weight, strict=True):
+        size, kept = layer.activation_bytes, layer.checkpoint_bytes or 0
+        choices = [byte * size * turn]
+        if layer.can_offload:
+            carry = (layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)
+            whole, over = divmod(layer.offload_bytes or 0, n)
+            for k in range(1, n + 1):
+                gone = k * whole + min(k, over)
+                choices.append(byte * (size * turn + gone * (ends + carry / n - turn)) + duplex * link * carry * k / n)
+        if layer.can_recompute:
+            again = layer.recompute_ms or 0.0
+            choices.append(byte * (kept * turn + (size - kept) * (ends + again)) + compute * again)
+        needed = needed + np.minimum.reduce(choices) + byte * min(size, layer.weight_grad_bytes) * last
+    return float(needed.max())
 
 
 def no_partition_fits(problem: Problem) -> str | None:
@@ -159,6 +172,8 @@ def no_partition_fits(problem: Problem) -> str | None:
     devices = {stage.device for stage in problem.stages}
     memory = [problem.devices[d].memory_bytes for d in devices]
     layers = problem.layers or ()
+    if len(devices) > len(layers):
+        return f"{len(layers)} layers cannot make a stage for each of {len(devices)} devices"
     largest = max(range(len(layers)), key=lambda k: layers[k].activation_bytes)
     if layers[largest].activation_bytes > max(memory):
         return f"layers[{largest}] needs {layers[largest].activation_bytes} bytes and no device has more than {max(memory)}"

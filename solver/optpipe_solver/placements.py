@@ -21,7 +21,7 @@ from optpipe_solver.partitions import SHAPES, Climb, given, no_partition_fits, p
 from optpipe_solver.portfolio import OPS_PER_S, WORTHWHILE_S, Emit, Portfolio
 
 MOST_CHUNKS = 4  # a device
-FIRST_LOOK = 0.1  # of the time: a heuristic for every placement
+FIRST_LOOK = 0.06  # of the time: a heuristic for every placement
 CLIMBING = 0.2  # of the time: for better partitions, where there are layers
 ROUNDS = ((4, 0.2), (2, 0.2))  # so many placements, for that share of the time
 SHORTEST_S = 2.5  # below that an engine has hardly begun
@@ -125,8 +125,8 @@ class PlacementSearch:
         own.best = own.best or programs
 
     def look(self, candidates: list[Candidate], share: float) -> None:
-        """At each with a heuristic."""
-        for candidate in candidates:
+        """At each with a heuristic; should time be up before, at the given stages and those of the lowest bounds."""
+        for candidate in sorted(candidates, key=lambda candidate: (candidate is not self.keep, candidate.bound_ms)):
             self.search(candidate, self.heuristic("adaoffload"), share / len(candidates))
 
     def heuristic(self, name: str) -> str:
@@ -194,7 +194,7 @@ class PlacementSearch:
             candidate.infeasible = frame.reason
             self.raise_bound()
         elif isinstance(frame, Note):
-            self.note(f"{candidate.placement}: {frame.text}" if candidate.placement else frame.text)
+            self.note(frame.text, candidate.placement)
 
     def raise_bound(self) -> None:
         """What no schedule of any placement is shorter than: each has its bound, and all partitions of layers have theirs."""
@@ -212,10 +212,11 @@ class PlacementSearch:
         else:
             self.note(f"no partition was found that fits; with the stages as given {self.keep.infeasible}")
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, placement: Placement | None = None) -> None:
+        """Once, with the placement where it came up first."""
         if text not in self.told:
             self.told.add(text)
-            self.emit(Note(text=text))
+            self.emit(Note(text=f"{placement}: {text}" if placement else text))
 
 
 def _placements(problem: Problem) -> Iterator[Placement]:
