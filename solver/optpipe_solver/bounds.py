@@ -3,15 +3,17 @@ for a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import ceil, inf
 
 import numpy as np
 
 from optpipe.child import Objective
 from optpipe.graph import Flags, Floats
 from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.problem import Problem, Stage
 from optpipe_solver.floor import part_bytes
 
 
@@ -33,37 +35,121 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """No schedule that fits is shorter, in ms: what a device holds, summed up over time, fits into its memory times its time.
 
     An activation that stays is held from its forward to its backward; one that leaves is held less, but keeps the link busy; one that is
-    recomputed keeps the device busy. For a device that runs for T ms, memory · T, T of link and T of compute have to suffice. Any weights
-    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every activation. A makespan
-    has the `deferral_bound`, too.
+    recomputed keeps the device busy. For a device that runs for T ms, T of memory, T of link and T of compute have to suffice. Any weights
+    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every activation.
+
+    Bytes do not fill memory as water does: of three activations of 10 and a memory of 38 the last 8 are of no use to a fourth. So sizes are
+    measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory at once has values that add up to at
+    most 1, hence the values of all that is held, summed up over time, add up to at most T. f(x) = x / memory is one of them. What cannot
+    be in use right after the start and right before the end comes on top (`_unused`). A makespan has the `deferral_bound`, too.
     """
-    ways, ms, costs = _ways(problem), _shortest(problem), problem.costs
-    memory, link, compute = (np.array(w) / WEIGHTS for w in _simplex())
-    passing = np.bincount(costs.route, minlength=len(problem.all_routes))
-    least = np.zeros((len(problem.devices), len(memory)))
+    ways, ms = _ways(problem), _shortest(problem)
     work = _work(problem, (Kind.B, Kind.W))
-    least += work[:, None] * compute
-    for (r, s), turn in ways.turn.items():
-        stage, d = problem.stages[s], costs.device[s]
-        price = memory / max(1, costs.memory[d])  # of a byte held for a ms
-        ends = ms[Kind.F, s] + ms[Kind.B, s]
-        carry = ms[Kind.O, s] + ms[Kind.R, s]
+    passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()
+    own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
+    for r, s in ways.turn:
+        own[problem.stages[s].device].append((r, s))
+    bounds = [deferral_bound(problem) if objective == "makespan" else 0.0]
+    for d in np.flatnonzero(ways.used).tolist():
+        weight = _Weights.all()
+        stages = [problem.stages[s] for _, s in own[d]]
+        for measure in _measures(problem.devices[d].memory_bytes, stages):
+            needed = work[d] * weight.compute
+            for r, s in own[d]:
+                needed = needed + passing[r] * _cheapest(problem, s, ms[:, s], ways.turn[r, s], measure, weight)
+            unused = _unused(measure, [(stage, ms[:, s]) for stage, (_, s) in zip(stages, own[d], strict=True)], float(needed.max()) / 2)
+            longest = float((needed + unused * weight.memory).max())
+            bounds.append(longest + (float(ways.arrives[d]) if objective == "makespan" else 0.0))
+    return max(bounds)
+
+
+def _cheapest(problem: Problem, s: int, ms: Floats, turn: float, measure: Measure, weight: _Weights) -> Floats:
+    """The least weighted cost of one activation: of what it holds from its forward to the end of its weight gradient, of the link's time
+    and of computing it again.
+
+    It is whole during its forward and its backward. In between, of one that leaves in part what stays and each part during its own
+    transfers are worth no more one by one than together, as f is superadditive.
+    """
+    stage = problem.stages[s]
+    size, ends = stage.activation_bytes, float(ms[Kind.F] + ms[Kind.B])
+    between = max(0.0, turn - ends)
+    whole, memory = measure(size), weight.memory
+    cheapest: Floats = memory * whole * turn
+    if stage.can_offload:
+        carry = float(ms[Kind.O] + ms[Kind.R])
         duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # full duplex: two links' time, each the busier one's at least
-        cheapest = price * stage.activation_bytes * turn
-        if stage.can_offload:
-            for size in part_bytes(stage):
-                cheapest = cheapest + np.minimum(0.0, price * size * (ends + carry - turn) + duplex * link * carry)
-        if stage.can_recompute:
-            kept = stage.checkpoint_bytes or 0
-            again = ms[Kind.C, s]
-            held = kept * turn + (stage.activation_bytes - kept) * (ends + again)
-            cheapest = np.minimum(cheapest, price * held + compute * again)
-        after = price * min(stage.activation_bytes, stage.weight_grad_bytes) * ms[Kind.W, s]
-        least[d] += passing[r] * (cheapest + after)
-    needed = least.max(axis=1)[ways.used]
-    if objective == "span":
-        return float(needed.max())
-    return max(float((needed + ways.arrives[ways.used]).max()), deferral_bound(problem))
+        parts = sorted(part_bytes(stage), reverse=True)
+        for n, gone in enumerate(accumulate(parts), start=1):
+            held = whole * ends + measure(size - gone) * max(between, carry) + n * measure(parts[-1]) * carry
+            cheapest = np.minimum(cheapest, memory * held + duplex * weight.link * n * carry)
+    if stage.can_recompute:
+        again = float(ms[Kind.C])
+        held = whole * (ends + again) + measure(stage.checkpoint_bytes or 0) * max(0.0, between - again)
+        cheapest = np.minimum(cheapest, memory * held + weight.compute * again)
+    after: Floats = memory * measure(min(size, stage.weight_grad_bytes)) * float(ms[Kind.W])
+    return cheapest + after
+
+
+WEIGHTS = 40  # steps from none to all of the weight
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """All ways to split one over memory, link and compute, in steps."""
+
+    memory: Floats
+    link: Floats
+    compute: Floats
+
+    @classmethod
+    def all(cls) -> _Weights:
+        points = [(a, b, WEIGHTS - a - b) for a in range(WEIGHTS + 1) for b in range(WEIGHTS + 1 - a)]
+        return cls(*(np.array(points).T / WEIGHTS))
+
+
+Measure = Callable[[int], float]
+FINEST = 12  # of the dual feasible functions that are tried
+MOST_STAGES = 256  # on a device, for more than one function
+
+
+def _measures(memory: int, stages: list[Stage]) -> list[Measure]:
+    """Bytes' share of the memory, and what else tells more for some of these sizes."""
+    if not memory:
+        return [lambda size: 0.0]
+
+    def share(size: int) -> float:
+        return size / memory
+
+    def steps(k: int) -> Measure:
+        return lambda size: share(size) if (k + 1) * size % memory == 0 else (k + 1) * size // memory / k
+
+    sizes = {size for stage in stages for size in (stage.activation_bytes, stage.checkpoint_bytes or 0, stage.weight_grad_bytes)}
+    found: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
+    for k in range(1, FINEST + 1 if len(stages) <= MOST_STAGES else 1):
+        measure = steps(k)
+        if any(measure(size) > share(size) for size in sizes if size <= memory):
+            found.setdefault(tuple(map(measure, sizes)), measure)
+    return list(found.values())
+
+
+def _unused(measure: Measure, stages: list[tuple[Stage, Floats]], within: float) -> float:
+    """How much of a device's memory must stay unused at its start and at its end, each within so many ms; in ms of all of it.
+
+    Forwards run one after the other: while the n-th runs, n activations are there at most. And whatever is held t ms before the end has
+    its backward and weight gradient, or only the latter, still to run in that time, but for what is over of the one that runs.
+    """
+    largest = max(measure(max(stage.activation_bytes, stage.weight_grad_bytes)) for stage, _ in stages)
+    first = min(float(ms[Kind.F]) for _, ms in stages)
+    steps = min(ceil(1 / largest) - 1 if largest else 0, ceil(within / first) if first else 0)
+    start = sum((1 - n * largest) * min(first, within - (n - 1) * first) for n in range(1, steps + 1))
+    rate, over = 0.0, 0.0  # of the memory, what a ms of compute can free; and ms that may have passed already
+    for stage, ms in stages:
+        weights, both = float(ms[Kind.W]), float(ms[Kind.B] + ms[Kind.W])
+        for held, lasts in ((stage.weight_grad_bytes, weights), (max(stage.activation_bytes, stage.weight_grad_bytes), both)):
+            rate = max(rate, measure(held) / lasts if lasts else inf if measure(held) else 0.0)
+        over = max(over, both)
+    emptying = min(within, 1 / rate - over) if rate else 0.0
+    return start + max(0.0, emptying * (1 - rate * over) - rate * emptying**2 / 2 if emptying > 0 else 0.0)
 
 
 def deferral_bound(problem: Problem) -> float:
@@ -105,16 +191,6 @@ def _heaviest(weights: list[tuple[float, int, int]], room: int) -> float:
         total += taken * ms
         room -= int(np.ceil(taken * size))
     return total
-
-
-WEIGHTS = 40  # steps from none to all of the weight
-
-
-def _simplex() -> tuple[list[int], list[int], list[int]]:
-    """All ways to split `WEIGHTS` over three."""
-    points = [(a, b, WEIGHTS - a - b) for a in range(WEIGHTS + 1) for b in range(WEIGHTS + 1 - a)]
-    first, second, third = zip(*points, strict=True)
-    return list(first), list(second), list(third)
 
 
 @dataclass(frozen=True)

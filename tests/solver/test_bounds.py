@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.enumeration import EXHAUSTIVE, best_of_all
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
 from optpipe_solver.bounds import deferral_bound, memory_bound, trivial_bound
+from optpipe_solver.heuristics import STREAMS, value
 
 
-def pipeline(devices: int, microbatches: int, ms: tuple[float, float, float], p2p_ms: float, memory: int = 1, **changes: object) -> Problem:
+def pipeline(
+    devices: int,
+    microbatches: int,
+    ms: tuple[float, float, float],
+    p2p_ms: float,
+    memory: int = 1,
+    size: int = 1,
+    kept: int = 1,
+    **changes: object,
+) -> Problem:
     forward, backward, weight = ms
-    costs = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight, "activation_bytes": 1}
+    costs = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight, "activation_bytes": size}
     return Problem(
         microbatches=microbatches,
         p2p_ms=p2p_ms,
         devices=[Device(memory_bytes=memory)] * devices,
-        stages=[Stage(device=d, weight_grad_bytes=1, **costs) for d in range(devices)],
+        stages=[Stage(device=d, weight_grad_bytes=kept, **costs) for d in range(devices)],
         **changes,
     )
 
@@ -66,8 +80,8 @@ def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
     problem = Problem(microbatches=2, devices=[Device(memory_bytes=0)], stages=stages, overlap_factor=0.5, **routes)
     paired = Schedule.parse(problem, [["0F0", "1F1+0BW0", "1BW1"]])
     assert check(problem, paired) == []
-    for objective, value in (("makespan", paired.makespan_ms), ("span", paired.span_ms)):
-        assert trivial_bound(problem, objective) == memory_bound(problem, objective) == value == 5.0
+    for objective, length in (("makespan", paired.makespan_ms), ("span", paired.span_ms)):
+        assert trivial_bound(problem, objective) == memory_bound(problem, objective) == length == 5.0
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,6 +95,46 @@ def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     tight = Problem.from_dict({**problem.to_dict(), "devices": devices})
     assert memory_bound(tight, "makespan") <= schedule.makespan_ms + 1e-6
     assert memory_bound(tight, "span") <= schedule.span_ms + 1e-6
+
+
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_it_is_no_more_than_the_best_of_all_schedules(name):
+    problem = EXHAUSTIVE[name]
+    assert memory_bound(problem) <= best_of_all(problem, "makespan")[0] + 1e-9
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_what_heuristics_find_is_no_shorter(data):
+    """On pipelines of alike stages, where schedules are near the bound, by any memory and any way to do without it."""
+    f, b, w, o, c = (float(data.draw(st.integers(0, 6))) for _ in range(5))
+    size, kept = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 12))
+    away = {"offload_ms": o, "reload_ms": o, "offload_bytes": size, "offload_parts": data.draw(st.sampled_from([1, 3]))}
+    again = {"recompute_ms": c, "checkpoint_bytes": data.draw(st.integers(0, size))}
+    costs = {"activation_bytes": size, "weight_grad_bytes": kept} | data.draw(st.sampled_from([{}, away, again, away | again]))
+    devices = data.draw(st.integers(1, 3))
+    stages = [Stage(device=d, forward_ms=f, backward_input_ms=b, backward_weight_ms=w, **costs) for d in range(devices)]
+    memory = data.draw(st.integers(size, 5 * size))
+    problem = Problem(microbatches=data.draw(st.integers(1, 9)), devices=[Device(memory_bytes=memory)] * devices, stages=stages)
+    for objective in ("makespan", "span"):
+        for schedule in islice(STREAMS["adaoffload"](problem, objective), 25):
+            assert memory_bound(problem, objective) <= value(schedule, objective) + 1e-6
+
+
+def test_what_is_left_of_the_memory_beside_whole_activations_is_of_no_use():
+    by_bytes, by_number = (
+        pipeline(6, 40, (10.0, 10.0, 10.0), 0.0, memory=memory, size=10, kept=kept) for memory, kept in ((38, 10), (38, 4))
+    )
+    turn = 6 * 20
+    assert memory_bound(by_number, "span") >= 40 * turn / 3 > 40 * (10 * turn + 4 * 10) / 38
+    assert memory_bound(by_bytes, "span") >= 40 * (turn + 10) / 3
+
+
+def test_memory_fills_forward_by_forward_and_empties_backward_by_backward():
+    problem = pipeline(12, 100, (10.0, 10.0, 10.0), 0.0, memory=4)
+    filling = (3 + 2 + 1) * 10 / 4
+    emptying = 20 * 0.5 / 2  # a weight gradient frees a quarter in 10 ms, and 20 ms of a backward may have passed already: half is full
+    assert memory_bound(problem, "span") == pytest.approx(100 * 250 / 4 + filling + emptying)
 
 
 def test_the_memory_bound_is_bytes_times_ms():
