@@ -4,6 +4,6 @@ from __future__ import annotations
 
 HEURISTICS = ("naive", "gpipe", "1f1b", "po-f", "zb", "adaoffload")
 WITHIN_MEMORY = ("adaoffload", "zb", "naive")  # those that fit wherever any schedule does, the most promising first
-ENGINES = ("cyclic", "milp", "cpsat")
+ENGINES = ("cyclic", "lns", "cpsat", "milp")
 ROBUST = "robust"  # an engine, too, which `auto` starts where op times vary
 METHODS = ("auto", *HEURISTICS, *ENGINES)

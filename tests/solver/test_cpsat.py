@@ -12,6 +12,7 @@ from optpipe import Kind, Problem, Schedule, check
 from optpipe.child import Bound, Frame, Incumbent, Objective, Programs, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.search import numbered
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import covers, split, timed
@@ -90,17 +91,26 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
         return
     known = timed(ticks, schedule)
     begin = data.draw(st.integers(0, known.end))
-    window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
-    answer = WindowModel(ticks, known, window, in_order=data.draw(st.booleans())).solve(0.3, 1, 0)
+    devices = data.draw(st.none() | st.frozensets(st.integers(0, len(problem.devices) - 1)))
+    window = Window(begin, data.draw(st.integers(begin, known.end + 1)), devices)
+    model = WindowModel(ticks, known, window, data.draw(st.booleans()), data.draw(st.sampled_from(["makespan", "ends"])))
+    answer = model.solve(Budget(0.3, 1), 0)
     if answer.starts is None:
         assert not (answer.proven and ticks.exact and ticks.exact_sizes)  # the incumbent itself is a solution
         return
-    assert answer.end <= known.end
+    assert answer.end <= known.end * (1 + (model.objective is not model.end) * len(model.ends))
     apart = {x: at for x, at in known.start.items() if (x.stage, x.microbatch) not in known.fused or x.kind not in (Kind.B, Kind.W)}
     assert all(answer.starts[x] == at for x, at in apart.items() if at < begin and x.kind != Kind.D)
     better = lift(problem, ticks.starts_ms(answer.starts))
     assert check(problem, better) == []
     assert better.makespan_ms <= ticks.ms(answer.end) + 1e-6
+    assert better.makespan_ms <= ticks.ms(known.end) + 1e-6
+    for d in set(range(len(problem.devices))) - (devices if devices is not None else set(range(len(problem.devices)))):
+        assert _compute(better, d) == _compute(schedule, d)  # a device that is not free keeps its order
+
+
+def _compute(schedule: Schedule, device: int) -> list[str]:
+    return [text for text in schedule.programs[device].texts() if not set(text) & set("ODR")]
 
 
 def test_a_warm_start_is_what_is_to_be_beaten() -> None:

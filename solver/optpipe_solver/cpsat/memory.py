@@ -14,7 +14,7 @@ Moment = tuple[Any, int] | None  # when, and when in the incumbent; None after t
 
 
 def fits(w: WindowModel) -> None:
-    for d in range(len(w.problem.devices)):
+    for d in filter(w.window.frees, range(len(w.problem.devices))):  # where the order stays, what is alive with what stays, too
         own = [(s, j) for s, j in w.passes if w.problem.stages[s].device == d]
         device = _Alive(w)
         for s, j in own:

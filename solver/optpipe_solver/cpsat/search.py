@@ -18,6 +18,7 @@ from optpipe.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import covers, split, timed
 from optpipe_solver.cpsat.whole import Starts, WindowModel, everything
@@ -93,7 +94,7 @@ class Search:
                     self._bound = ms
                     self._emit(Bound(method=METHOD, lower_bound_ms=ms))
 
-        answer = model.solve(seconds, self.request.threads, self.request.seed, on_better, on_bound)
+        answer = model.solve(Budget(seconds, self.request.threads), self.request.seed, on_better=on_better, on_bound=on_bound)
         on_bound(answer.bound)
         return answer.proven and model.is_bound
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from optpipe.ops import COMPUTE, Kind, Op
@@ -11,45 +12,73 @@ if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
 
 B, W, D, BW = Kind.B, Kind.W, Kind.D, Kind.BW
-Run = tuple[Any, int, Any]  # start, length, and whether it takes place
+Run = tuple[Any, int, Any, Any]  # start, length, whether it takes place, and by when the end is told of it
 
 
 def one_at_a_time(w: WindowModel) -> None:
     """Device by device and link by link: no overlap in the window, and all of it between what is before and what is after."""
     for d in range(len(w.problem.devices)):
-        own = w.problem.stages_on(d)
+        own = set(w.problem.stages_on(d))
+        points = {x: at for x, at in w.point.items() if x.stage in own and not isinstance(at, int)}
         runs = [run for x in w.inside if x.stage in own for run in _runs(w, x)]
-        runs += [(at, 0, w.there(x)) for x, at in w.point.items() if x.stage in own and not isinstance(at, int)]
+        runs += [(at, 0, w.there(x), w.ends[d]) for x, at in points.items()]
         stream = [(w.begins(x), x) for x in w.incumbent.start if x.stage in own and x.kind in (*COMPUTE, D)]
         waiting = [(at, x) for x, at in w.incumbent.point.items() if x.stage in own and w.side(at) > 0 and _matters(w, x)]
-        _in_turn(w, runs, [*stream, *waiting])
+        _between(w, runs, [*stream, *waiting])
+        if w.window.frees(d):
+            _no_overlap(w, runs)
+        else:
+            known = [x for x in w.incumbent.start if x.stage in own]
+            _in_order(w, [(points[x], points[x]) if x in points else (w.at[x], w.ended.get(x, w.at[x])) for x in known if _counts(w, x)])
     for kinds, users in w.ticks.streams:
         transfers = [x for x in w.inside if x.kind in kinds and x.stage in users]
-        known = [(at, x) for x, at in w.incumbent.start.items() if x.kind in kinds and x.stage in users]
-        _in_turn(w, [(w.at[x], w.length(x), w.there(x)) for x in transfers], known)
+        known_at = [(at, x) for x, at in w.incumbent.start.items() if x.kind in kinds and x.stage in users]
+        runs = [(w.at[x], w.length(x), w.there(x), w.ends[w.device(x)]) for x in transfers]
+        _between(w, runs, known_at)
+        if any(w.window.frees(w.problem.stages[s].device) for s in users):
+            _no_overlap(w, runs)
+        else:
+            transfers.sort(key=lambda x: (w.incumbent.start[x], w.length(x)))
+            _in_order(w, [(w.at[x], w.at[x] + w.length(x)) for x in transfers])
 
 
 def _runs(w: WindowModel, x: Op) -> Iterator[Run]:
     """What an op puts on its device's compute stream: itself, nothing for a transfer, and one of both if B and W may be a BW."""
-    s, j = x.stage, x.microbatch
+    s, j, by = x.stage, x.microbatch, w.ends[w.device(x)]
     fused = w.fused.get((s, j), False)
     if x.kind == D or (x.kind in COMPUTE and (fused is False or x.kind not in (B, W))):
-        yield w.at[x], w.length(x), w.there(x)
+        yield w.at[x], w.length(x), w.there(x), by
     elif x.kind in (B, W):
         if fused is not True:
-            yield w.at[x], w.length(x), ~fused
+            yield w.at[x], w.length(x), ~fused, by
         if x.kind == B:
-            yield w.at[x], w.length(x) + w.length(Op(W, s, j)), fused
+            yield w.at[x], w.length(x) + w.length(Op(W, s, j)), fused, by
+
+
+def _counts(w: WindowModel, x: Op) -> bool:
+    """Whether x has a place of its own in the window's part of a compute stream: the W of a BW has not."""
+    inside = x in w.inside and x.kind in (*COMPUTE, D) and not (x.kind == W and w.fused.get((x.stage, x.microbatch)) is True)
+    return inside or (_matters(w, x) and x in w.point and not isinstance(w.point[x], int))
 
 
 def _matters(w: WindowModel, x: Op) -> bool:
     """Whether it matters between which compute ops a transfer stands: where it allocates what is scarce."""
-    return x.kind == Kind.R or w.host_capacity(x.stage) is not None
+    return x.kind == Kind.R or (x.kind == Kind.O and w.host_capacity(x.stage) is not None)
 
 
-def _in_turn(w: WindowModel, runs: list[Run], known: Iterable[tuple[int, Op]]) -> None:
-    """`runs`, of which those of no length may not be inside another, come after what the incumbent has done before the window, and leave
-    time for what it does after."""
+def _no_overlap(w: WindowModel, runs: list[Run]) -> None:
+    """Those of no length may not be inside another either."""
+    w.model.add_no_overlap([w.model.new_optional_fixed_size_interval_var(at, length, there, "runs") for at, length, there, _ in runs])
+
+
+def _in_order(w: WindowModel, runs: list[tuple[Any, Any]]) -> None:
+    """From start to end, one after the other as they are given."""
+    for (_, end), (start, _) in pairwise(runs):
+        w.model.add(start >= end)
+
+
+def _between(w: WindowModel, runs: list[Run], known: Iterable[tuple[int, Op]]) -> None:
+    """`runs` come after what the incumbent has done before the window, and leave time for what it does after."""
     done, tail = 0, 0  # the last end before the window, the longest tail after it
     for at, x in known:
         match w.side(at):
@@ -58,8 +87,7 @@ def _in_turn(w: WindowModel, runs: list[Run], known: Iterable[tuple[int, Op]]) -
             case 1:
                 tail = max(tail, w.incumbent.tail[x])
     w.model.add(w.end >= done + tail)
-    w.model.add_no_overlap([w.model.new_optional_fixed_size_interval_var(at, length, there, "runs") for at, length, there in runs])
-    for at, length, there in runs:
+    for at, length, there, by in runs:
         if done > w.window.begin:
             w.model.add(at >= done).only_enforce_if(there)
-        w.model.add(at + length <= w.end - tail).only_enforce_if(there)
+        w.model.add(at + length <= by - tail).only_enforce_if(there)

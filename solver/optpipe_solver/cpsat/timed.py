@@ -17,7 +17,8 @@ from optpipe_solver.cpsat.ticks import Ticks
 
 @dataclass(frozen=True)
 class Timed:
-    """Ticks by op; a BW is its B and its W, one after the other, and named in `fused` by stage and micro-batch."""
+    """Ticks by op, in the order of the programs; a BW is its B and its W, one after the other, and named in `fused` by stage and
+    micro-batch."""
 
     start: dict[Op, int]  # F, B, W, C, O, D, R
     point: dict[Op, int]  # O and R: where their bytes are allocated, at the start or, inside a compute op, before that op
@@ -45,22 +46,24 @@ def timed(ticks: Ticks, schedule: Schedule) -> Timed:
     timeline = schedule.timeline
     table, device = timeline.table, timeline.device
     ops = [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in table.tolist()]
-    start = dict(zip(ops, (round(at) for at in timeline.start.tolist()), strict=True))
     end = round(timeline.makespan_ms)
+    start: dict[Op, int] = {}
+    tail: dict[Op, int] = {}
+    for op, begins, left in zip(ops, (round(at) for at in timeline.start.tolist()), _tails(schedule), strict=True):
+        lasts = 0
+        for part in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
+            start[part], tail[part] = begins + lasts, left - lasts
+            lasts = ticks.lasts(part.kind, op.stage) if part.kind == Kind.B else 0
     point = {}
     moving = is_transfer(table).tolist()
     following = dict.fromkeys(device.tolist(), end)  # start of the next op on the compute stream
     for i in reversed(range(len(ops))):
+        began = round(timeline.start[i])
         if moving[i]:
-            point[ops[i]] = min(start[ops[i]], following[device[i]])
+            point[ops[i]] = min(began, following[device[i]])
         else:
-            following[device[i]] = start[ops[i]]
-    tail = dict(zip(ops, _tails(schedule), strict=True))
+            following[device[i]] = began
     fused = [op for op in ops if op.kind == Kind.BW]
-    for op in fused:
-        b, w = op._replace(kind=Kind.B), op._replace(kind=Kind.W)
-        start[b], tail[b] = start.pop(op), tail.pop(op)
-        start[w], tail[w] = start[b] + ticks.lasts(Kind.B, op.stage), tail[b] - ticks.lasts(Kind.B, op.stage)
     return Timed(start, point, tail, frozenset((op.stage, op.microbatch) for op in fused), end)
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 from ortools.sat.python import cp_model
 
 from optpipe.child import Objective
 from optpipe.ops import COMPUTE, Kind, Op
+from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat import memory, span, streams, symmetry
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import Timed
@@ -27,10 +29,14 @@ Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R
 
 @dataclass(frozen=True)
 class Window:
-    """The ops that start in [begin, end) ticks are free."""
+    """The ops that start in [begin, end) ticks are free: in time, and on these devices in order and choices, too; None is all devices."""
 
     begin: int
     end: int
+    devices: frozenset[int] | None = None
+
+    def frees(self, device: int) -> bool:
+        return self.devices is None or device in self.devices
 
 
 def everything(known: Timed) -> Window:
@@ -45,22 +51,28 @@ class Answer:
     end: int
     bound: int
     proven: bool
+    used_s: float  # of the budget
 
 
 class WindowModel:
     """`at` is each op's start (of D and, in `point`, of O and R: where memory changes): a number before the window, a variable in it,
     and end − tail after it. A choice is a literal, or True where the incumbent has made it outside the window; one not there is not open.
 
-    The objective `span` is meant for all of the problem: what is after a window is not free to move on its own.
+    The objective `span` is meant for all of the problem: what is after a window is not free to move on its own. `ends` is meant for
+    windows: to the end it adds, device by device, when the longest path that leaves the window there would end. So a window that cannot
+    end sooner still makes room for others.
     """
 
-    def __init__(self, ticks: Ticks, incumbent: Timed, window: Window, in_order: bool, objective: Objective = "makespan") -> None:
+    def __init__(
+        self, ticks: Ticks, incumbent: Timed, window: Window, in_order: bool, objective: Objective | Literal["ends"] = "makespan"
+    ) -> None:
         self.ticks, self.incumbent, self.window, self.in_order = ticks, incumbent, window, in_order
         self.problem = ticks.problem
         self.model = cp_model.CpModel()
         self.hints: dict[int, int] = {}
-        self.latest = incumbent.end if objective == "makespan" else ticks.serial
+        self.latest = ticks.serial if objective == "span" else incumbent.end
         self.end: Any = self.variable(0, self.latest, incumbent.end, "end")
+        self.ends = [self._end_by(d) if objective == "ends" else self.end for d in range(len(self.problem.devices))]
         self.at: dict[Op, Any] = {}
         self.ended: dict[Op, Any] = {}  # of F, B, W, C
         self.point: dict[Op, Any] = {}
@@ -76,7 +88,7 @@ class WindowModel:
         streams.one_at_a_time(self)
         memory.fits(self)
         symmetry.breaks(self)
-        self.objective = span.longest(self) if objective == "span" else self.end
+        self.objective = span.longest(self) if objective == "span" else self.end + (sum(self.ends) if objective == "ends" else 0)
 
     @property
     def is_bound(self) -> bool:
@@ -84,7 +96,7 @@ class WindowModel:
         micro-batches keep their order in all stages, they are alike there: where one may leave or be recomputed, a later one can be
         worth an overtaking."""
         ticks, known = self.ticks, self.incumbent
-        free = self.window.begin == 0 and self.window.end > known.end
+        free = self.window.begin == 0 and self.window.end > known.end and self.window.devices is None
         alike = not any(stage.can_offload or stage.can_recompute for stage in self.problem.stages)
         return free and ticks.exact and ticks.exact_sizes and self.problem.overlap_factor is None and (alike or not self.in_order)
 
@@ -100,6 +112,14 @@ class WindowModel:
         literal = self.model.new_bool_var(name)
         self.model.add_hint(literal, hint)
         return literal
+
+    def _end_by(self, device: int) -> Any:
+        by = self.variable(0, self.latest, self.latest, f"end{device}")
+        self.model.add(self.end >= by)
+        return by
+
+    def device(self, x: Op) -> int:
+        return self.problem.stages[x.stage].device
 
     def _moment(self, hint: int, name: str) -> Any:
         return self.variable(self.window.begin, self.latest, hint, name)
@@ -131,7 +151,7 @@ class WindowModel:
             self._place(x)
             self.ended[x] = self.at[x] + self.length(x)
         fused = (s, j) in self.incumbent.fused
-        if self.ticks.may_fuse(s) and {b, w} <= self.inside:
+        if self.ticks.may_fuse(s) and {b, w} <= self.inside and self.window.frees(self.device(b)):
             hint = self.incumbent.start[b] + self.length(b) + fused * self.length(w)
             literal = self.fused[s, j] = self._choice(fused, f"{s}BW{j}")
             self.ended[b] = self._moment(hint, f"{b}ends")
@@ -142,6 +162,8 @@ class WindowModel:
         elif fused:
             self.fused[s, j] = True
             self.ended[b] = self.ended[w]
+            if b in self.inside:
+                self.model.add(self.at[w] == self.at[b] + self.length(b))
         else:
             self._follow(b, w)
 
@@ -149,7 +171,7 @@ class WindowModel:
         """An activation stays, or parts of it leave, or it is recomputed: decided where its forward and its backward are in the window,
         and with them all that may be between."""
         known, needed = self.incumbent, self.incumbent.start[Op(B, s, j)]
-        free = {Op(F, s, j), Op(B, s, j)} <= self.inside
+        free = {Op(F, s, j), Op(B, s, j)} <= self.inside and self.window.frees(self.problem.stages[s].device)
         for p in range(len(self.ticks.activations[s].parts)):
             o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
             if free or o in known.start:
@@ -192,7 +214,9 @@ class WindowModel:
         """y starts when x has ended; both before or both after the window they do already."""
         if x in self.inside or y in self.inside or self.side(self.begins(x)) != self.side(self.begins(y)):
             ended = self.ended[x] if x in self.ended else self.at[x] + self.length(x)
-            self.model.add(self.at[y] >= ended + delay).only_enforce_if(there)
+            leaves_window = x in self.inside and y not in self.inside and self.side(self.begins(y)) > 0
+            at = self.ends[self.device(x)] - self.incumbent.tail[y] if leaves_window else self.at[y]
+            self.model.add(at >= ended + delay).only_enforce_if(there)
 
     def _data(self) -> None:
         """Forwards down the route, input gradients up; O and C after F, D after O, R after D, B after R and C."""
@@ -202,7 +226,8 @@ class WindowModel:
                 self._follow(Op(B, t, j), Op(B, s, j), self.ticks.delay(s, t))
         for s, j in self.passes:
             self._follow(Op(F, s, j), Op(B, s, j))
-            self.model.add(self.end >= self.ended[Op(W, s, j)])
+            w = Op(W, s, j)
+            self.model.add((self.ends[self.device(w)] if w in self.inside else self.end) >= self.ended[w])
         for (s, j), again in self.again.items():
             self._follow(Op(F, s, j), Op(C, s, j), 0, again)
             self._follow(Op(C, s, j), Op(B, s, j), 0, again)
@@ -224,25 +249,28 @@ class WindowModel:
 
     def solve(
         self,
-        time_limit_s: float,
-        threads: int,
+        budget: Budget,
         seed: int,
+        seconds: float = inf,
         on_better: Callable[[Starts], None] | None = None,
         on_bound: Callable[[int], None] | None = None,
     ) -> Answer:
-        """Minimizes the objective. `on_better` sees each solution on the way, `on_bound` each bound, perhaps from another thread."""
+        """Minimizes the objective, for so many seconds of the budget at most. `on_better` sees each solution on the way, `on_bound` each
+        bound, perhaps from another thread."""
         self.model.minimize(self.objective)
         solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = time_limit_s
-        solver.parameters.num_workers = threads
+        budget.allot(solver, seconds)
         solver.parameters.random_seed = seed
+        if self.window != everything(self.incumbent):
+            solver.parameters.linearization_level = 0  # a window is solved in a third of the time
         if on_bound:
             solver.best_bound_callback = lambda bound: on_bound(round(bound))
         status = solver.solve(self.model, _Watch(self, on_better) if on_better else None)
+        used_s = budget.ran(solver)
         bound = round(solver.best_objective_bound)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return Answer(None, self.incumbent.end, bound, status == cp_model.INFEASIBLE)
-        return Answer(self.starts(solver.value), solver.value(self.objective), bound, status == cp_model.OPTIMAL)
+            return Answer(None, self.incumbent.end, bound, status == cp_model.INFEASIBLE, used_s)
+        return Answer(self.starts(solver.value), solver.value(self.objective), bound, status == cp_model.OPTIMAL, used_s)
 
     def starts(self, value: Callable[[Any], int]) -> Starts:
         """Of all ops but drops, which `lift` derives."""

@@ -15,8 +15,8 @@ def applies(problem: Problem) -> bool:
     return len(problem.all_routes) == 1 and problem.microbatches >= FEWEST
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> None:
-    """Emits better and better schedules until the request's time is up."""
+def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
+    """Emits better and better schedules until the request's time is up; returns how much of it was used by count."""
     from optpipe_solver.cyclic import search
 
-    search.run(request, emit)
+    return search.run(request, emit)

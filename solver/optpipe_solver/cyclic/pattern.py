@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import inf
 
 from ortools.sat.python import cp_model
 
 from optpipe.ops import COMPUTE, Kind, Op
+from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
 
 F, B, W, C, O, R, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D
@@ -265,8 +267,8 @@ class PatternModel:
 
     # --- the answer
 
-    def solve(self, time_limit_s: float, threads: int, seed: int, below: int | None = None) -> Outcome:
-        """The pattern of least latency, shorter than `below`."""
+    def solve(self, budget: Budget, seed: int, seconds: float = inf, below: int | None = None) -> Outcome:
+        """The pattern of least latency, shorter than `below`, for so many seconds of the budget at most."""
         model = self.model
         latency = model.new_int_var(0, self.horizon if below is None else below - 1, "latency")
         for s in self.route:
@@ -274,10 +276,11 @@ class PatternModel:
                 model.add(latency >= self.start[Op(W, s, k)] + self.ticks.lasts(W, s))
         model.minimize(latency)
         solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = time_limit_s
-        solver.parameters.num_workers = threads
+        budget.allot(solver, seconds)
+        budget.handled(len(self.start))
         solver.parameters.random_seed = seed
         status = solver.solve(model)
+        budget.ran(solver)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Outcome(None, status == cp_model.INFEASIBLE)
         starts = {x: solver.value(at) for x, at in self.start.items() if solver.value(self._there(x))}

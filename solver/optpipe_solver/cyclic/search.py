@@ -1,136 +1,94 @@
-"""The engine: patterns first, the shortest period there is and some longer ones; then warm-up and cool-down solved together, with the
-periods put in between; then windows of the best schedule until time is up."""
+"""The engine: patterns first, the shortest period there is and some longer ones; then, where there are more micro-batches than that takes,
+warm-up and cool-down on their own, with the periods put in between."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from optpipe.child import Bound, Frame, Incumbent, Programs, Request
-from optpipe.errors import InputError
+from optpipe.child import Frame, Request
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
-from optpipe.validity import check
+from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.cpsat.timed import covers, split, timed
-from optpipe_solver.cpsat.whole import Starts, WindowModel
+from optpipe_solver.cpsat.timed import covers, split
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import repeat_within, unroll
-from optpipe_solver.lns.windows import everything, finish, windows
+from optpipe_solver.heuristics import generate
+from optpipe_solver.keeper import Keeper
+from optpipe_solver.lns.search import improvements
+from optpipe_solver.methods import WITHIN_MEMORY
 from optpipe_solver.prune import prune
 
+METHOD = "cyclic"
 LARGEST_K = 4
-SMALL = 600  # forwards: so few, and warm-up and cool-down are solved at once
-WHOLE_SHARE = 0.6  # of the time that is left then
-PATTERNS_SHARE = 0.4  # of the time, at most
+PATTERNS_SHARE = 0.5  # of the time, at most
 PERIOD_S = 10.0  # for one period, at most
 STRETCHES = (1.02, 1.05, 1.1, 1.2, 1.35)  # of the shortest period: a longer one may have so much less latency that it pays
 
 
-class Search:
-    """What is best so far, and who is told."""
-
-    def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
-        self.request, self._emit = request, emit
-        self.best: Schedule | None = None
-        self.value = float("inf")
-        self.deadline = time.monotonic() + request.time_limit_s
-        if request.warm_start is not None:
-            self._begin_with(request.warm_start)
-
-    def _begin_with(self, programs: Programs) -> None:
-        """The request's own schedule is what is to be beaten; one that does not hold for these costs is nothing."""
-        try:
-            schedule = programs.schedule(self.request.problem, "")
-        except InputError:
-            return
-        if not check(self.request.problem, schedule):
-            self.best, self.value = schedule, self._of(schedule)
-
-    def _of(self, schedule: Schedule) -> float:
-        return schedule.makespan_ms if self.request.objective == "makespan" else schedule.span_ms
-
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def patterns(self, ticks: Ticks) -> Pattern | None:
-        """Offers what the patterns unroll to; returns the one that gave the shortest schedule."""
-        request = self.request
-        chosen: list[tuple[float, int, Pattern]] = []
-        until = time.monotonic() + PATTERNS_SHARE * request.time_limit_s
-        for K in range(1, min(LARGEST_K, request.problem.microbatches) + 1):
-            shortest = None
-            for pattern in patterns(ticks, K, until, request.threads, request.seed):
-                schedule = prune(unroll(ticks, pattern, "cyclic"))
-                self.offer(schedule)
-                chosen.append((schedule.makespan_ms, len(chosen), pattern))
-                shortest = shortest or pattern
-            if shortest and shortest.period == least_period(ticks, K):
-                break  # more micro-batches could not repeat in less
-        return min(chosen)[2] if chosen else None
-
-    def ramps(self, ticks: Ticks, pattern: Pattern) -> None:
-        """Solves the problem of just so many micro-batches that warm-up and cool-down meet, for a part of the time left, and puts the
-        periods between them into each solution. Where that is the whole problem, tells the bound if it is one."""
-        problem, K = ticks.problem, pattern.microbatches
-        most = problem.microbatches
-        few = 2 * K * -(-pattern.latency // pattern.period)
-        few = min(most, few + (most - few) % K)
-        if few * len(problem.stages) > SMALL:
-            return
-        core = replace(ticks, problem=problem.model_copy(update={"microbatches": few, "microbatch_routes": None}))
-        start = prune(unroll(core, pattern, "cyclic"))
-        if few == most and self.best and self.best.makespan_ms < start.makespan_ms and _modelled(split(self.best)):
-            start = split(self.best)
-        best = [start.makespan_ms]
-
-        def on_better(starts: Starts) -> None:
-            short = finish(core, starts)
-            if short.makespan_ms < best[0] * (1 - 1e-9):
-                best[0] = short.makespan_ms
-                longer = repeat_within(ticks, pattern, short)
-                if longer:
-                    self.offer(prune(longer))
-
-        known = timed(core, start)
-        model = WindowModel(core, known, everything(known), in_order=True)
-        answer = model.solve(max(0.0, WHOLE_SHARE * self.left()), self.request.threads, self.request.seed, on_better)
-        if few == most and self.request.objective == "makespan" and model.is_bound:
-            self._emit(Bound(method="cyclic", lower_bound_ms=ticks.ms(answer.bound)))
-
-    def offer(self, schedule: Schedule) -> None:
-        """Keeps and tells the schedule if it is better and holds."""
-        value = self._of(schedule)
-        if value < self.value * (1 - 1e-9) and not check(self.request.problem, schedule):
-            self.best, self.value = schedule, value
-            self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
-
-
-def run(request: Request, emit: Callable[[Frame], None]) -> None:
-    """Emits better and better schedules until the request's time is up."""
-    search = Search(request, emit)
+def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
+    """Emits better and better schedules until the request's time is up; returns how much of it was used by count."""
+    keeper, budget = Keeper(request, emit), Budget(request.time_limit_s, request.threads)
     ticks = Ticks.of(request.problem)
-    pattern = search.patterns(ticks)
+    pattern = _patterns(ticks, keeper, budget)
     if pattern:
-        search.ramps(ticks, pattern)
-    schedule = split(search.best) if search.best else None
-    if schedule and _modelled(schedule):
-        for better in windows(ticks, schedule, search.deadline, request.threads, request.seed):
-            search.offer(better)
+        _ramps(ticks, pattern, keeper, budget)
+    return budget.spent_s
 
 
-def _modelled(schedule: Schedule) -> bool:
-    """Whether the models here can start from it."""
-    return covers(schedule) and not check(schedule.problem, schedule)
+def _patterns(ticks: Ticks, keeper: Keeper, budget: Budget) -> Pattern | None:
+    """Offers what the patterns unroll to; returns the one that gave the shortest schedule."""
+    chosen: list[tuple[float, int, Pattern]] = []
+    least_left = (1 - PATTERNS_SHARE) * budget.left()
+    for K in range(1, min(LARGEST_K, ticks.problem.microbatches) + 1):
+        shortest = None
+        for pattern in patterns(ticks, K, budget, least_left, keeper.request.seed):
+            schedule = prune(unroll(ticks, pattern, METHOD))
+            keeper.offer(schedule)
+            chosen.append((schedule.makespan_ms, len(chosen), pattern))
+            shortest = shortest or pattern
+        if shortest and shortest.period == least_period(ticks, K):
+            break  # more micro-batches could not repeat in less
+    return min(chosen)[2] if chosen else None
 
 
-def patterns(ticks: Ticks, K: int, until: float, threads: int, seed: int) -> Iterator[Pattern]:
-    """Patterns of K micro-batches: the shortest period found before `until` (monotonic clock), then longer ones of less latency."""
+def _ramps(ticks: Ticks, pattern: Pattern, keeper: Keeper, budget: Budget) -> None:
+    """Searches the problem of just so many micro-batches that warm-up and cool-down meet, and puts the periods between them into each
+    schedule found."""
+    K, most = pattern.microbatches, ticks.problem.microbatches
+    few = 2 * K * -(-pattern.latency // pattern.period)
+    few += (most - few) % K
+    if few >= most:
+        return
+    core = replace(ticks, problem=ticks.problem.model_copy(update={"microbatches": few, "microbatch_routes": None}))
+    starts = [prune(unroll(core, pattern, METHOD)), *_heuristics(core)]
+    start = min(starts, key=lambda schedule: schedule.makespan_ms)
+    for short in (start, *improvements(core, start, budget, keeper.request.seed)):
+        longer = repeat_within(ticks, pattern, replace(short, method=METHOD))
+        if longer:
+            keeper.offer(prune(longer))
+
+
+def _heuristics(ticks: Ticks) -> Iterator[Schedule]:
+    """What heuristics make of the problem, as far as the models here know it."""
+    problem = ticks.problem.model_copy(update={"overlap_factor": None})
+    for name in WITHIN_MEMORY:
+        try:
+            schedule = split(replace(generate(name, problem, "makespan"), problem=ticks.problem))
+        except OptPipeError:
+            continue
+        if covers(schedule):
+            yield schedule
+
+
+def patterns(ticks: Ticks, K: int, budget: Budget, least_left: float, seed: int) -> Iterator[Pattern]:
+    """Patterns of K micro-batches: the shortest period found before so little of the budget is left, then longer ones of less latency."""
 
     def solve(period: int, below: int | None = None) -> Pattern | None:
-        left = until - time.monotonic()
-        return PatternModel(ticks, K, period).solve(min(left, PERIOD_S), threads, seed, below).pattern if left > 0 else None
+        seconds = min(budget.left() - least_left, PERIOD_S)
+        return PatternModel(ticks, K, period).solve(budget, seed, seconds, below).pattern if seconds > 0 else None
 
     shortest = _shortest(solve, least_period(ticks, K), sequential_period(ticks, K))
     if shortest is None:

@@ -1,70 +1,76 @@
-"""Large-neighbourhood search: free a window of time, solve it exactly, repeat; the best schedule is never lost."""
+"""Which window of a schedule is to be solved next: around a moment at which a device stands idle, as wide as can be solved quickly."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
-from itertools import cycle
+from dataclasses import dataclass
 
 from optpipe.ops import COMPUTE
-from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.cpsat.timed import Timed, timed
-from optpipe_solver.cpsat.whole import Starts, Window, WindowModel
-from optpipe_solver.lift import lift
-from optpipe_solver.prune import prune
+from optpipe_solver.cpsat.timed import Timed
+from optpipe_solver.cpsat.whole import Window, everything
 
-FIRST = 100  # compute ops in the first windows
-PATIENCE_S = 5.0  # for one of the first windows
-QUICK_S = 0.5
-PLACES = ("warm-up", "cool-down", "between")
-
-
-def windows(ticks: Ticks, schedule: Schedule, deadline: float, threads: int, seed: int) -> Iterator[Schedule]:
-    """Shorter and shorter schedules, each from the one before by solving one window of it, until `deadline` (monotonic clock).
-
-    Windows take turns: the warm-up and the cool-down, where the gap is, and anywhere between. At each place they grow while they are
-    solved to proven optimality; where they are not, they shrink a little and get more time. Ends when a window
-    that holds everything has been solved.
-    """
-    chance = random.Random(seed)
-    sizes, patience = dict.fromkeys(PLACES, FIRST), dict.fromkeys(PLACES, PATIENCE_S)
-    known = timed(ticks, schedule)
-    for place in cycle(PLACES):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        window = _choose(known, place, sizes[place], chance)
-        began = time.monotonic()
-        answer = WindowModel(ticks, known, window, in_order=True).solve(min(left, patience[place]), threads, chance.randrange(2**31))
-        solved = answer.proven and window == everything(known)
-        if answer.proven:
-            sizes[place] = round(sizes[place] * (1.5 if time.monotonic() - began < QUICK_S else 1.15))
-        elif answer.end == known.end:
-            sizes[place] = max(10, round(sizes[place] * 0.9))
-            patience[place] *= 1.5
-        if answer.starts and answer.end < known.end:
-            schedule = finish(ticks, answer.starts)
-            known = timed(ticks, schedule)
-            yield schedule
-        if solved:
-            return
+FIRST = 60  # compute ops in the first windows
+FEWEST = 8
+QUICK_S = 0.3  # a window solved sooner may grow
+PATIENCE_S = 2.0  # for one window
+MEMORY = 0.9  # of a breadth's score, from one window to the next
+LEAST = 0.3  # of the best breadth's chance, which each keeps
 
 
-def finish(ticks: Ticks, starts: Starts) -> Schedule:
-    """The schedule that a model's starts mean."""
-    return prune(lift(ticks.problem, ticks.starts_ms(starts), "cyclic+lns"))
+@dataclass
+class Breadth:
+    """So many neighbouring devices are free at a time, with so many of their compute ops; `score` is what that gained of late, ms/s."""
+
+    devices: int
+    most: int  # compute ops of so many devices
+    size: float = FIRST
+    score: float = 0.0
+
+    def learn(self, gained_ms: float, used_s: float, proven: bool) -> None:
+        """From one window: whether such windows pay, and whether larger or smaller ones are to be tried."""
+        self.score += (1 - MEMORY) * (gained_ms / max(used_s, QUICK_S) - self.score)
+        if proven and used_s < QUICK_S:
+            self.size = min(self.most, 1.15 * self.size)
+        elif not proven or used_s > 2 * QUICK_S:
+            self.size = max(FEWEST, 0.85 * self.size)
 
 
-def everything(known: Timed) -> Window:
-    return Window(0, known.end + 1)
+class Choice:
+    """An adaptive choice of windows: breadths by what they gained, places by where time is lost."""
 
+    def __init__(self, ticks: Ticks, chance: random.Random) -> None:
+        self.ticks, self.problem, self.chance = ticks, ticks.problem, chance
+        devices = len(self.problem.devices)
+        ops = 3 * len(self.problem.stages) * self.problem.microbatches
+        self.breadths = [Breadth(n, ops * n // devices) for n in sorted({max(min(2, devices), devices // cut) for cut in (1, 2, 4)})]
 
-def _choose(known: Timed, place: str, size: int, chance: random.Random) -> Window:
-    """A window of so many compute ops."""
-    moments = sorted(at for x, at in known.start.items() if x.kind in COMPUTE)
-    most = max(0, len(moments) - size)
-    first = {"warm-up": 0, "cool-down": most, "between": chance.randrange(most + 1)}[place]
-    last = first + size
-    return Window(moments[first] if first else 0, moments[last] if last < len(moments) else everything(known).end)
+    def window(self, known: Timed) -> tuple[Breadth, Window]:
+        least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST
+        breadth = self.chance.choices(self.breadths, [breadth.score + least for breadth in self.breadths])[0]
+        idle = list(self._idle(known))
+        device, begin, end = self.chance.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, known.end)
+        return breadth, self._around(known, breadth, device, self.chance.randint(begin, end))
+
+    def _around(self, known: Timed, breadth: Breadth, device: int, moment: int) -> Window:
+        """The ops nearest to a moment, of devices next to one."""
+        last = len(self.problem.devices) - breadth.devices
+        first = self.chance.randint(max(0, device - breadth.devices + 1), min(device, last))
+        devices = frozenset(range(first, first + breadth.devices))
+        starts = sorted(at for x, at in known.start.items() if x.kind in COMPUTE and self.problem.stages[x.stage].device in devices)
+        near = sorted(starts, key=lambda at: abs(at - moment))[: round(breadth.size)]
+        if len(near) == len(starts):
+            window = everything(known)
+            near = [window.begin, window.end - 1]
+        return Window(min(near), max(near) + 1, devices if breadth.devices < len(self.problem.devices) else None)
+
+    def _idle(self, known: Timed) -> Iterator[tuple[int, int, int]]:
+        """Device, begin and end of every time at which a device computes nothing."""
+        reached = [0] * len(self.problem.devices)
+        compute = [(at, x) for x, at in known.start.items() if x.kind in COMPUTE]
+        runs = sorted((at, at + self.ticks.lasts(x.kind, x.stage), self.problem.stages[x.stage].device) for at, x in compute)
+        for begin, end, device in [*runs, *((known.end, known.end, d) for d in range(len(reached)))]:
+            if begin > reached[device]:
+                yield device, reached[device], begin
+            reached[device] = max(reached[device], end)

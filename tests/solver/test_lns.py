@@ -1,0 +1,82 @@
+"""Large-neighbourhood search: where its windows lie, and what it makes of a schedule."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.enumeration import problem_of, stage
+
+from optpipe import Problem, Schedule, check
+from optpipe.child import Frame, Incumbent, Programs, Request
+from optpipe_solver import budget, lns
+from optpipe_solver.cpsat.ticks import Ticks
+from optpipe_solver.cpsat.timed import split, timed
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.lns.windows import FEWEST, QUICK_S, Breadth, Choice
+
+
+def offloading(devices: int, microbatches: int) -> Problem:
+    """F 5, B 5, W 4, an activation of 5 that takes 6 ms each way, and memory for three of them."""
+    stages = [stage(d, (5, 5, 4), 5, 2, (6, 6, 5)) for d in range(devices)]
+    return problem_of(stages, [15] * devices, microbatches, p2p_ms=0.5)
+
+
+def naive(problem: Problem) -> Schedule:
+    return split(next(STREAMS["naive"](problem, "makespan")))
+
+
+def found(problem: Problem, seconds: float, **asked: object) -> list[Schedule]:
+    frames: list[Frame] = []
+    lns.run(Request.model_validate({"problem": problem, "time_limit_s": seconds, **asked}), frames.append)
+    return [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
+
+
+def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
+    problem = offloading(3, 4)
+    schedules = found(problem, 20.0, warm_start=Programs.of(naive(problem)))
+    assert all(check(problem, schedule) == [] for schedule in schedules)
+    values = [schedule.makespan_ms for schedule in schedules]
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < 0.7 * naive(problem).makespan_ms
+
+
+def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
+    problem = offloading(2, 3)
+    assert found(problem, 5.0)[0].method in ("adaoffload", "zb", "naive")
+
+
+def test_one_thread_finds_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "BACKSTOP", 1000.0)  # the clock of a busy machine ends nothing here
+    problem = offloading(4, 6)
+    runs = [found(problem, 0.6, warm_start=Programs.of(naive(problem)), seed=seed) for seed in (1, 1, 2)]
+    first, again, other = ([Programs.of(schedule) for schedule in run] for run in runs)
+    assert first == again != other
+
+
+def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
+    ticks = Ticks.of(offloading(8, 6))
+    schedule = naive(ticks.problem)
+    known, choice = timed(ticks, schedule), Choice(ticks, random.Random(0))
+    seen = set()
+    for _ in range(50):
+        breadth, window = choice.window(known)
+        devices = window.devices if window.devices is not None else frozenset(range(8))
+        assert len(devices) == breadth.devices
+        assert max(devices) - min(devices) == breadth.devices - 1
+        inside = [x for x, at in known.start.items() if window.begin <= at < window.end and ticks.problem.stages[x.stage].device in devices]
+        assert inside
+        seen.add(breadth.devices)
+    assert seen == {2, 4, 8}
+
+
+def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_not() -> None:
+    breadth = Breadth(2, most=100)
+    for _ in range(20):
+        breadth.learn(0.0, QUICK_S / 10, proven=True)
+    assert breadth.size == 100
+    for _ in range(40):
+        breadth.learn(0.0, QUICK_S, proven=False)
+    assert breadth.size == FEWEST
+    breadth.learn(5.0, QUICK_S, proven=True)
+    assert breadth.score > 0.0
