@@ -6,12 +6,13 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
-from optpipe.child import Child, Frame, Request
+from optpipe.child import Child, Frame, Programs, Request
 from optpipe.errors import OptPipeError
+from optpipe.schedule import Schedule
 
 ENGINE = "optpipe_solver.engine"
 MIB = 2**20
@@ -26,9 +27,18 @@ class Worker:
     engine: str
     child: Child
     threads: int
-    until: float  # monotonic clock: then it is ended
-    lasting_s: float  # what it was given
+    start: Schedule | None  # from where it goes on
+    until: float  # monotonic clock: then it is ended; infinity once it is
+    given_s: float
+    began: float = field(default_factory=time.monotonic)
+    spent_s: float | None = None  # of it, by its own count
     listener: threading.Thread | None = None
+
+    @property
+    def gave_back(self) -> bool:
+        """Whether it ended by itself with more than half of its time left: it knew nothing more to do."""
+        spent_s = time.monotonic() - self.began if self.spent_s is None else self.spent_s
+        return self.until < float("inf") and spent_s < self.given_s / 2
 
 
 class Crew:
@@ -38,9 +48,10 @@ class Crew:
         self.workers: list[Worker] = []
         self._inbox: queue.Queue[tuple[Worker, Word]] = queue.Queue()
 
-    def start(self, request: Request, until: float, lasting_s: float) -> None:
-        """Starts the engine that the request's method names."""
-        worker = Worker(request.method, Child(ENGINE, request), request.threads, until, lasting_s)
+    def start(self, request: Request, start: Schedule | None, until: float, given_s: float) -> None:
+        """Starts the engine that the request's method names, from a schedule."""
+        asked = request.model_copy(update={"warm_start": Programs.of(start) if start else None})
+        worker = Worker(request.method, Child(ENGINE, asked), request.threads, start, until, given_s)
         worker.listener = threading.Thread(target=self._listen, args=(worker,), daemon=True)
         worker.listener.start()
         self.workers.append(worker)

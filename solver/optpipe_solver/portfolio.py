@@ -54,6 +54,7 @@ class Portfolio:
         self.engines_s = (1 - HEURISTICS_SHARE) * self.seconds  # planned for engines on each lane
         self.planned_s = self.engines_s  # what is left of it, with one thread
         self.stints = 0
+        self.exhausted: dict[str, Schedule | None] = {}  # from where an engine knows nothing more to do
 
     def run(self) -> None:
         """Tells what is known to be impossible, else the bound, the warm start, what heuristics find and what engines make of it."""
@@ -200,28 +201,35 @@ class Portfolio:
             if left_s <= WORTHWHILE_S:
                 due.clear()
                 return
-            turn = due.popleft()
+            turn = next((turn for turn in due if self.may_gain(turn.engine)), None)
+            if turn is None:
+                return
+            due.remove(turn)
             if turn.again:
                 due.append(turn)
             all_s = self.planned_s if self.one_thread else left_s
-            lasting_s = min(turn.share * lanes * self.engines_s, all_s) if due else all_s  # the last one waits for nobody
+            given_s = min(turn.share * lanes * self.engines_s, all_s) if due else all_s  # the last one waits for nobody
             own = max(1, -(-threads // free))
-            self.start(turn.engine, lasting_s, own)
+            self.start(turn.engine, given_s, own)
             free, threads = free - 1, threads - own
 
-    def start(self, engine: str, lasting_s: float, threads: int) -> None:
+    def start(self, engine: str, given_s: float, threads: int) -> None:
         """An engine, from the schedule that it could make better. What it needs to start and to end is part of its time."""
-        best = self.best if engine == ROBUST else self.nominal
         asked = {
             "method": engine,
-            "time_limit_s": max(lasting_s - WORTHWHILE_S, lasting_s / 2),
+            "time_limit_s": max(given_s - WORTHWHILE_S, given_s / 2),
             "threads": threads,
             "seed": (self.request.seed + self.stints) % 2**31,
-            "warm_start": Programs.of(best) if best else None,
         }
-        until = time.monotonic() + min(self.time_left, BACKSTOP * lasting_s if self.one_thread else lasting_s)
+        until = time.monotonic() + min(self.time_left, BACKSTOP * given_s if self.one_thread else given_s)
         self.stints += 1
-        self.crew.start(self.request.model_copy(update=asked), until, lasting_s)
+        self.crew.start(self.request.model_copy(update=asked), self.best_for(engine), until, given_s)
+
+    def may_gain(self, engine: str) -> bool:
+        return engine not in self.exhausted or self.exhausted[engine] is not self.best_for(engine)
+
+    def best_for(self, engine: str) -> Schedule | None:
+        return self.best if engine == ROBUST else self.nominal
 
     def hear(self, worker: Worker, word: Frame | OptPipeError | None, due: deque[Turn]) -> None:
         """Passes on what an engine finds once it is verified; what goes wrong is told, and the search goes on."""
@@ -244,10 +252,12 @@ class Portfolio:
         elif isinstance(word, OptPipeError):
             self.emit(Note(text=f"{engine} failed: {word}"))
             self.drop(engine, due)
-        elif isinstance(word, End) and word.spent_s is not None:
-            worker.lasting_s = min(worker.lasting_s, word.spent_s + WORTHWHILE_S)
+        elif isinstance(word, End):
+            worker.spent_s = word.spent_s
         elif word is None:
-            self.planned_s -= worker.lasting_s
+            self.planned_s -= worker.given_s if worker.spent_s is None else min(worker.given_s, worker.spent_s + WORTHWHILE_S)
+            if worker.gave_back:
+                self.exhausted[engine] = worker.start
 
     def leave_it_to_robust(self, due: deque[Turn]) -> None:
         """Nothing is left to gain by nominal times."""

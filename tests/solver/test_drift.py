@@ -14,7 +14,7 @@ from optpipe.child import Incumbent, Note, Programs, Request
 from optpipe_solver.portfolio import Portfolio
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-NAMES = ("fastlink-4x8", "shared-pcie-4x8", "recompute-4x12", "vshape-4x8")
+NAMES = ("shared-pcie-4x8", "recompute-4x12", "vshape-4x8")
 
 
 def drifted(problem: Problem, share: float, seed: int) -> Problem:

@@ -43,7 +43,7 @@ def main() -> None:
         held = bytearray(os.urandom(2**20) * int(figure))
         time.sleep(60)
         del held
-    write_frame(End(spent_s=float(figure) if behaviour == "spends" else None))
+    write_frame(End(spent_s=float(figure) if figure and behaviour != "holds" else None))
 
 
 if __name__ == "__main__":
