@@ -80,14 +80,14 @@ def test_an_incumbent_satisfies_every_row_of_its_windows(name: str, heuristic: s
         assert set(given) == set(np.flatnonzero(model.rows.binary).tolist())
         x[list(given)] = list(given.values())
         x = model.rows.earliest(x)
-        assert x[model.C] / model.scale == pytest.approx(incumbent.end_ms)
+        assert x[model.C] / model.scale <= incumbent.end_ms + 1e-6
         begins, index, value = model.rows.matrix()
         sums = np.array([value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)])
         assert (sums >= np.array(model.rows.at_least) - 1e-7).all()
         assert (x <= np.array(model.rows.upper) + 1e-7).all()
         lifted = lift(problem, model.starts(x))
         assert check(problem, lifted) == []
-        assert lifted.makespan_ms <= incumbent.end_ms + 1e-6
+        assert lifted.makespan_ms <= x[model.C] / model.scale + 1e-6
     assert solved
 
 
@@ -161,7 +161,7 @@ def test_windows_improve_what_is_too_large_for_one_model(solver: Solver) -> None
     assert not milp.applies(problem)
     assert milp.improves(problem)
     naive = start_of(problem, "naive")
-    values, _ = solver.solve(problem, warm_start=Programs.of(naive), time_limit_s=4)
+    values, _ = solver.solve(problem, warm_start=Programs.of(naive), time_limit_s=6)
     assert values
     assert values[-1] < naive.makespan_ms
     assert values == sorted(values, reverse=True)

@@ -121,7 +121,7 @@ class _Search:
         if value >= self.best_ms or check(self._problem, schedule):
             return False
         self.best, self.best_ms = schedule, value
-        self._emit(Incumbent(method=METHOD, schedule=Programs.of(schedule)))
+        self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
         return True
 
     def _on_solution(self, model: Model) -> Callable[[Floats], None]:

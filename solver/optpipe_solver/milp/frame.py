@@ -283,8 +283,8 @@ class Frame:
         return Known(False, float(free)), Known(True, float(inc.tail[rivals & (self.side > 0)].max(initial=0.0)))
 
     def starts(self, end_ms: float, modelled: set[Activation]) -> dict[Op, float]:
-        """The start of every other op in a schedule of that length; transfers of the activations given are the model's."""
-        inc, inside = self.incumbent, set(self.ops)
+        """The start of every op outside the window in a schedule of that length; transfers of the activations given are the model's."""
+        inc, inside = self.incumbent, {op for op in self.ops if not self.is_border(op)}
         found = {}
         for i, op in enumerate(inc.ops):
             own = op.kind in (Kind.O, Kind.R) and (op.stage, op.microbatch) in modelled

@@ -15,6 +15,7 @@ import numpy as np
 
 from optpipe.graph import Floats
 from optpipe.schedule import Schedule
+from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.lift import lift
 from optpipe_solver.milp.backend import Limits, Task, minimize
 from optpipe_solver.milp.frame import Frame, Incumbent, Window, split
@@ -71,13 +72,14 @@ def search_windows(
     switches: Switches,
     tell: Callable[[str], None],
 ) -> None:
-    """Solves windows of the best schedule until time is up, or one that held everything has been solved.
+    """Solves windows of the best schedule until time is up, its makespan is as short as can be, or a window held everything.
 
     `offer` takes a schedule and says whether it is the best so far. Nothing is done to a schedule with what the model does not know.
     """
     chance = random.Random(limits.seed)
     neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
     incumbent = Incumbent(prune(split(best)))
+    least_ms = trivial_bound(best.problem, "makespan") * (1 + 1e-9)
 
     def on_solution(x: Floats) -> None:
         nonlocal best
@@ -85,7 +87,7 @@ def search_windows(
         if offer(found):
             best = found
 
-    while incumbent.expressible and limits.seconds > 0:
+    while incumbent.expressible and incumbent.end_ms > least_ms and limits.seconds > 0:
         (chosen,) = chance.choices(neighbourhoods, [max(LEAST_WORTH, n.worth) for n in neighbourhoods])
         window, began, before = chosen.choose(incumbent, chance), time.monotonic(), best
         own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, chance.randrange(2**31))

@@ -48,7 +48,7 @@ class Offload:
             own = [x for x in range(len(self.windows.ops)) if self.windows.device[x] == d]
             leaving = [a for a in self.activations if self.costs.device[a[0]] == d]
             held = frame.held[d] if frame else 0
-            if held + sum(self._takes(x) for x in own) > device.memory_bytes:
+            if held + sum(self._takes(x) for x in own) > device.memory_bytes or (frame and leaving):
                 self._away_literals(own, leaving)
                 self._drops(leaving)
                 self._reloads(leaving)
@@ -176,17 +176,22 @@ class Offload:
 
     def _offload_after_offload(self, a: Activation, b: Activation) -> None:
         """Eq. 10. A transfer that is not made has no length, so its order needs no (1 - W): only the length is multiplied by W."""
-        self._follows(self.O[b], self.O[a], span=self._length(Kind.O, a), when=(self.K[a, b],))
+        self._sequence(self.O[a], self._length(Kind.O, a), self.O[b], self.K[a, b])
 
     def _reload_after_reload(self, a: Activation, b: Activation) -> None:
         """Eq. 11, in the same way."""
-        self._follows(self.R[b], self.R[a], span=self._length(Kind.R, a), when=(self.L[a, b],))
+        self._sequence(self.R[a], self._length(Kind.R, a), self.R[b], self.L[a, b])
 
     def _offload_and_reload(self, a: Activation, b: Activation) -> None:
         """Eq. 12 and 13, where the link is half duplex: the offload of a before the reload of b, or behind it."""
         if H := self.H.get((a, b)):
-            self._follows(self.R[b], self.O[a], span=self._length(Kind.O, a), when=(H,))
-            self._follows(self.O[a], self.R[b], span=self._length(Kind.R, b), when=(~H,))
+            self._sequence(self.O[a], self._length(Kind.O, a), self.R[b], H)
+            self._sequence(self.R[b], self._length(Kind.R, b), self.O[a], ~H)
+
+    def _sequence(self, earlier: Time, length: tuple[float, Literal], later: Time, when: Literal) -> None:
+        """One transfer behind another. Where one is outside the window, `_around_the_window` sees to it."""
+        if not {earlier[0], later[0]} & {self.model.zero, self.model.C}:
+            self._follows(later, earlier, span=length, when=(when,))
 
     def _allocated_in_order(self, a: Activation, b: Activation) -> None:
         """On one device the order of reloads on the link is their order in the program, so they allocate in that order, too."""
@@ -255,8 +260,9 @@ class Offload:
     def _reloads(self, leaving: list[Activation]) -> None:
         """Eq. 15 and 16, for the moment A at which the reload stands: before y, or behind it."""
         for (a, y), N in self.N.items():
-            if a in leaving and self.A[a][0] != self.model.C:
-                self._follows((self.model.E[y], 0.0), self.A[a], float(self.windows.time[y]), when=(N,))
+            if a in leaving:
+                if self.A[a][0] != self.model.C:  # after the window: before y only where y is, too
+                    self._follows((self.model.E[y], 0.0), self.A[a], float(self.windows.time[y]), when=(N,))
                 self._follows(self.A[a], (self.model.E[y], 0.0), when=(self.W[a], ~N))
 
     def _consistency(self, leaving: list[Activation]) -> None:
