@@ -36,7 +36,7 @@ class Placements(StrEnum):
 def solve(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
     method: Annotated[
-        str, typer.Option(help="auto, an engine (cyclic, milp, cpsat) or one heuristic (naive, gpipe, 1f1b, po-f, zb, adaoffload).")
+        str, typer.Option(help="auto, an engine (cyclic, lns, cpsat, milp) or one heuristic (naive, gpipe, 1f1b, po-f, zb, adaoffload).")
     ] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
     threads: Annotated[int | None, typer.Option(help="Default: all cores.")] = None,

@@ -15,6 +15,7 @@ from optpipe_solver import methods
 
 LANES = 2  # engines side by side; with more threads than that each has several
 HEURISTICS_SHARE = 0.15  # of the time, where engines follow
+COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that what is counted fits in on a busy machine, too
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 from optpipe_solver.methods import HEURISTICS, METHODS, ROBUST, WITHIN_MEMORY
-from optpipe_solver.plan import HEURISTICS_SHARE, LANES, Turn, turns
+from optpipe_solver.plan import COUNTED_SHARE, HEURISTICS_SHARE, LANES, Turn, turns
 from optpipe_solver.repair import repair
 
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
@@ -51,7 +51,7 @@ class Portfolio:
         self.nominal: Schedule | None = None  # the one of the shortest nominal time
         self.bound = 0.0
         self.crew = Crew()
-        self.engines_s = (1 - HEURISTICS_SHARE) * self.seconds  # planned for engines on each lane
+        self.engines_s = (1 - HEURISTICS_SHARE) * self.seconds * (COUNTED_SHARE if self.one_thread else 1)  # planned for each lane
         self.planned_s = self.engines_s  # what is left of it, with one thread
         self.stints = 0
         self.exhausted: dict[str, Schedule | None] = {}  # from where an engine knows nothing more to do

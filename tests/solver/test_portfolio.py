@@ -17,6 +17,7 @@ from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import LARGE, Portfolio
 
 TESTS = Path(__file__).parents[1]
+PLANNED = (1 - plan.HEURISTICS_SHARE) * plan.COUNTED_SHARE  # of the time, for engines on one thread
 EXAMPLES = TESTS.parent / "examples" / "problems"
 
 
@@ -84,7 +85,7 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     assert all(text.startswith("start True, threads 2, ") and 15 < float(text.split()[-1]) < 20 for text in beside)
     one_by_one = notes(run(pipeline(), threads=1, time_limit_s=20.0))
     assert one_by_one[0].startswith("start True, threads 1, ")
-    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([0.85 * 19.7 / 2 - 0.5] * 2)  # by plan, not by the clock
+    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([PLANNED * 19.7 / 2 - 0.5] * 2)  # by plan, not by the clock
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage", "killed"])
@@ -126,7 +127,7 @@ def test_who_has_nothing_more_to_do_does_not_come_again(engines, monkeypatch):
 def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
     engines("spends 1.0", "tells")
     after = notes(run(pipeline(), threads=1, time_limit_s=20.0))
-    assert float(after[0].split()[-1]) == pytest.approx(0.85 * 19.7 - 1.5 - 0.5)  # of all that is planned for engines
+    assert float(after[0].split()[-1]) == pytest.approx(PLANNED * 19.7 - 1.5 - 0.5)  # of all that is planned for engines
 
 
 def test_what_an_engine_started_ends_with_it(engines):

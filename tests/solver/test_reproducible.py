@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from optpipe import Problem
-from optpipe.child import Incumbent, Request
+from optpipe.child import Child, End, Incumbent, Programs, Request
 from optpipe_solver import crew, plan, portfolio
+from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio
 
 TESTS = Path(__file__).parents[1]
@@ -31,6 +33,20 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
     assert run(request) == quiet
     assert any(isinstance(frame, Incumbent) for frame in quiet)
+
+
+@pytest.mark.parametrize("engine", ["lns", "cyclic"])
+def test_an_engine_that_counts_finds_the_same_twice(engine):
+    problem = Problem.load(EXAMPLES / "fastlink-4x8.json")
+    start = Programs.of(generate("zb", problem))
+    request = Request(problem=problem, method=engine, threads=1, seed=7, time_limit_s=60.0, warm_start=start)
+    told = []
+    for _ in range(2):
+        child = Child(crew.ENGINE, request)
+        frames = list(islice((frame for frame in child.frames() if not isinstance(frame, End)), 4))  # before any clock has a say
+        child.stop()
+        told.append([frame for frame in frames if isinstance(frame, Incumbent)])
+    assert told[0] == told[1] != []
 
 
 def run(request: Request) -> list[object]:
