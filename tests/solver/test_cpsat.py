@@ -93,7 +93,7 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     begin = data.draw(st.integers(0, known.end))
     devices = data.draw(st.none() | st.frozensets(st.integers(0, len(problem.devices) - 1)))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)), devices)
-    model = WindowModel(ticks, known, window, data.draw(st.booleans()), data.draw(st.sampled_from(["makespan", "ends"])))
+    model = WindowModel(ticks, known, window, data.draw(st.sampled_from(["stages", "entry"])), data.draw(st.sampled_from(["makespan", "ends"])))
     answer = model.solve(Budget(0.3, 1), 0)
     if answer.starts is None:
         assert not (answer.proven and ticks.exact and ticks.exact_sizes)  # the incumbent itself is a solution
@@ -152,3 +152,12 @@ def test_applies() -> None:
     small = problem_of([stage(0, (2, 2, 1), 2, 1)], [2], 3)
     assert cpsat.applies(small)
     assert not cpsat.applies(small.model_copy(update={"microbatches": 1000}))
+
+
+def test_the_same_request_has_the_same_answer() -> None:
+    """With one thread work is counted and not the clock."""
+    stages = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)]
+    problem = problem_of(stages, [15] * 4, 8)
+    first, second = (answers(problem, seconds=0.8, seed=7) for _ in range(2))
+    assert first == second
+    assert values(problem, first)
