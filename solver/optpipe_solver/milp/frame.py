@@ -14,6 +14,7 @@ from optpipe.graph import ACROSS, ISSUED, Flags, Floats, Ints, dependencies, dur
 from optpipe.ops import Kind, Op
 from optpipe.program import JOINED, KIND, STAGE, Program
 from optpipe.schedule import Schedule
+from optpipe.validity import check
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.windows import Arc, passing
 
@@ -128,15 +129,16 @@ class Incumbent:
 
 
 def split(schedule: Schedule) -> Schedule:
-    """The same with B and W, one after the other, for every BW that needs no less memory."""
-    costs, programs = schedule.problem.costs, []
+    """The same with B and W, one after the other, for every BW, as far as that fits into memory."""
+    programs = []
     for program in schedule.programs:
-        fused = (program.table[:, KIND] == Kind.BW) & (costs.weight_grad <= costs.activation)[program.table[:, STAGE]]
+        fused = program.table[:, KIND] == Kind.BW
         table = np.repeat(program.table, 1 + fused, axis=0)
         places = np.flatnonzero(fused) + np.arange(np.count_nonzero(fused))
         table[places, KIND], table[places + 1, KIND] = Kind.B, Kind.W
         programs.append(Program(table))
-    return replace(schedule, programs=tuple(programs))
+    apart = replace(schedule, programs=tuple(programs))
+    return schedule if check(schedule.problem, apart) else apart
 
 
 @dataclass(frozen=True)

@@ -104,4 +104,4 @@ def search_windows(
         if best is not before:
             incumbent = Incumbent(best)
     if not incumbent.expressible:
-        tell("the MILP knows no recompute, no pairs and no single parts, so it improves no schedule that has them")
+        tell("the MILP knows no recompute, no pairs, no single parts and BW only as B and W, so it improves no schedule that needs them")
