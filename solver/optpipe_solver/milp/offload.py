@@ -14,13 +14,12 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING
 
 from optpipe.ops import Kind, Op
+from optpipe_solver.milp.frame import Activation, Frame
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence
 
 if TYPE_CHECKING:
-    from optpipe_solver.milp.frame import Frame
     from optpipe_solver.milp.model import Model
 
-Activation = tuple[int, int]  # stage and micro-batch
 Time = tuple[int, float]  # a variable and a constant, which add up
 
 

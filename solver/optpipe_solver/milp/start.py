@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from optpipe.ops import Kind, Op
 from optpipe.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
+from optpipe_solver.milp.frame import Activation
 from optpipe_solver.milp.model import Model
-from optpipe_solver.milp.offload import Activation
 from optpipe_solver.milp.rows import Literal
 from optpipe_solver.milp.windows import compute_ops, passing
 
