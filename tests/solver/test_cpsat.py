@@ -161,3 +161,13 @@ def test_the_same_request_has_the_same_answer() -> None:
     first, second = (answers(problem, seconds=0.8, seed=7) for _ in range(2))
     assert first == second
     assert values(problem, first)
+
+
+@pytest.mark.parametrize(("ms", "away_ms", "p2p_ms"), [(1e-9, 1e12, 0.0), (1e12, 1e-9, 1.0), (0.0, 1e12, 1e12), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize("size", [9, 2**53])
+def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_ms: float, size: int) -> None:
+    stages = [stage(d, (ms, ms, ms), size, 1, (away_ms, away_ms, size), (1e12, 1)) for d in range(2)]
+    problem = problem_of(stages, [size] * 2, 3, p2p_ms)
+    frames = answers(problem, seconds=0.2)
+    assert values(problem, frames)
+    assert bound(problem, frames) <= values(problem, frames)[-1] * (1 + 1e-9)
