@@ -7,12 +7,15 @@ and one micro-batch at a time needs no more. What remains is the choice per stag
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from optpipe.problem import Problem, Stage
 
-MOST_STATES = 2_000  # of the search over the choices; equal stages need a handful
+MOST_STATES = 20_000  # of the search over the choices, looked at for one stage; equal stages need a handful
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,22 @@ class Relief:
     recompute: bool = False
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     score: float  # the peak so far, or the time spent so far
     residual: int  # device bytes that the stages so far hold on to
     host: int  # host bytes that they took
-    chosen: tuple[Relief, ...] = ()
+    before: _State | None = None
+    relief: Relief = Relief()  # the last stage's
+
+    @property
+    def chosen(self) -> tuple[Relief, ...]:
+        """Of every stage so far."""
+        found: list[Relief] = []
+        state = self
+        while state.before is not None:
+            found.append(state.relief)
+            state = state.before
+        return tuple(reversed(found))
 
 
 def least_memory(problem: Problem) -> list[int]:
@@ -89,6 +102,9 @@ def _search(stages: list[Stage], host: int | None, memory: int | None) -> tuple[
     for k, stage in enumerate(stages):
         options = [(Relief(), stage.activation_bytes, 0, 0.0)] if k == len(stages) - 1 else list(_options(stage, unlimited))
         following = []
+        most = max(1, MOST_STATES // len(options))
+        if len(states) > most:
+            states, complete = sorted(states, key=lambda state: state.residual)[:most], False
         for state in states:
             peak = state.residual + stage.activation_bytes
             if memory is not None and peak > memory:
@@ -96,10 +112,8 @@ def _search(stages: list[Stage], host: int | None, memory: int | None) -> tuple[
             for relief, residual, taken, cost in options:
                 if host is None or state.host + taken <= host:
                     score = max(state.score, peak) if memory is None else state.score + cost
-                    following.append(_State(score, state.residual + residual, state.host + taken, (*state.chosen, relief)))
+                    following.append(_State(score, state.residual + residual, state.host + taken, state, relief))
         states = _undominated(following, unlimited)
-        if len(states) > MOST_STATES:
-            states, complete = sorted(states, key=lambda state: state.residual)[:MOST_STATES], False
     return states, complete
 
 
@@ -123,8 +137,18 @@ def _options(stage: Stage, all_parts: bool) -> Iterator[tuple[Relief, int, int, 
 
 
 def _undominated(states: list[_State], host_is_free: bool) -> list[_State]:
+    """Those that no other equals or betters in score, residual and host bytes."""
     kept: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.score, state.residual, state.host)):
-        if not any(other.residual <= state.residual and (host_is_free or other.host <= state.host) for other in kept):
-            kept.append(state)
+    residuals: list[int] = []  # of what is kept, the least host bytes for a residual: rising residuals,
+    hosts: list[int] = []  # falling host bytes
+    for state in sorted(states, key=itemgetter(0, 1, 2)):
+        host = 0 if host_is_free else state.host
+        place = bisect_right(residuals, state.residual)
+        if place and hosts[place - 1] <= host:
+            continue
+        kept.append(state)
+        worse = place
+        while worse < len(hosts) and hosts[worse] >= host:
+            worse += 1
+        residuals[place:worse], hosts[place:worse] = [state.residual], [host]
     return kept

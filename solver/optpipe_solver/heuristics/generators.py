@@ -44,7 +44,7 @@ def one_f_one_b(problem: Problem, objective: Objective, deadline: float = NEVER)
 def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """Zero bubble (Qi et al. 2024): backwards are split, input gradients come first, weight gradients fill what is idle."""
     aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0), "alike": (False, True)}
-    yield from descend(problem, objective, [_first(problem, Policy())], aspects, "zb", deadline)
+    yield from descend(problem, objective, _starts(problem, [Policy()]), aspects, "zb", deadline)
 
 
 def pipe_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
@@ -75,7 +75,7 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
         "eager": (1.0, 1.5, 2.5),
         "alike": (False, True),
     }
-    yield from descend(problem, objective, [_first(problem, start) for start in starts or [Policy()]], aspects, "adaoffload", deadline)
+    yield from descend(problem, objective, _starts(problem, starts or [Policy()]), aspects, "adaoffload", deadline)
 
 
 STREAMS: dict[str, Stream] = {
@@ -99,9 +99,12 @@ def _one(problem: Problem, policy: Policy, method: str, deadline: float) -> Iter
         yield schedule
 
 
-def _first(problem: Problem, policy: Policy) -> Policy:
-    """What a descent begins with: where list scheduling takes its time, what finds its rhythm soonest."""
-    return replace(policy, alike=len(problem.stages) * problem.microbatches > MANY)
+def _starts(problem: Problem, policies: list[Policy]) -> list[Policy]:
+    """What a descent begins with: where list scheduling takes its time, what finds its rhythm soonest; where ops may run in pairs, fused
+    backwards as well, since a forward finds more to run with in them."""
+    fused = [replace(policies[0], split=False)] if problem.overlap_factor is not None else []
+    large = len(problem.stages) * problem.microbatches > MANY
+    return [replace(policy, alike=large) for policy in (*policies, *fused)]
 
 
 def _depths(problem: Problem) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from optpipe.child import Objective
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.heuristics.listed import listed
+from optpipe_solver.heuristics.pairs import paired
 from optpipe_solver.heuristics.policy import Policy
 
 VAIN = 120  # policies that may be tried without one of them being better
@@ -44,6 +45,9 @@ def descend(
             known[policy] = value(schedule, objective) if schedule else float("inf")
             if schedule:
                 yield schedule
+                if (together := paired(schedule)) is not None and value(together, objective) < known[policy]:
+                    known[policy] = value(together, objective)
+                    yield together
 
     for start in starts:
         yield from tried(start)

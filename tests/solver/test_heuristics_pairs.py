@@ -1,0 +1,37 @@
+"""Pairs save time where there is a factor for them, and never break memory or order."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from support.strategies import problems_with_schedules
+
+from optpipe import Device, Problem, Stage, check
+from optpipe_solver.heuristics import generate
+from optpipe_solver.heuristics.listed import listed
+from optpipe_solver.heuristics.pairs import paired
+from optpipe_solver.heuristics.policy import Policy
+
+
+def pipeline(factor: float | None, memory: int = 100) -> Problem:
+    costs = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 10.0, "activation_bytes": 5, "weight_grad_bytes": 5}
+    stages = [Stage(device=d, **costs) for d in range(3)]
+    return Problem(microbatches=12, devices=[Device(memory_bytes=memory)] * 3, stages=stages, overlap_factor=factor)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems_with_schedules())
+def test_what_is_paired_is_valid(pair):
+    problem, schedule = pair
+    together = paired(schedule)
+    assert together is None or check(problem, together) == []
+
+
+def test_pairs_shorten_what_can_run_together():
+    apart, together = (generate("zb", pipeline(factor)) for factor in (None, 0.7))
+    assert any("+" in text for program in together.programs for text in program.texts())
+    assert together.makespan_ms < 0.9 * apart.makespan_ms
+
+
+def test_without_a_factor_or_room_nothing_is_paired():
+    assert paired(listed(pipeline(None), Policy(), "x")) is None
+    assert paired(listed(pipeline(0.7, memory=5), Policy(), "x")) is None
