@@ -23,7 +23,7 @@ CLI = "from optpipe.cli.main import main; main()"
 
 
 def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
-    words = ["solve", str(EXAMPLES / "fastlink-8x16.json"), "--method", "cyclic", "--threads", "1", "--no-cache", "-o", "s.json"]
+    words = ["solve", str(EXAMPLES / "fastlink-8x16.json"), "--method", "lns", "--threads", "1", "--no-cache", "-o", "s.json"]
     with subprocess.Popen([sys.executable, "-c", CLI, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         family = psutil.Process(process.pid)
         deadline = time.monotonic() + 90

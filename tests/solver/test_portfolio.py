@@ -136,7 +136,7 @@ def test_what_an_engine_started_ends_with_it(engines):
     assert gone(started)
 
 
-@pytest.mark.parametrize("method", ["cyclic", "auto"])
+@pytest.mark.parametrize("method", ["lns", "auto"])
 def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
     search = optpipe.improve(Problem.load(EXAMPLES / "fastlink-8x16.json"), method=method, time_limit=60.0, threads=2)
     assert next(search).schedule is not None

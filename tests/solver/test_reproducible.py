@@ -44,7 +44,7 @@ def test_an_engine_that_counts_finds_the_same_twice(engine):
     for _ in range(2):
         child = Child(crew.ENGINE, request)
         frames = list(islice((frame for frame in child.frames() if not isinstance(frame, End)), 4))  # before any clock has a say
-        child.stop()
+        child.close()
         told.append([frame for frame in frames if isinstance(frame, Incumbent)])
     assert told[0] == told[1] != []
 
