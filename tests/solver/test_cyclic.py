@@ -231,7 +231,7 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     begin = data.draw(st.integers(0, known.end))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
     with effort():
-        answer = WindowModel(ticks, known, window, in_order=True).solve(Budget(0.5, 1), 0)
+        answer = WindowModel(ticks, known, window, "stages").solve(Budget(0.5, 1), 0)
     if answer.starts is None:
         assert not answer.proven  # the incumbent itself is a solution
         return
@@ -247,7 +247,7 @@ def test_small_windows_lead_to_the_optimum_of_the_whole() -> None:
     pattern = solve(ticks, 1, sequential_period(ticks, 1))
     assert pattern is not None
     schedule = unroll(ticks, pattern, "cyclic")
-    whole = WindowModel(ticks, timed(ticks, schedule), everything(timed(ticks, schedule)), in_order=False).solve(Budget(30.0, 1), 0)
+    whole = WindowModel(ticks, timed(ticks, schedule), everything(timed(ticks, schedule)), "entry").solve(Budget(30.0, 1), 0)
     assert whole.proven
     assert whole.starts
     # F, p2p, F, B, p2p, and on device 0 four times F + B + W = 28 with the first B after 10 + 1 + 20 + 1: nothing can be shorter

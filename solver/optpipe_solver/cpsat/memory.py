@@ -40,7 +40,7 @@ class _Alive:
     def activation(self, s: int, j: int) -> None:
         """From F to the end of B, but for parts that leave, between D and R, and for all but the checkpoint, between F and C."""
         w, need = self.w, self.w.ticks.activations[s]
-        forward, gradient = self.at(Op(F, s, j)), self.ended(Op(B, s, j))
+        forward, gradient = self.at(Op(F, s, j)), self.ended(w.backward(s, j))
         again = w.again.get((s, j), False)
         may_leave = [p for p in range(len(need.parts)) if (s, j, p) in w.leaves and again is not True]
         stays = need.whole - sum(need.parts[p] for p in may_leave)
@@ -81,7 +81,7 @@ class _Alive:
         need = self.w.ticks.activations[s]
         for p in range(len(need.parts)):
             if (s, j, p) in self.w.leaves:
-                self.lives(self.allocated(Op(O, s, j, p)), self.ended(Op(B, s, j)), need.parts[p], self.w.leaves[s, j, p])
+                self.lives(self.allocated(Op(O, s, j, p)), self.ended(self.w.backward(s, j)), need.parts[p], self.w.leaves[s, j, p])
 
     def at(self, x: Op) -> Moment:
         return self._moment(x, self.w.at[x], self.w.incumbent.start.get(x, 0))

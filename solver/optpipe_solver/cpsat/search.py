@@ -1,5 +1,5 @@
-"""The engine: the whole problem from a schedule that is known, first with the micro-batches in order, which finds good schedules soon,
-then, where that may lose something, in any order, which proves."""
+"""The engine: the whole problem from a schedule that is known, first with the micro-batches in order, which finds good schedules soon;
+where that may lose something, then without names for them, which proves bounds, and then in any order, which proves all there is."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import timed
-from optpipe_solver.cpsat.whole import Starts, WindowModel, everything
+from optpipe_solver.cpsat.whole import Order, Starts, WindowModel, everything
 from optpipe_solver.keeper import Keeper
 from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
 
 METHOD = "cpsat"
-IN_ORDER_SHARE = 0.4  # of the time
+IN_ORDER_SHARE, RANKS_SHARE = 0.15, 0.7  # of the time, and of what is left then
 
 
 class Search:
@@ -43,29 +43,60 @@ class Search:
         self.keeper.heuristic()
         if self.keeper.start is not None and self.keeper.value > self._bound * (1 + 1e-9):
             alike = not any(stage.can_offload or stage.can_recompute for stage in self.problem.stages)
-            if not self.solve(True, self.budget.left() * (1.0 if alike else IN_ORDER_SHARE)) and not alike:
-                self.solve(False, self.budget.left())
+            self.solve("stages", self.budget.left() * (1.0 if alike else IN_ORDER_SHARE))
+            if not alike and self.request.objective == "makespan":
+                self.raise_bound(RANKS_SHARE * self.budget.left())
+            if not alike and self.keeper.value > self._bound * (1 + 1e-9):
+                self.solve("entry", self.budget.left())
 
-    def solve(self, in_order: bool, seconds: float) -> bool:
-        """Whether the best is known to be the best then."""
+    def _model(self, order: Order) -> WindowModel:
         assert self.keeper.start
         known = timed(self.ticks, numbered(self.keeper.start))
-        model = WindowModel(self.ticks, known, everything(known), in_order, self.request.objective)
-        model.model.add(model.objective >= ceil(self._bound / float(self.ticks.tick) * (1 - 1e-12)))
+        model = WindowModel(self.ticks, known, everything(known), order, self.request.objective)
+        model.model.add(model.objective >= self._least)
+        return model
+
+    @property
+    def _least(self) -> int:
+        """Ticks, by the bound."""
+        return ceil(self._bound / float(self.ticks.tick) * (1 - 1e-12))
+
+    def raise_bound(self, seconds: float) -> None:
+        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that double."""
+        until = self.budget.left() - seconds
+        most = ceil(self.keeper.value / float(self.ticks.tick) * (1 - 1e-12)) - 1
+        end, step = self._least, 1
+        while self._least <= end and self.budget.left() > until:
+            model = self._model("ranks")
+            if not model.is_bound:
+                return
+            model.model.add(model.end <= end)
+            answer = model.solve(self.budget, self.request.seed, self.budget.left() - until, any_will_do=True)
+            if answer.proven and answer.starts is None:
+                self._tell_bound(end + 1)
+                end, step = min(most, end + step), 2 * step
+            else:
+                most = end - 1
+                end = (self._least + most) // 2
+
+    def _tell_bound(self, bound: int) -> None:
+        with self._telling:
+            ms = self.ticks.ms(bound)
+            if ms > self._bound * (1 + 1e-9):
+                self._bound = ms
+                self._emit(Bound(method=METHOD, lower_bound_ms=ms))
+
+    def solve(self, order: Order, seconds: float) -> None:
+        """Tells of better schedules and, where the model's bounds hold for every schedule, of those."""
+        model = self._model(order)
 
         def on_better(starts: Starts) -> None:
             self.keeper.offer(prune(lift(self.problem, self.ticks.starts_ms(starts), METHOD)))
 
-        def on_bound(bound: int) -> None:
-            with self._telling:
-                ms = self.ticks.ms(bound)
-                if model.is_bound and ms > self._bound * (1 + 1e-9):
-                    self._bound = ms
-                    self._emit(Bound(method=METHOD, lower_bound_ms=ms))
-
-        answer = model.solve(self.budget, self.request.seed, seconds, on_better, on_bound)
-        on_bound(answer.bound)
-        return answer.proven and model.is_bound
+        on_bound = self._tell_bound if model.is_bound else None
+        answer = model.solve(self.budget, self.request.seed, seconds, on_better=on_better, on_bound=on_bound)
+        if on_bound:
+            on_bound(answer.bound)
 
 
 def numbered(schedule: Schedule) -> Schedule:

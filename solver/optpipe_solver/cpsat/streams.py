@@ -11,7 +11,7 @@ from optpipe.ops import COMPUTE, Kind, Op
 if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
 
-B, W, D, BW = Kind.B, Kind.W, Kind.D, Kind.BW
+F, B, W, C, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.D
 Run = tuple[Any, int, Any, Any]  # start, length, whether it takes place, and by when the end is told of it
 
 
@@ -46,7 +46,7 @@ def _runs(w: WindowModel, x: Op) -> Iterator[Run]:
     """What an op puts on its device's compute stream: itself, nothing for a transfer, and one of both if B and W may be a BW."""
     s, j, by = x.stage, x.microbatch, w.ends[w.device(x)]
     fused = w.fused.get((s, j), False)
-    if x.kind == D or (x.kind in COMPUTE and (fused is False or x.kind not in (B, W))):
+    if x.kind == D or (x.kind in (F, W, B, C) and (fused is False or x.kind not in (B, W))):
         yield w.at[x], w.length(x), w.there(x), by
     elif x.kind in (B, W):
         if fused is not True:

@@ -20,7 +20,7 @@ def breaks(w: WindowModel) -> None:
     for number, route in enumerate(problem.all_routes):
         batches = [j for j in range(problem.microbatches) if int(problem.costs.route[j]) == number]
         _microbatches(w, [Op(F, route[0], j) for j in batches])
-        if w.in_order:
+        if w.order == "stages":
             for s in route:
                 for kind in (F, B) if w.ticks.may_fuse(s) else (F, B, W):  # the W of a BW need not wait for that of a B before it
                     _microbatches(w, [Op(kind, s, j) for j in batches])

@@ -19,12 +19,13 @@ from ortools.sat.python import cp_model
 from optpipe.child import Objective
 from optpipe.ops import COMPUTE, Kind, Op
 from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat import memory, span, streams, symmetry
+from optpipe_solver.cpsat import memory, ranks, span, streams, symmetry
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import Timed
 
 F, B, W, C, O, R, D, BW = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D, Kind.BW
 Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R
+Order = Literal["stages", "entry", "ranks"]  # micro-batches keep theirs in all stages, or where they enter, or are nameless (`ranks`)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class WindowModel:
     """
 
     def __init__(
-        self, ticks: Ticks, incumbent: Timed, window: Window, in_order: bool, objective: Objective | Literal["ends"] = "makespan"
+        self, ticks: Ticks, incumbent: Timed, window: Window, order: Order, objective: Objective | Literal["ends"] = "makespan"
     ) -> None:
-        self.ticks, self.incumbent, self.window, self.in_order = ticks, incumbent, window, in_order
+        self.ticks, self.incumbent, self.window, self.order = ticks, incumbent, window, order
         self.problem = ticks.problem
         self.model = cp_model.CpModel()
         self.hints: dict[int, int] = {}
@@ -88,6 +89,8 @@ class WindowModel:
         streams.one_at_a_time(self)
         memory.fits(self)
         symmetry.breaks(self)
+        if order == "ranks":
+            ranks.relate(self)
         self.objective = span.longest(self) if objective == "span" else self.end + (sum(self.ends) if objective == "ends" else 0)
 
     @property
@@ -98,7 +101,7 @@ class WindowModel:
         ticks, known = self.ticks, self.incumbent
         free = self.window.begin == 0 and self.window.end > known.end and self.window.devices is None
         alike = not any(stage.can_offload or stage.can_recompute for stage in self.problem.stages)
-        return free and ticks.exact and ticks.exact_sizes and self.problem.overlap_factor is None and (alike or not self.in_order)
+        return free and ticks.exact and ticks.exact_sizes and self.problem.overlap_factor is None and (alike or self.order != "stages")
 
     # --- when
 
@@ -150,6 +153,8 @@ class WindowModel:
         for x in (f, b, w):
             self._place(x)
             self.ended[x] = self.at[x] + self.length(x)
+        if self.order == "ranks":
+            ranks.place(self, s, j)
         fused = (s, j) in self.incumbent.fused
         if self.ticks.may_fuse(s) and {b, w} <= self.inside and self.window.frees(self.device(b)):
             hint = self.incumbent.start[b] + self.length(b) + fused * self.length(w)
@@ -197,13 +202,17 @@ class WindowModel:
             self.point[x] = at if self.side(at) else self._moment(at, f"{x}allocates")
 
     def length(self, x: Op) -> int:
-        return 0 if x.kind == D else self.ticks.lasts(x.kind, x.stage)
+        return 0 if x.kind == D else self.ticks.lasts(B if x.kind == BW else x.kind, x.stage)  # BW: see `backward`
 
     def there(self, x: Op) -> Any:
         """Whether x takes place: a literal, or True."""
         if x.kind == C:
             return self.again[x.stage, x.microbatch]
         return True if x.kind in COMPUTE else self.leaves[x.stage, x.microbatch, x.part]
+
+    def backward(self, s: int, j: int) -> Op:
+        """That of the activation of a stage's forward j: a B, or what `ranks` put in its place."""
+        return Op(BW if self.order == "ranks" else B, s, j)
 
     def host_capacity(self, stage: int) -> int | None:
         return self.ticks.host_capacity(self.problem.stages[stage].device)
@@ -223,19 +232,20 @@ class WindowModel:
         for j in range(self.problem.microbatches):
             for s, t in pairwise(self.problem.route(j)):
                 self._follow(Op(F, s, j), Op(F, t, j), self.ticks.delay(s, t))
-                self._follow(Op(B, t, j), Op(B, s, j), self.ticks.delay(s, t))
+                if self.order != "ranks":
+                    self._follow(Op(B, t, j), Op(B, s, j), self.ticks.delay(s, t))
         for s, j in self.passes:
-            self._follow(Op(F, s, j), Op(B, s, j))
+            self._follow(Op(F, s, j), self.backward(s, j))
             w = Op(W, s, j)
             self.model.add((self.ends[self.device(w)] if w in self.inside else self.end) >= self.ended[w])
         for (s, j), again in self.again.items():
             self._follow(Op(F, s, j), Op(C, s, j), 0, again)
-            self._follow(Op(C, s, j), Op(B, s, j), 0, again)
+            self._follow(Op(C, s, j), self.backward(s, j), 0, again)
         for (s, j, p), leaves in self.leaves.items():
             o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
             self._follow(Op(F, s, j), o, 0, leaves)
             self._follow(o, d, 0, leaves)
-            self._follow(r, Op(B, s, j), 0, leaves)
+            self._follow(r, self.backward(s, j), 0, leaves)
             if o in self.point:
                 self.model.add(self.point[o] >= self.ended[Op(F, s, j)]).only_enforce_if(leaves)
                 self.model.add(self.at[o] >= self.point[o]).only_enforce_if(leaves)
@@ -252,17 +262,18 @@ class WindowModel:
         budget: Budget,
         seed: int,
         seconds: float = inf,
+        any_will_do: bool = False,
         on_better: Callable[[Starts], None] | None = None,
         on_bound: Callable[[int], None] | None = None,
     ) -> Answer:
-        """Minimizes the objective, for so many seconds of the budget at most. `on_better` sees each solution on the way, `on_bound` each
-        bound, perhaps from another thread."""
+        """Minimizes the objective, for so many seconds of the budget at most, or finds a first solution. `on_better` sees each one on
+        the way, `on_bound` each bound, perhaps from another thread."""
         self.model.minimize(self.objective)
         solver = cp_model.CpSolver()
         budget.allot(solver, seconds)
         solver.parameters.random_seed = seed
-        if self.window != everything(self.incumbent):
-            solver.parameters.linearization_level = 0  # a window is solved in a third of the time
+        solver.parameters.stop_after_first_solution = any_will_do
+        solver.parameters.linearization_level = 0  # with a relaxation by lines it takes three times as long, or nine
         if on_bound:
             solver.best_bound_callback = lambda bound: on_bound(round(bound))
         status = solver.solve(self.model, _Watch(self, on_better) if on_better else None)

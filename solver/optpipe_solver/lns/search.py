@@ -35,7 +35,7 @@ def improvements(ticks: Ticks, schedule: Schedule, budget: Budget, seed: int) ->
     known = timed(ticks, schedule)
     while budget.left() > 0:
         breadth, window = choice.window(known)
-        model = WindowModel(ticks, known, window, in_order=True, objective="ends")
+        model = WindowModel(ticks, known, window, "stages", objective="ends")
         budget.handled(len(known.start))
         answer = model.solve(budget, chance.randrange(2**31), PATIENCE_S)
         before = known.end
