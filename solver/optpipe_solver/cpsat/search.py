@@ -24,7 +24,7 @@ from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
 
 METHOD = "cpsat"
-IN_ORDER_SHARE, RANKS_SHARE = 0.15, 0.7  # of the time, and of what is left then
+IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8  # of the time, and of what is left then
 
 
 class Search:
