@@ -29,8 +29,8 @@ class Turn:
 
 
 AUTO = (
-    Turn("cyclic", 0.15),  # patterns, then warm-up and cool-down: soon near the best, at any size
-    Turn("cpsat", 0.35),  # the whole problem at once: proves what is small (its own `applies` says what is)
+    Turn("cyclic", 0.25),  # patterns, and windows of the best of them
+    Turn("cpsat", 0.30),  # the whole problem at once: proves what is small (its own `applies` says what is)
     Turn("milp", 0.05),  # the paper's formulation; proves what is tiny
     Turn("lns", 0.10, again=True),  # windows of the best schedule
 )

@@ -13,7 +13,7 @@ from optpipe_solver import budget, lns
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import split, timed
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lns.windows import FEWEST, QUICK_S, Breadth, Choice
+from optpipe_solver.lns.windows import FEWEST, QUICK_S, VAIN, Breadth, Choice
 
 
 def offloading(devices: int, microbatches: int) -> Problem:
@@ -73,10 +73,21 @@ def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
 def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_not() -> None:
     breadth = Breadth(2, most=100)
     for _ in range(20):
-        breadth.learn(0.0, QUICK_S / 10, proven=True)
+        breadth.learn(0.0, QUICK_S / 10, True, QUICK_S)
     assert breadth.size == 100
     for _ in range(40):
-        breadth.learn(0.0, QUICK_S, proven=False)
+        breadth.learn(0.0, QUICK_S, False, QUICK_S)
     assert breadth.size == FEWEST
-    breadth.learn(5.0, QUICK_S, proven=True)
+    breadth.learn(5.0, QUICK_S, True, QUICK_S)
     assert breadth.score > 0.0
+
+
+def test_where_nothing_is_gained_windows_have_more_time() -> None:
+    choice = Choice(Ticks.of(offloading(4, 6)), random.Random(0))
+    for _ in range(VAIN):
+        choice.learn(choice.breadths[0], 0.0, QUICK_S, True)
+    assert choice.quick_s > QUICK_S
+    before = choice.quick_s
+    for _ in range(3 * VAIN):
+        choice.learn(choice.breadths[0], 1.0, QUICK_S, True)
+    assert choice.quick_s == before

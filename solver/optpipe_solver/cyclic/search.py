@@ -1,5 +1,4 @@
-"""The engine: patterns first, the shortest period there is and some longer ones; then, where there are more micro-batches than that takes,
-warm-up and cool-down on their own, with the periods put in between."""
+"""The engine: patterns first, the shortest period there is and some longer ones; then windows of the best of them."""
 
 from __future__ import annotations
 
@@ -8,22 +7,24 @@ from dataclasses import replace
 from math import ceil
 
 from optpipe.child import Frame, Request
-from optpipe.errors import OptPipeError
+from optpipe.ops import Kind
+from optpipe.problem import Problem
+from optpipe.program import KIND
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.cpsat.timed import covers, split
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
-from optpipe_solver.cyclic.unroll import repeat_within, unroll
-from optpipe_solver.heuristics import generate
+from optpipe_solver.cyclic.unroll import unroll
+from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.keeper import Keeper
+from optpipe_solver.lift import lift_table
 from optpipe_solver.lns.search import improvements
-from optpipe_solver.methods import WITHIN_MEMORY
 from optpipe_solver.prune import prune
 
 METHOD = "cyclic"
 LARGEST_K = 4
-PATTERNS_SHARE = 0.5  # of the time, at most
+WORTHWHILE = 1.5  # so many times fewer micro-batches are improved instead of all
+PATTERNS_SHARE = 0.4  # of the time, at most
 PERIOD_S = 10.0  # for one period, at most
 STRETCHES = (1.02, 1.05, 1.1, 1.2, 1.35)  # of the shortest period: a longer one may have so much less latency that it pays
 
@@ -34,7 +35,7 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
     ticks = Ticks.of(request.problem)
     pattern = _patterns(ticks, keeper, budget)
     if pattern:
-        _ramps(ticks, pattern, keeper, budget)
+        _windows(ticks, pattern, keeper, budget)
     return budget.spent_s
 
 
@@ -54,33 +55,24 @@ def _patterns(ticks: Ticks, keeper: Keeper, budget: Budget) -> Pattern | None:
     return min(chosen)[2] if chosen else None
 
 
-def _ramps(ticks: Ticks, pattern: Pattern, keeper: Keeper, budget: Budget) -> None:
-    """Searches the problem of just so many micro-batches that warm-up and cool-down meet, and puts the periods between them into each
-    schedule found."""
-    K, most = pattern.microbatches, ticks.problem.microbatches
-    few = 2 * K * -(-pattern.latency // pattern.period)
-    few += (most - few) % K
-    if few >= most:
-        return
-    core = replace(ticks, problem=ticks.problem.model_copy(update={"microbatches": few, "microbatch_routes": None}))
-    starts = [prune(unroll(core, pattern, METHOD)), *_heuristics(core)]
-    start = min(starts, key=lambda schedule: schedule.makespan_ms)
-    for short in (start, *improvements(core, start, budget, keeper.request.seed)):
-        longer = repeat_within(ticks, pattern, replace(short, method=METHOD))
-        if longer:
-            keeper.offer(prune(longer))
+def _windows(ticks: Ticks, pattern: Pattern, keeper: Keeper, budget: Budget) -> None:
+    """Improves what the pattern unrolls to, window by window. Of many micro-batches so few that a period stands between warm-up and
+    cool-down; in what becomes of them the period is repeated."""
+    problem, K = ticks.problem, pattern.microbatches
+    few = 3 * K * ceil(pattern.latency / pattern.period)
+    shortened = few * WORTHWHILE < problem.microbatches
+    core = replace(ticks, problem=problem.model_copy(update={"microbatches": few, "microbatch_routes": None})) if shortened else ticks
+    for short in improvements(core, prune(unroll(core, pattern, METHOD)), budget, keeper.request.seed):
+        schedule = _lengthened(problem, short) if shortened else short
+        if schedule:
+            keeper.offer(replace(schedule, method=METHOD))
 
 
-def _heuristics(ticks: Ticks) -> Iterator[Schedule]:
-    """What heuristics make of the problem, as far as the models here know it."""
-    problem = ticks.problem.model_copy(update={"overlap_factor": None})
-    for name in WITHIN_MEMORY:
-        try:
-            schedule = split(replace(generate(name, problem, "makespan"), problem=ticks.problem))
-        except OptPipeError:
-            continue
-        if covers(schedule):
-            yield schedule
+def _lengthened(problem: Problem, short: Schedule) -> Schedule | None:
+    table, start = short.timeline.table, short.timeline.start
+    rows = table[:, KIND] != Kind.D  # `lift` derives drops
+    longer = lengthened(table[rows], start[rows], problem.microbatches)
+    return prune(lift_table(problem, *longer)) if longer else None
 
 
 def patterns(ticks: Ticks, K: int, budget: Budget, least_left: float, seed: int) -> Iterator[Pattern]:

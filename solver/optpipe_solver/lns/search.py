@@ -13,7 +13,7 @@ from optpipe_solver.cpsat.timed import timed
 from optpipe_solver.cpsat.whole import Starts, WindowModel, everything
 from optpipe_solver.keeper import Keeper
 from optpipe_solver.lift import lift
-from optpipe_solver.lns.windows import PATIENCE_S, Choice
+from optpipe_solver.lns.windows import PATIENCE, Choice
 from optpipe_solver.prune import prune
 
 
@@ -37,7 +37,7 @@ def improvements(ticks: Ticks, schedule: Schedule, budget: Budget, seed: int) ->
         breadth, window = choice.window(known)
         model = WindowModel(ticks, known, window, "stages", objective="ends")
         budget.handled(len(known.start))
-        answer = model.solve(budget, chance.randrange(2**31), PATIENCE_S)
+        answer = model.solve(budget, chance.randrange(2**31), PATIENCE * choice.quick_s)
         before = known.end
         if answer.starts:
             found = finish(ticks, answer.starts)
@@ -47,7 +47,7 @@ def improvements(ticks: Ticks, schedule: Schedule, budget: Budget, seed: int) ->
                 schedule, known = found, retimed
                 if shorter:
                     yield schedule
-        breadth.learn(ticks.ms(before - known.end), answer.used_s, answer.proven)
+        choice.learn(breadth, ticks.ms(before - known.end), answer.used_s, answer.proven)
         if answer.proven and window == everything(known):
             return
 

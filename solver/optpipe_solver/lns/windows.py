@@ -13,8 +13,9 @@ from optpipe_solver.cpsat.whole import Window, everything
 
 FIRST = 60  # compute ops in the first windows
 FEWEST = 8
-QUICK_S = 0.3  # a window solved sooner may grow
-PATIENCE_S = 2.0  # for one window
+QUICK_S = 0.3  # a window solved sooner may grow, at first
+PATIENCE = 6  # times as long is spent on one window
+VAIN = 10  # windows without a gain, and larger ones have more time
 MEMORY = 0.9  # of a breadth's score, from one window to the next
 LEAST = 0.3  # of the best breadth's chance, which each keeps
 
@@ -28,12 +29,12 @@ class Breadth:
     size: float = FIRST
     score: float = 0.0
 
-    def learn(self, gained_ms: float, used_s: float, proven: bool) -> None:
+    def learn(self, gained_ms: float, used_s: float, proven: bool, quick_s: float) -> None:
         """From one window: whether such windows pay, and whether larger or smaller ones are to be tried."""
-        self.score += (1 - MEMORY) * (gained_ms / max(used_s, QUICK_S) - self.score)
-        if proven and used_s < QUICK_S:
+        self.score += (1 - MEMORY) * (gained_ms / max(used_s, quick_s) - self.score)
+        if proven and used_s < quick_s:
             self.size = min(self.most, 1.15 * self.size)
-        elif not proven or used_s > 2 * QUICK_S:
+        elif not proven or used_s > 2 * quick_s:
             self.size = max(FEWEST, 0.85 * self.size)
 
 
@@ -42,6 +43,7 @@ class Choice:
 
     def __init__(self, ticks: Ticks, chance: random.Random) -> None:
         self.ticks, self.problem, self.chance = ticks, ticks.problem, chance
+        self.quick_s, self.vain = QUICK_S, 0
         devices = len(self.problem.devices)
         ops = 3 * len(self.problem.stages) * self.problem.microbatches
         self.breadths = [Breadth(n, ops * n // devices) for n in sorted({max(min(2, devices), devices // cut) for cut in (1, 2, 4)})]
@@ -52,6 +54,13 @@ class Choice:
         idle = list(self._idle(known))
         device, begin, end = self.chance.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, known.end)
         return breadth, self._around(known, breadth, device, self.chance.randint(begin, end))
+
+    def learn(self, breadth: Breadth, gained_ms: float, used_s: float, proven: bool) -> None:
+        """From one window, for the next ones."""
+        breadth.learn(gained_ms, used_s, proven, self.quick_s)
+        self.vain = 0 if gained_ms else self.vain + 1
+        if self.vain >= VAIN:
+            self.quick_s, self.vain = self.quick_s * 1.5, 0
 
     def _around(self, known: Timed, breadth: Breadth, device: int, moment: int) -> Window:
         """The ops nearest to a moment, of devices next to one."""
