@@ -126,7 +126,7 @@ def _after(best: Result, frame: Frame, request: Request) -> Result:
     """What is known after one more frame."""
     if isinstance(frame, Incumbent):
         return _with_incumbent(best, frame, request)
-    if isinstance(frame, Bound) and frame.lower_bound_ms > (best.lower_bound_ms or 0.0):
+    if isinstance(frame, Bound) and (best.lower_bound_ms is None or frame.lower_bound_ms > best.lower_bound_ms):
         return _judged(replace(best, lower_bound_ms=frame.lower_bound_ms))
     if isinstance(frame, Infeasible) and best.schedule is None:
         return replace(best, status="infeasible", reason=frame.reason)

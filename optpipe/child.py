@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import threading
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from optpipe.errors import SolverError, input_error
 from optpipe.placement import Placement
@@ -55,6 +57,12 @@ class Programs(Record):
         return Schedule.parse(placed, (texts.split() for texts in self.programs), links, method, self.placement)
 
 
+def _milp_solver(name: str) -> str:
+    if not re.fullmatch(r"auto|highs|gurobi|pulp(:\w+)?", name):
+        raise PydanticCustomError("solver", "auto, highs, gurobi, pulp or pulp:NAME was expected")
+    return name
+
+
 class Request(Record):
     """What a solver is asked: the problem, how, and for how long."""
 
@@ -65,7 +73,7 @@ class Request(Record):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     warm_start: Programs | None = None
-    solver: Annotated[str, Field(pattern=r"^(auto|highs|gurobi|pulp(:\w+)?)$")] = "auto"  # of the MILP
+    solver: Annotated[str, AfterValidator(_milp_solver)] = "auto"  # of the MILP
     placements: Placements = "keep"  # the stages as given, or whichever split over the devices is best
     jitter: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0  # relative noise of op times to be robust against
     memory_mib: Annotated[int, Field(ge=64)] | None = None  # of the solver's processes together

@@ -45,7 +45,7 @@ class PlacementSearch:
     def __init__(self, request: Request, emit: Emit) -> None:
         self.request, self.emit = request, emit
         self.deadline = time.monotonic() + request.time_limit_s
-        self.best_ms, self.bound_ms = float("inf"), 0.0
+        self.best_ms, self.bound_ms = float("inf"), float("-inf")
         self.told: set[str] = set()
         self.keep = Candidate(None, request.problem)
         self.candidates: list[Candidate] = []  # all of them, or none as long as they are not all known

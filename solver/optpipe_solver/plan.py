@@ -15,6 +15,7 @@ from optpipe_solver import methods
 
 LANES = 2  # engines side by side; with more threads than that each has several
 HEURISTICS_SHARE = 0.15  # of the time, where engines follow
+HEURISTICS_S = 1.4  # at least that long, or half of a short time: until then they gain more than engines do
 COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that what is counted fits in on a busy machine, too
 
 
@@ -35,6 +36,11 @@ AUTO = (
     Turn("lns", 0.10, again=True),  # windows of the best schedule
 )
 ROBUST = Turn(methods.ROBUST, 0.25, again=True)  # beside the others where op times vary
+
+
+def heuristics_share(seconds: float) -> float:
+    """Of the time, where engines follow."""
+    return max(HEURISTICS_SHARE, min(0.5, HEURISTICS_S / seconds))
 
 
 def turns(method: str, jitter: float, problem: Problem, applies: Callable[[str], bool]) -> list[Turn]:

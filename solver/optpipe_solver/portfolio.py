@@ -17,7 +17,7 @@ from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 from optpipe_solver.methods import HEURISTICS, METHODS, ROBUST, WITHIN_MEMORY
-from optpipe_solver.plan import COUNTED_SHARE, HEURISTICS_SHARE, LANES, Turn, turns
+from optpipe_solver.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
 from optpipe_solver.repair import repair
 
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
@@ -49,9 +49,10 @@ class Portfolio:
         self.best: Schedule | None = None  # by what counts, the percentile where there is jitter
         self.best_ms = float("inf")
         self.nominal: Schedule | None = None  # the one of the shortest nominal time
-        self.bound = 0.0
+        self.bound = float("-inf")  # the first bound is told, whatever it is
         self.crew = Crew()
-        self.engines_s = (1 - HEURISTICS_SHARE) * self.seconds * (COUNTED_SHARE if self.one_thread else 1)  # planned for each lane
+        self.heuristics_share = heuristics_share(self.seconds)
+        self.engines_s = (1 - self.heuristics_share) * self.seconds * (COUNTED_SHARE if self.one_thread else 1)  # planned for each lane
         self.planned_s = self.engines_s  # what is left of it, with one thread
         self.stints = 0
         self.exhausted: dict[str, Schedule | None] = {}  # from where an engine knows nothing more to do
@@ -70,7 +71,7 @@ class Portfolio:
         if not due and method not in ("auto", *HEURISTICS):
             self.emit(Note(text=f"{method} is not for a problem of this sort or size"))
         names = [method] if method in HEURISTICS else self.within_memory()
-        self.search(self.heuristics(names, share=HEURISTICS_SHARE if due else 1.0), due)
+        self.search(self.heuristics(names, share=self.heuristics_share if due else 1.0), due)
 
     @property
     def time_left(self) -> float:

@@ -205,6 +205,7 @@ WRONG = [
     (("solve", "bad.json", "-o", "s.json"), "error: bad.json: stages[0].forward_ms = -1: "),
     (("solve", "p.json", "-o", "no/such/s.json"), "error: no/such/s.json: cannot be written: No such file or directory"),
     (("solve", "p.json", "--time-limit", "-1"), "error: improve: time_limit_s = -1.0: "),
+    (("solve", "p.json", "--solver", "cplex"), "error: improve: solver = 'cplex': auto, highs, gurobi, pulp or pulp:NAME was expected"),
     (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
     (("check", "p.json", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
     (("solve", "p.json", "-o", "a" * 300), f"error: {'a' * 300}: File name too long"),

@@ -282,3 +282,11 @@ def test_an_engine_that_is_named_may_be_asked_for_more_than_it_is_started_for_by
         for method in ("auto", "milp")
     ]
     assert fits == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize("placements", ["keep", "all"])
+def test_work_that_takes_no_time_is_proven_to_take_none(placements):
+    free = {"forward_ms": 0.0, "backward_input_ms": 0.0, "backward_weight_ms": 0.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    problem = Problem(microbatches=3, devices=[Device(memory_bytes=20)] * 2, stages=[Stage(device=d, **free) for d in range(2)])
+    result = optpipe.solve(problem, time_limit=20, placements=placements)
+    assert (result.status, result.makespan_ms, result.lower_bound_ms) == ("optimal", 0.0, 0.0)
