@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, length, problem_of, stage
+from support.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
 from support.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, check
@@ -52,6 +52,11 @@ def test_the_optimum_is_the_best_of_all_programs(name: str, objective: Objective
     assert tried > 10
     assert values(problem, frames, objective)[-1] == pytest.approx(best)
     assert bound(problem, frames, objective) == pytest.approx(best)
+
+
+def test_the_span_may_be_least_where_micro_batches_overtake_that_all_stay() -> None:
+    frames = answers(LATE_START, "span")
+    assert values(LATE_START, frames, "span")[-1] == bound(LATE_START, frames, "span") == 20.0
 
 
 @st.composite

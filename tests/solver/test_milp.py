@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
+from support.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
@@ -50,6 +50,11 @@ def test_the_span_may_be_least_where_micro_batches_overtake(solver: Solver) -> N
     problem = problem_of([stage(0, (1, 2, 3), 1, 1, (9, 9, 1)), stage(1, (3, 1, 3), 1, 1, (9, 1, 1))], [2, 2], 3, 4.0)
     values, bound = solver.solve(problem, "span")
     assert values[-1] == bound == 33.0
+
+
+def test_the_span_may_be_least_where_micro_batches_overtake_that_all_stay(solver: Solver) -> None:
+    values, bound = solver.solve(LATE_START, "span")
+    assert values[-1] == bound == 20.0
 
 
 def test_a_backward_may_overtake_another(solver: Solver) -> None:

@@ -174,6 +174,9 @@ EXHAUSTIVE: dict[str, Problem] = {
     ),
 }
 SPAN = problem_of([stage(0, (1, 3, 2), 1, 1, (2, 5, 1)), stage(1, (5, 2, 9), 1)], [1, 2], 2, 4.0)
+LATE_START = problem_of(  # a span of 20 ms where device 1 starts with micro-batch 1, else of 21 ms
+    [stage(0, (2, 1, 1), 1), stage(1, (1, 2, 1), 1), stage(2, (1, 1, 1), 1), stage(1, (1, 1, 4), 1)], [9] * 3, 2, 0.0
+)
 RICHER: dict[str, Problem] = {  # what only a solver of all choices can solve
     "recompute": problem_of([stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 2, 2, None, (1, 1))], [4, 2], 2),
     "recompute or offload": problem_of([stage(0, (2, 2, 1), 3, 1, (3, 1, 2), (1, 2)), stage(1, (3, 2, 1), 2, 2)], [5, 2], 2, 3.0),

@@ -18,7 +18,7 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import timed
-from optpipe_solver.cpsat.whole import Order, Starts, WindowModel, everything
+from optpipe_solver.cpsat.whole import Order, Starts, WindowModel, everything, order_is_free
 from optpipe_solver.keeper import Keeper
 from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
@@ -42,11 +42,11 @@ class Search:
         """Ends when time is up or the best is proven to be it."""
         self.keeper.heuristic()
         if self.keeper.start is not None and self.keeper.value > self._bound * (1 + 1e-9):
-            alike = not any(stage.can_offload or stage.can_recompute for stage in self.problem.stages)
-            self.solve("stages", self.budget.left() * (1.0 if alike else IN_ORDER_SHARE))
-            if not alike and self.request.objective == "makespan":
+            free = order_is_free(self.problem, self.request.objective)
+            self.solve("stages", self.budget.left() * (1.0 if free else IN_ORDER_SHARE))
+            if not free and self.request.objective == "makespan":
                 self.raise_bound(RANKS_SHARE * self.budget.left())
-            if not alike and self.keeper.value > self._bound * (1 + 1e-9):
+            if not free and self.keeper.value > self._bound * (1 + 1e-9):
                 self.solve("entry", self.budget.left())
 
     def _model(self, order: Order) -> WindowModel:

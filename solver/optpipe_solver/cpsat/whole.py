@@ -18,6 +18,7 @@ from ortools.sat.python import cp_model
 
 from optpipe.child import Objective
 from optpipe.ops import COMPUTE, Kind, Op
+from optpipe.problem import Problem
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat import memory, ranks, span, streams, symmetry
 from optpipe_solver.cpsat.ticks import Ticks
@@ -55,6 +56,12 @@ class Answer:
     used_s: float  # of the budget
 
 
+def order_is_free(problem: Problem, objective: Objective | Literal["ends"]) -> bool:
+    """Whether micro-batches that keep their order in all stages lose nothing. They are alike where none may leave or be recomputed: else a
+    later one can be worth an overtaking. The span is worth one, too: a device that lets the second overtake the first starts later."""
+    return objective == "makespan" and not any(stage.can_offload or stage.can_recompute for stage in problem.stages)
+
+
 class WindowModel:
     """`at` is each op's start (of D and, in `point`, of O and R: where memory changes): a number before the window, a variable in it,
     and end − tail after it. A choice is a literal, or True where the incumbent has made it outside the window; one not there is not open.
@@ -67,7 +74,7 @@ class WindowModel:
     def __init__(
         self, ticks: Ticks, incumbent: Timed, window: Window, order: Order, objective: Objective | Literal["ends"] = "makespan"
     ) -> None:
-        self.ticks, self.incumbent, self.window, self.order = ticks, incumbent, window, order
+        self.ticks, self.incumbent, self.window, self.order, self.minimizes = ticks, incumbent, window, order, objective
         self.problem = ticks.problem
         self.model = cp_model.CpModel()
         self.hints: dict[int, int] = {}
@@ -96,12 +103,11 @@ class WindowModel:
     @property
     def is_bound(self) -> bool:
         """Whether its bound holds for every schedule of the problem: all is free, nothing is rounded, pairs are none, and if
-        micro-batches keep their order in all stages, they are alike there: where one may leave or be recomputed, a later one can be
-        worth an overtaking."""
+        micro-batches keep their order in all stages, that loses nothing."""
         ticks, known = self.ticks, self.incumbent
         free = self.window.begin == 0 and self.window.end > known.end and self.window.devices is None
-        alike = not any(stage.can_offload or stage.can_recompute for stage in self.problem.stages)
-        return free and ticks.exact and ticks.exact_sizes and self.problem.overlap_factor is None and (alike or self.order != "stages")
+        any_order = self.order != "stages" or order_is_free(self.problem, self.minimizes)
+        return free and ticks.exact and ticks.exact_sizes and self.problem.overlap_factor is None and any_order
 
     # --- when
 

@@ -4,8 +4,8 @@ Here are the compute ops and the objective, Eq. 2 to 8; `offload` adds memory an
 
 The paper fixes the order of the micro-batches "without affecting optimality". Without offload that is so: number the k-th F, B and W of
 every stage k, and what they wait for still comes in time. With offload an activation's F, O, R and B belong together, and a backward that
-overtakes another one can hide its reload. Hence `Switches.order`: fixed in all stages is quick and good, but its optimum is no lower bound
-where offload matters.
+overtakes another one can hide its reload. Nor is it so of the span: a device that lets micro-batch 2 overtake micro-batch 1 starts later.
+Hence `Switches.order`: fixed in all stages is quick and good, but its optimum is no lower bound where offload or the span matters.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Model:
         problem, costs = self.problem, self.problem.costs
         expresses_all = problem.overlap_factor is None and problem.layers is None and not costs.can_recompute.any()
         expresses_all = expresses_all and not (costs.parts > 1).any() and not (costs.weight_grad > costs.activation).any()
-        return self.frame is None and expresses_all and (self.order != "stages" or not may_offload(problem))
+        order_is_free = self.objective == "makespan" and not may_offload(problem)  # a device has a shorter span where it starts later
+        return self.frame is None and expresses_all and (self.order != "stages" or order_is_free)
 
     def pair(self) -> tuple[Literal, Literal]:
         """Eq. 1: whether one precedes the other, and whether the other precedes the one: exactly one of both."""
