@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
-from optpipe_solver.methods import HEURISTICS, METHODS, ROBUST, WITHIN_MEMORY
+from optpipe_solver.methods import HEURISTICS, METHODS, ON_CPSAT, ROBUST, WITHIN_MEMORY
 from optpipe_solver.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
 from optpipe_solver.repair import repair
 
@@ -139,14 +140,16 @@ class Portfolio:
         self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong[0]}"))
 
     def applies(self, engine: str) -> bool:
-        """Whether an engine is for the problem: within its size or, where it is named, able to do anything with it."""
-        try:
-            module = importlib.import_module(f"optpipe_solver.{engine}")
-            able = getattr(module, "improves", module.applies) if engine == self.request.method else module.applies
-            return bool(able(self.request.problem))
-        except ImportError as error:
-            self.emit(Note(text=f"{engine} is not available: {error}"))
+        """Whether an engine is there and for the problem: within its size or, where it is named or the only one, able to do anything with
+        it."""
+        cpsat = importlib.util.find_spec("ortools") is not None
+        if engine in ON_CPSAT and not cpsat:
+            self.emit(Note(text=f"{engine} is not available: ortools is not installed"))
             return False
+        module = importlib.import_module(f"optpipe_solver.{engine}")
+        alone = engine == self.request.method or not cpsat
+        able = getattr(module, "improves", module.applies) if alone else module.applies
+        return bool(able(self.request.problem))
 
     def search(self, heuristics: Iterator[None], due: deque[Turn]) -> None:
         """Heuristics step by step in one lane, engines in the others, until time is up, nothing is left to try or the best is proven."""

@@ -290,3 +290,14 @@ def test_work_that_takes_no_time_is_proven_to_take_none(placements):
     problem = Problem(microbatches=3, devices=[Device(memory_bytes=20)] * 2, stages=[Stage(device=d, **free) for d in range(2)])
     result = optpipe.solve(problem, time_limit=20, placements=placements)
     assert (result.status, result.makespan_ms, result.lower_bound_ms) == ("optimal", 0.0, 0.0)
+
+
+def test_without_ortools_the_milp_solves_windows_of_what_is_too_large_for_it(monkeypatch):
+    large = Problem.load(EXAMPLES / "fastlink-8x16.json")
+    monkeypatch.setattr(portfolio.importlib.util, "find_spec", lambda name: None if name == "ortools" else object())
+    frames: list[object] = []
+    search = Portfolio(Request(problem=large), frames.append)
+    assert [search.applies(engine) for engine in ("cyclic", "lns", "cpsat", "milp")] == [False, False, False, True]
+    assert notes(frames) == [f"{engine} is not available: ortools is not installed" for engine in ("cyclic", "lns", "cpsat")]
+    monkeypatch.undo()
+    assert [search.applies(engine) for engine in ("cyclic", "lns", "milp")] == [True, True, False]
