@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one of a quiet core's
-OP_S = 6e-5  # for each op that Python puts into a model and takes out of it
+OP_S = 2.5e-5  # for each op that Python puts into a model and takes out of it
 BACKSTOP = 2.0  # where work is counted, the clock ends what takes so many times as long
 
 

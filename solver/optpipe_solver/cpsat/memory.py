@@ -21,7 +21,7 @@ def fits(w: WindowModel) -> None:
             device.activation(s, j)
             device.gradients(s, j)
         device.fit(w.ticks.capacity(d))
-        limit = w.ticks.host_capacity(d)
+        limit = w.ticks.host_capacities[d]
         if limit is not None:
             host = _Alive(w)
             for s, j in own:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +17,23 @@ Run = tuple[Any, int, Any, Any]  # start, length, whether it takes place, and by
 
 def one_at_a_time(w: WindowModel) -> None:
     """Device by device and link by link: no overlap in the window, and all of it between what is before and what is after."""
-    for d in range(len(w.problem.devices)):
-        own = set(w.problem.stages_on(d))
-        points = {x: at for x, at in w.point.items() if x.stage in own and not isinstance(at, int)}
-        runs = [run for x in w.inside if x.stage in own for run in _runs(w, x)]
+    known, allocated, many = w.incumbent.start, w.incumbent.point, len(w.problem.devices)
+    of_device = (_grouped(ops, w.device, many) for ops in (known, w.inside, allocated, w.point))
+    for d, (own, free, begun, pointed) in enumerate(zip(*of_device, strict=True)):
+        points = {x: w.point[x] for x in pointed if not isinstance(w.point[x], int)}
+        runs = [run for x in free for run in _runs(w, x)]
         runs += [(at, 0, w.there(x), w.ends[d]) for x, at in points.items()]
-        stream = [(w.begins(x), x) for x in w.incumbent.start if x.stage in own and x.kind in (*COMPUTE, D)]
-        waiting = [(at, x) for x, at in w.incumbent.point.items() if x.stage in own and w.side(at) > 0 and _matters(w, x)]
+        stream = [(w.begins(x), x) for x in own if x.kind in (*COMPUTE, D)]
+        waiting = [(at, x) for x in begun if w.side(at := allocated[x]) > 0 and _matters(w, x)]
         _between(w, runs, [*stream, *waiting])
         if w.window.frees(d):
             _no_overlap(w, runs)
         else:
-            known = [x for x in w.incumbent.start if x.stage in own]
-            _in_order(w, [(points[x], points[x]) if x in points else (w.at[x], w.ended.get(x, w.at[x])) for x in known if _counts(w, x)])
-    for kinds, users in w.ticks.streams:
-        transfers = [x for x in w.inside if x.kind in kinds and x.stage in users]
-        known_at = [(at, x) for x, at in w.incumbent.start.items() if x.kind in kinds and x.stage in users]
+            _in_order(w, [(points[x], points[x]) if x in points else (w.at[x], w.ended.get(x, w.at[x])) for x in own if _counts(w, x)])
+    number = {(kind, s): n for n, (kinds, users) in enumerate(w.ticks.streams) for kind in kinds for s in users}
+    of_link = (_grouped(ops, lambda x: number.get((x.kind, x.stage)), len(w.ticks.streams)) for ops in (known, w.inside))
+    for (_, users), link, transfers in zip(w.ticks.streams, *of_link, strict=True):
+        known_at = [(known[x], x) for x in link]
         runs = [(w.at[x], w.length(x), w.there(x), w.ends[w.device(x)]) for x in transfers]
         _between(w, runs, known_at)
         if any(w.window.frees(w.problem.stages[s].device) for s in users):
@@ -40,6 +41,16 @@ def one_at_a_time(w: WindowModel) -> None:
         else:
             transfers.sort(key=lambda x: (w.incumbent.start[x], w.length(x)))
             _in_order(w, [(w.at[x], w.at[x] + w.length(x)) for x in transfers])
+
+
+def _grouped(ops: Iterable[Op], number: Callable[[Op], int | None], many: int) -> list[list[Op]]:
+    """By number, in their order; without those that have none."""
+    groups: list[list[Op]] = [[] for _ in range(many)]
+    for x in ops:
+        n = number(x)
+        if n is not None:
+            groups[n].append(x)
+    return groups
 
 
 def _runs(w: WindowModel, x: Op) -> Iterator[Run]:

@@ -154,12 +154,15 @@ class Ticks:
     def capacity(self, device: int) -> int:
         return self.problem.devices[device].memory_bytes // self.grain
 
-    def host_capacity(self, device: int) -> int | None:
-        """None where all that could be offloaded fits at once."""
-        limit = self.problem.devices[device].host_memory_bytes
-        own, parts = self.problem.stages_on(device), self._part_bytes
-        most = sum(sum(parts[s]) for j in range(self.problem.microbatches) for s in self.problem.route(j) if s in own)
-        return None if limit is None or most <= limit else limit // self.grain
+    @cached_property
+    def host_capacities(self) -> list[int | None]:
+        """By device; None where all that could be offloaded fits at once."""
+        most = [0] * len(self.problem.devices)
+        for j in range(self.problem.microbatches):
+            for s in self.problem.route(j):
+                most[self.problem.stages[s].device] += sum(self._part_bytes[s])
+        limits = [device.host_memory_bytes for device in self.problem.devices]
+        return [None if limit is None or size <= limit else limit // self.grain for size, limit in zip(most, limits, strict=True)]
 
     @cached_property
     def work(self) -> list[int]:

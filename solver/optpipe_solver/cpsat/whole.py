@@ -76,6 +76,7 @@ class WindowModel:
     ) -> None:
         self.ticks, self.incumbent, self.window, self.order, self.minimizes = ticks, incumbent, window, order, objective
         self.problem = ticks.problem
+        self._device: list[int] = ticks.problem.costs.device.tolist()
         self.model = cp_model.CpModel()
         self.hints: dict[int, int] = {}
         self.latest = ticks.serial if objective == "span" else incumbent.end
@@ -128,7 +129,7 @@ class WindowModel:
         return by
 
     def device(self, x: Op) -> int:
-        return self.problem.stages[x.stage].device
+        return self._device[x.stage]
 
     def _moment(self, hint: int, name: str) -> Any:
         return self.variable(self.window.begin, self.latest, hint, name)
@@ -221,7 +222,7 @@ class WindowModel:
         return Op(BW if self.order == "ranks" else B, s, j)
 
     def host_capacity(self, stage: int) -> int | None:
-        return self.ticks.host_capacity(self.problem.stages[stage].device)
+        return self.ticks.host_capacities[self._device[stage]]
 
     # --- what waits for what
 
