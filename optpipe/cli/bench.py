@@ -14,6 +14,7 @@ from optpipe.cli.bench_solver import jitter, solver
 from optpipe.cli.output import Json, print_json
 
 if TYPE_CHECKING:
+    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -61,15 +62,43 @@ def core(
         typer.echo(f"{name:10} median {median(values):7.1f}   min {min(values):7.1f}   max {max(values):7.1f}")
 
 
+@app.command()
+def first(
+    devices: Annotated[int, typer.Option(min=1, max=256)] = 64,
+    microbatches: Annotated[int, typer.Option(min=1, max=4096)] = 512,
+    json: Json = False,
+) -> None:
+    """Time each heuristic's first schedule, checked, on a pipeline with memory for three activations; without the start of a process."""
+    from optpipe.validity import check
+    from optpipe_solver.bounds import memory_bound
+    from optpipe_solver.heuristics import STREAMS
+    from optpipe_solver.methods import WITHIN_MEMORY
+
+    problem = _offloading(devices, microbatches)
+    bound = memory_bound(problem)
+    rows = []
+    for name in WITHIN_MEMORY:
+        began = time.perf_counter()
+        schedule = next(STREAMS[name](problem, "makespan"))
+        wrong = check(problem, schedule)
+        rows.append({"method": name, "seconds": time.perf_counter() - began, "ms": schedule.makespan_ms, "valid": not wrong})
+    if json:
+        print_json({"bound_ms": bound, "first": rows})
+        return
+    typer.echo(f"{devices} devices × {microbatches} micro-batches, lower bound {bound:g} ms")
+    for row in rows:
+        typer.echo(f"{row['method']:12}{row['seconds']:7.2f} s{row['ms']:12g} ms{'' if row['valid'] else '  does not hold'}")
+
+
 def _ms(step: Callable[[], object]) -> float:
     begin = time.perf_counter()
     step()
     return (time.perf_counter() - begin) * 1000
 
 
-def _everything_offloaded(devices: int, microbatches: int) -> Schedule:
+def _offloading(devices: int, microbatches: int) -> Problem:
+    """Memory for three activations, each of which takes 12 ms to leave, and to return, where F + B + W take 28."""
     from optpipe.problem import Device, Problem, Stage
-    from optpipe.schedule import Schedule
 
     stage = Stage(
         device=0,
@@ -82,12 +111,17 @@ def _everything_offloaded(devices: int, microbatches: int) -> Schedule:
         reload_ms=12.0,
         offload_bytes=5 * 10**9,
     )
-    problem = Problem(
+    return Problem(
         microbatches=microbatches,
         p2p_ms=1.0,
         devices=(Device(memory_bytes=15 * 10**9),) * devices,
         stages=tuple(stage.model_copy(update={"device": d}) for d in range(devices)),
     )
+
+
+def _everything_offloaded(devices: int, microbatches: int) -> Schedule:
+    from optpipe.schedule import Schedule
+
     programs = []
     for s in range(devices):
         warmup = min(devices - s, microbatches) - 1
@@ -98,4 +132,4 @@ def _everything_offloaded(devices: int, microbatches: int) -> Schedule:
             if (j := step - warmup) >= 0:
                 program += [f"{s}R{j}", f"{s}B{j}", f"{s}W{j}"]
         programs.append(program)
-    return Schedule.parse(problem, programs)
+    return Schedule.parse(_offloading(devices, microbatches), programs)

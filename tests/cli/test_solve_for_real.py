@@ -93,3 +93,11 @@ def test_the_picture_of_progress():
     assert x0 < x1 < x2 < end  # later is further right
     assert y0 < y1 < y2  # shorter is further down
     assert (y1 - y0) / (y2 - y0) == pytest.approx(0.8, abs=0.01)
+
+
+def test_bench_first_times_schedules_that_hold(monkeypatch, capsys):
+    answer = json.loads(bench(monkeypatch, capsys, "first", "--devices", "4", "--microbatches", "8", "--json"))
+    rows = {row["method"]: row for row in answer["first"]}
+    assert all(row["valid"] and row["seconds"] > 0 for row in rows.values())
+    assert answer["bound_ms"] <= rows["adaoffload"]["ms"] < rows["naive"]["ms"]
+    assert "adaoffload" in bench(monkeypatch, capsys, "first", "--devices", "2", "--microbatches", "2")
