@@ -15,7 +15,7 @@ from optpipe_solver import methods
 
 LANES = 2  # engines side by side; with more threads than that each has several
 HEURISTICS_SHARE = 0.15  # of the time, where engines follow
-HEURISTICS_S = 1.4  # at least that long, or half of a short time: until then they gain more than engines do
+HEURISTICS_S = 2.0  # at least that long, or half of a short time: until then they gain more than engines do
 COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that what is counted fits in on a busy machine, too
 
 

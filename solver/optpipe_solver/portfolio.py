@@ -7,6 +7,7 @@ import importlib.util
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 
 from optpipe.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.errors import InputError, OptPipeError
@@ -24,6 +25,7 @@ from optpipe_solver.repair import repair
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
 WORTHWHILE_S = 0.5  # an engine needs that long to start
 POLL_S = 0.1  # how often memory and clocks are looked at
+BEHIND = 4  # turns of the heuristic that is ahead for one of another
 LARGE = 3_000  # forwards: list scheduling takes some tenths of a second for so many
 BACKSTOP = 2.0  # with one thread an engine that should have ended by its own count is ended at so many times its time
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
@@ -173,18 +175,23 @@ class Portfolio:
                 self.hear(worker, word, due)
 
     def heuristics(self, names: list[str], share: float) -> Iterator[None]:
-        """In turn a schedule of each: first what they are known for, then, for a share of the time, what varying their policies brings."""
+        """In turn a schedule of each: first what they are known for, then, for a share of the time, what varying their policies brings;
+        those that are behind have fewer turns."""
         problem, objective = self.request.problem, self.request.objective
         until = time.monotonic() + (share * self.time_left if not self.one_thread else self.time_left)
         work, most_work = 0, share * self.seconds * OPS_PER_S
         streams = {name: STREAMS[name](problem, objective, self.deadline) for name in names}
-        while streams:
-            for name, stream in list(streams.items()):
+        own_ms = dict.fromkeys(names, float("inf"))  # each one's best
+        for turn in count():
+            ahead_ms = min((own_ms[name] for name in streams), default=0.0)
+            for name, stream in [(name, stream) for name, stream in streams.items() if turn % BEHIND == 0 or own_ms[name] <= ahead_ms]:
                 if self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work)):
                     return
                 work += 3 * len(problem.stages) * problem.microbatches * (NOISY if self.noise else 1)
                 try:
                     schedule = next(stream, None)
+                    if schedule:
+                        own_ms[name] = min(own_ms[name], value(schedule, objective))
                     wrong = self.offer(schedule) if schedule else None
                 except OptPipeError as error:
                     schedule, wrong = None, str(error)
@@ -195,6 +202,8 @@ class Portfolio:
                 if wrong or schedule is None:
                     del streams[name]
                 yield
+            if not streams:
+                return
 
     def start_due(self, due: deque[Turn], lanes: int, trying: bool) -> None:
         """On each free lane the next turn, with its share of the threads that are free."""
