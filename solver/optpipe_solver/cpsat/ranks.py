@@ -86,6 +86,10 @@ def _reasons(w: WindowModel, s: int, i: int, j: int) -> list[Any]:
         w.model.add(w.at[o] < forward).only_enforce_if(*simple)
         w.model.add(w.at[r] + w.length(r) > backward).only_enforce_if(*simple)
         reasons.append(reason)
+        if recomputed is not None and w.host_capacity(s) is not None:  # j's copies would stay until B_i, and i cannot take them over
+            reason = w.model.new_bool_var("copied")
+            w.model.add_bool_and(recomputed, w.leaves[s, j, p]).only_enforce_if(reason)
+            reasons.append(reason)
     if recomputed is not None and recomputes is not None:
         reason = w.model.new_bool_var("recomputed")
         w.model.add_bool_and(recomputed, ~recomputes).only_enforce_if(reason)
