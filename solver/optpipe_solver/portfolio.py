@@ -26,7 +26,7 @@ MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
 WORTHWHILE_S = 0.5  # an engine needs that long to start
 POLL_S = 0.1  # how often memory and clocks are looked at
 BEHIND = 4  # turns of the heuristic that is ahead for one of another
-LARGE = 3_000  # forwards: list scheduling takes some tenths of a second for so many
+LARGE = 3_000  # parts of activations: list scheduling takes some tenths of a second for so many
 BACKSTOP = 2.0  # with one thread an engine that should have ended by its own count is ended at so many times its time
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 NOISY = 3  # times as much work with a schedule whose percentile is simulated
@@ -123,7 +123,7 @@ class Portfolio:
     def within_memory(self) -> list[str]:
         """The heuristics that fit, the most promising first; where these take their time, naive, which takes none, before them."""
         problem = self.request.problem
-        large = len(problem.stages) * problem.microbatches > LARGE
+        large = sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > LARGE
         return sorted(WITHIN_MEMORY, key=lambda name: large and name != "naive")
 
     def take_warm_start(self) -> None:

@@ -301,3 +301,11 @@ def test_without_ortools_the_milp_solves_windows_of_what_is_too_large_for_it(mon
     assert notes(frames) == [f"{engine} is not available: ortools is not installed" for engine in ("cyclic", "lns", "cpsat")]
     monkeypatch.undo()
     assert [search.applies(engine) for engine in ("cyclic", "lns", "milp")] == [True, True, False]
+
+
+@pytest.mark.parametrize(("parts", "first"), [(1, "adaoffload"), (64, "naive")])
+def test_many_parts_make_a_problem_large(parts, first):
+    problem = pipeline(devices=2, microbatches=LARGE // 100)
+    leaves = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 5, "offload_parts": parts}
+    problem = problem.replace(stages=[stage.model_copy(update=leaves) for stage in problem.stages])
+    assert Portfolio(Request(problem=problem), print).within_memory()[0] == first
