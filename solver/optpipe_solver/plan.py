@@ -27,13 +27,17 @@ class Turn:
     share: float = 1.0  # of the engines' time on all lanes
     most_passes: int | None = None  # micro-batches through stages: a larger problem is not for this engine within a minute or so
     again: bool = False  # over and over until time is up
+    anew: bool = False  # from a heuristic's schedule and not from the best, which other windows may have led astray
 
 
 AUTO = (
-    Turn("cyclic", 0.25),  # patterns, and windows of the best of them
-    Turn("cpsat", 0.30),  # the whole problem at once: proves what is small (its own `applies` says what is)
-    Turn("milp", 0.05),  # the paper's formulation; proves what is tiny
-    Turn("lns", 0.10, again=True),  # windows of the best schedule
+    Turn("cyclic", 0.12),  # patterns, and windows of the best of them
+    Turn("cpsat", 0.24, most_passes=64),  # the whole problem at once: proves what is small
+    Turn("lns", 0.12),  # windows of the best schedule
+    Turn("milp", 0.03),  # the paper's formulation; proves what is tiny
+    Turn("cpsat", 0.08),  # of what is less small, another neighbourhood (its own `applies` says what that is)
+    Turn("lns", 0.08, again=True, anew=True),
+    Turn("lns", 0.08, again=True),
 )
 ROBUST = Turn(methods.ROBUST, 0.25, again=True)  # beside the others where op times vary
 

@@ -223,20 +223,21 @@ class Portfolio:
             all_s = self.planned_s if self.one_thread else left_s
             given_s = min(turn.share * lanes * self.engines_s, all_s) if due else all_s  # the last one waits for nobody
             own = max(1, -(-threads // free))
-            self.start(turn.engine, given_s, own)
+            self.start(turn, given_s, own)
             free, threads = free - 1, threads - own
 
-    def start(self, engine: str, given_s: float, threads: int) -> None:
+    def start(self, turn: Turn, given_s: float, threads: int) -> None:
         """An engine, from the schedule that it could make better. What it needs to start and to end is part of its time."""
         asked = {
-            "method": engine,
+            "method": turn.engine,
             "time_limit_s": max(given_s - WORTHWHILE_S, given_s / 2),
             "threads": threads,
             "seed": (self.request.seed + self.stints) % 2**31,
         }
         until = time.monotonic() + min(self.time_left, BACKSTOP * given_s if self.one_thread else given_s)
         self.stints += 1
-        self.crew.start(self.request.model_copy(update=asked), self.best_for(engine), until, given_s)
+        start = None if turn.anew else self.best_for(turn.engine)
+        self.crew.start(self.request.model_copy(update=asked), start, until, given_s)
 
     def may_gain(self, engine: str) -> bool:
         return engine not in self.exhausted or self.exhausted[engine] is not self.best_for(engine)
@@ -270,7 +271,7 @@ class Portfolio:
         elif word is None:
             self.planned_s -= worker.given_s if worker.spent_s is None else min(worker.given_s, worker.spent_s + WORTHWHILE_S)
             if worker.gave_back:
-                self.exhausted[engine] = worker.start
+                self.exhausted[engine] = worker.start or self.best_for(engine)
 
     def leave_it_to_robust(self, due: deque[Turn]) -> None:
         """Nothing is left to gain by nominal times."""
