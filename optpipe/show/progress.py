@@ -57,7 +57,7 @@ def _panel(search: Progress, left: float, top: float, latest: float) -> Iterator
     yield f'<text x="{last:.1f}" y="{top + 14}" text-anchor="end" fill="#333">{escape(_figures(search))}</text>'
     for time_s in _decades(latest):
         yield f'<line x1="{x(time_s):.1f}" y1="{high}" x2="{x(time_s):.1f}" y2="{low}" stroke="#EEF1F4"/>'
-        yield f'<text x="{x(time_s):.1f}" y="{low + 15}" text-anchor="middle" fill="#777">{time_s:g} s</text>'
+        yield f'<text x="{x(time_s):.1f}" y="{low + 15}" text-anchor="middle" fill="#777">{time_s:.3g} s</text>'
     for share in _ticks(most):
         yield f'<line x1="{first}" y1="{y(share):.1f}" x2="{last}" y2="{y(share):.1f}" stroke="#EEF1F4"/>'
         yield f'<text x="{first - 6}" y="{y(share) + 4:.1f}" text-anchor="end" fill="#777">+{share:.0%}</text>'
