@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
@@ -83,6 +84,7 @@ class Search:
         self._deadline.daemon = True
         self._deadline.start()
         self._results = _results(request, self._child, self._deadline)
+        weakref.finalize(self, _abandon, self._deadline, self._child)  # not __del__: in a cycle the child's files would be finalized first
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -93,11 +95,10 @@ class Search:
     def cancel(self) -> None:
         self._child.stop()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_deadline"):
-            self._deadline.cancel()
-            self._results.close()
-            self._child.close()
+
+def _abandon(deadline: threading.Timer, child: Child) -> None:
+    deadline.cancel()
+    child.close()
 
 
 def _results(request: Request, child: Child, deadline: threading.Timer) -> Generator[Result, None, None]:

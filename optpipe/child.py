@@ -132,10 +132,12 @@ class Child:
 
     def __init__(self, module: str, request: Request) -> None:
         self.module = module
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
-        )
+        with contextlib.ExitStack() as unless_it_starts:
+            self._stderr = unless_it_starts.enter_context(tempfile.TemporaryFile())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
+            )
+            unless_it_starts.pop_all()  # from here on `close` is who closes it
         self._stopped = threading.Event()
         threading.Thread(target=self._send, args=(request.model_dump_json(exclude_none=True),), daemon=True).start()
 

@@ -1,9 +1,11 @@
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,32 @@ def test_a_search_dropped_half_way_leaves_no_process(problem, started):
     del search
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_search_that_is_garbage_with_all_it_holds_leaves_no_process_and_no_open_file(problem):
+    search = improve(problem, method="sleep", time_limit=50)
+    next(search)
+    search._deadline.cancel()  # as if its time were over: else the timer's thread holds the child
+    search._deadline.join()
+    search.itself = search
+    pid = search._child._process.pid
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        del search
+        gc.collect()
+    assert [str(warning.message) for warning in told if "unclosed" in str(warning.message)] == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(FileNotFoundError):
+            improve(problem)
+        gc.collect()
+    assert [str(warning.message) for warning in told] == []
 
 
 def test_the_solver_dies_with_its_parent(problem, tmp_path):

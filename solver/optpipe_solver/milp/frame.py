@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.graph import ACROSS, ISSUED, Flags, Floats, Ints, dependencies, durations, is_transfer, streams
+from optpipe.graph import ACROSS, ISSUED, Flags, Floats, Ints, dependencies, is_transfer, streams
 from optpipe.ops import Kind, Op
-from optpipe.program import JOINED, KIND, STAGE, Program
+from optpipe.program import JOINED, KIND, STAGE
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.windows import Arc, passing
+from optpipe_solver.paths import apart, stands, tails
 
 Activation = tuple[int, int]  # stage and micro-batch
 COMPUTE = (Kind.F, Kind.B, Kind.W)
@@ -71,15 +72,7 @@ class Incumbent:
 
     @cached_property
     def tail(self) -> Floats:
-        lasts = durations(self.problem, self.table)
-        first, second, delay, _ = self.edges
-        tail = lasts
-        while True:
-            longer = tail.copy()
-            np.maximum.at(longer, first, lasts[first] + delay + tail[second])
-            if np.array_equal(longer, tail):
-                return tail
-            tail = longer
+        return np.array(tails(self.schedule))
 
     def parts(self, kind: Kind, a: Activation) -> list[int]:
         """The rows of an activation's O, D or R, part by part; none where it stays."""
@@ -88,16 +81,7 @@ class Incumbent:
 
     @cached_property
     def stands(self) -> Floats:
-        """Where each transfer stands in its program: at its start or, where it waits for the link, before the next op that computes."""
-        stands = self.start.copy()
-        following = dict.fromkeys(self.device.tolist(), np.inf)
-        moving = is_transfer(self.table)
-        for i in reversed(range(len(stands))):
-            if moving[i]:
-                stands[i] = min(stands[i], following[self.device[i]])
-            else:
-                following[self.device[i]] = self.start[i]
-        return stands
+        return stands(self.schedule.timeline)
 
     @cached_property
     def in_order(self) -> bool:
@@ -130,15 +114,8 @@ class Incumbent:
 
 def split(schedule: Schedule) -> Schedule:
     """The same with B and W, one after the other, for every BW, as far as that fits into memory."""
-    programs = []
-    for program in schedule.programs:
-        fused = program.table[:, KIND] == Kind.BW
-        table = np.repeat(program.table, 1 + fused, axis=0)
-        places = np.flatnonzero(fused) + np.arange(np.count_nonzero(fused))
-        table[places, KIND], table[places + 1, KIND] = Kind.B, Kind.W
-        programs.append(Program(table))
-    apart = replace(schedule, programs=tuple(programs))
-    return schedule if check(schedule.problem, apart) else apart
+    found = apart(schedule)
+    return schedule if check(schedule.problem, found) else found
 
 
 @dataclass(frozen=True)

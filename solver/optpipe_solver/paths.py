@@ -1,0 +1,69 @@
+"""What a schedule's order says beyond its times: what must follow each op, where a transfer stands, a BW as its B and its W."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from optpipe.graph import ACROSS, Flags, Floats, dependencies, durations, flatten, is_transfer, streams
+from optpipe.ops import Kind
+from optpipe.program import KIND, STAGE, Program
+from optpipe.schedule import Schedule
+from optpipe.timeline import Timeline
+
+
+def tails(schedule: Schedule) -> list[float]:
+    """The longest path from each op's start to the end, in ms, by rows of the timeline: the same graph as `simulate`'s, backwards."""
+    table, device = flatten(schedule)
+    needs, delay = dependencies(schedule.problem, table, device)
+    order, begins = streams(schedule.problem, schedule, table, device)
+    before = np.full(len(table), -1)  # on the stream
+    for a, b in pairwise(begins.tolist()):
+        stream = order[a:b]
+        before[stream[1:]] = stream[:-1]
+    waits = [[j for j in (*row, prior) if j >= 0] for row, prior in zip(needs.tolist(), before.tolist(), strict=True)]
+    across, later, lasts = needs[:, ACROSS].tolist(), delay.tolist(), durations(schedule.problem, table).tolist()
+    followers = [0] * len(table)
+    for row in waits:
+        for j in row:
+            followers[j] += 1
+    tail: list[float] = list(lasts)
+    ready = [i for i, n in enumerate(followers) if n == 0]
+    while ready:
+        i = ready.pop()
+        for j in waits[i]:
+            tail[j] = max(tail[j], lasts[j] + tail[i] + (later[i] if j == across[i] else 0.0))
+            followers[j] -= 1
+            if followers[j] == 0:
+                ready.append(j)
+    return tail
+
+
+def stands(timeline: Timeline) -> Floats:
+    """(n,) the moment at which each op stands in its program, in ms: of a transfer its start or, where it waits for its link, the start of
+    the next op that computes."""
+    found = timeline.start.copy()
+    moving, device = is_transfer(timeline.table).tolist(), timeline.device.tolist()
+    following = dict.fromkeys(device, np.inf)
+    for i in reversed(range(len(found))):
+        if moving[i]:
+            found[i] = min(found[i], following[device[i]])
+        else:
+            following[device[i]] = found[i]
+    return found
+
+
+def apart(schedule: Schedule, sparing: Flags | None = None) -> Schedule:
+    """The same with B and W, one after the other, for every BW but those of the stages (S,) that are spared."""
+    programs = []
+    for program in schedule.programs:
+        fused = program.table[:, KIND] == Kind.BW
+        if sparing is not None:
+            fused &= ~sparing[program.table[:, STAGE]]
+        table = np.repeat(program.table, 1 + fused, axis=0)
+        places = np.flatnonzero(fused) + np.arange(np.count_nonzero(fused))
+        table[places, KIND], table[places + 1, KIND] = Kind.B, Kind.W
+        programs.append(Program(table))
+    return replace(schedule, programs=tuple(programs))
