@@ -1,0 +1,31 @@
+"""From orders to schedules: what systems say of each device's ops, as programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from optpipe.ops import Op, Pair
+from optpipe.problem import Problem
+from optpipe.program import Program
+from optpipe.schedule import Schedule
+
+
+def in_order(problem: Problem, lists: Sequence[Iterable[Op | Pair]]) -> Schedule:
+    """A schedule without transfers, from what each device runs, in order."""
+    return Schedule(problem, tuple(Program.of(ops) for ops in lists))
+
+
+def by_slot(problem: Problem, slots: Mapping[Op, float]) -> Schedule:
+    """A schedule without transfers, from the slot in which each op stands; of two in one slot the one that is named first comes first."""
+    lists: list[list[Op]] = [[] for _ in problem.devices]
+    for op in sorted(slots, key=slots.__getitem__):
+        lists[problem.stages[op.stage].device].append(op)
+    return in_order(problem, lists)
+
+
+def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up: int) -> list[Op]:
+    """The phases of 1F1B: `warm_up` forwards, then in turn a forward and a backward (which may be B and W), then the backwards left."""
+    ops = list(forwards[:warm_up])
+    for k, backward in enumerate(backwards):
+        ops += [*forwards[warm_up + k : warm_up + k + 1], *backward]
+    return ops

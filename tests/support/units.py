@@ -1,0 +1,37 @@
+"""Problems in the papers' unit models: all stages alike, transfers between stages for nothing, memory for everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optpipe.placement import Placement, Shape
+from optpipe.problem import Problem
+
+ACTIVATION = 1000  # bytes of one stage's activation
+
+
+def units(
+    p: int,
+    m: int,
+    *,
+    v: int = 1,
+    shape: Shape = "looped",
+    times: tuple[float, float, float] = (1, 1, 1),
+    held: int = ACTIVATION,
+    **costs: Any,
+) -> Problem:
+    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W and holds `held` bytes from B to W.
+
+    `costs` are further fields of each stage.
+    """
+    f, b, w = map(float, times)
+    stage = {"forward_ms": f, "backward_input_ms": b, "backward_weight_ms": w, "activation_bytes": ACTIVATION, "weight_grad_bytes": held}
+    row = Problem.from_dict(
+        {
+            "microbatches": m,
+            "devices": [{"memory_bytes": 10**9}] * p,
+            "stages": [{"device": d, **stage, **costs} for d in range(p)],
+        }
+    )
+    order = Placement(chunks=v, shape=shape).order(row)
+    return row.replace(stages=[{"device": d, **stage, **costs} for d in order])
