@@ -1,0 +1,53 @@
+"""Building blocks: what they repeat, what they refuse, where their W stand."""
+
+from __future__ import annotations
+
+import pytest
+from support.units import ACTIVATION, units
+
+from optpipe import certify, check
+from optpipe_solver.systems import generate
+from optpipe_solver.systems.block import Block, collisions, repeat, slots, with_weights
+from optpipe_solver.systems.order import by_slot
+
+
+def one_f_one_b(p):
+    """1F1B's block (Qi et al. 2024): F one slot, the fused backward two, a micro-batch every three."""
+    return Block(forward=range(p), backward=[p + 2 * (p - 1 - s) for s in range(p)], lasts=(1, 2, 0))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_the_block_of_1f1b_repeated_is_1f1b(p, m):
+    problem = units(p, m)
+    assert repeat(problem, one_f_one_b(p), range(0, 3 * m, 3)).programs == generate("1f1b", problem).programs
+
+
+def test_ops_in_one_slot_are_refused_or_wait():
+    problem, launches = units(3, 4), range(0, 8, 2)
+    block = one_f_one_b(3)
+    with pytest.raises(ValueError, match=r"^block: 0BW0 and 0F4 collide in slot 8"):
+        repeat(units(3, 5), block, [0, 3, 6, 9, 8])
+    placed = slots(block, launches)
+    assert collisions(problem, block, placed)
+    schedule = by_slot(problem, placed)
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms < repeat(problem, block, range(0, 40, 10)).makespan_ms
+
+
+def test_weights_stand_in_the_first_free_slot():
+    """Three devices, a micro-batch every four slots: F take slots 0, 1, 2 of four, B what is said."""
+    problem = units(3, 9)
+    block = with_weights(problem, Block(forward=(0, 1, 2), backward=(9, 4, 3)), 4)
+    assert block.weight == [10, 6, 4]  # behind the B of device 1 stands an F
+    assert check(problem, repeat(problem, block, range(0, 36, 4))) == []
+
+
+def test_a_block_repeated_holds_its_lifespan_over_the_interval():
+    """Qi et al. 2024, section 2: the peak is the lifespan, from F to the end of W, over the interval, rounded up."""
+    problem = units(3, 20)
+    for late in range(0, 24, 4):
+        block = with_weights(problem, Block(forward=(0, 1, 2), backward=(9 + late, 4 + late, 3 + late)), 4)
+        lives = [weight + 1 - forward for forward, weight in zip(block.forward, block.weight, strict=True)]
+        peaks = [peak.bytes for peak in certify(problem, repeat(problem, block, range(0, 80, 4))).device]
+        assert peaks == [-(-life // 4) * ACTIVATION for life in lives]
