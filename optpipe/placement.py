@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
 from optpipe.costs import Floats
-from optpipe.errors import InputError
+from optpipe.errors import InputError, input_error
 from optpipe.problem import Problem, Record, StageCosts
 
-Shape = Literal["looped", "v"]
+Shape = Literal["looped", "v", "bidirectional"]
+WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # routes over the devices, each with stages of its own
+NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional": "bidirectional"}
+MOST_CHUNKS = 64  # a device
 
 
 class Placement(Record):
@@ -21,51 +24,74 @@ class Placement(Record):
 
     Looped: every chunk of stages passes the devices in the order of the given stages (interleaved 1F1B, Narayanan et al. 2021). V-shaped:
     every other one passes them backwards, so that the last device of one is the first of the next (V-schedules, Qi et al. 2024).
-    Where the problem has `layers`, `layers` says how many of them each stage gets, in order.
+    Bidirectional (DualPipe): one chunk a device each way. The p stages of a row on devices d_0 to d_(p-1) become 2p on two routes: stage
+    p + k has the costs of stage k and is on device d_(p-1-k); micro-batches take the routes in turn. Every device holds the parameters of
+    two stages, so `memory_bytes` must be what such a device has left for activations. Where the problem has `layers`, `layers` says how
+    many of them each stage gets, in order; of a bidirectional pipeline, the stages of one row.
     """
 
-    chunks: Annotated[int, Field(strict=True, ge=1, le=64)]
+    chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)]
     shape: Shape = "looped"
     layers: Annotated[tuple[Annotated[int, Field(strict=True, ge=1)], ...], Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.shape == "bidirectional" and self.chunks > 1:
+            raise ValueError(f"chunks = {self.chunks}: a bidirectional placement has chunks = 1, one stage a device each way")
+        return self
 
     @classmethod
     def balanced(cls, problem: Problem, chunks: int, shape: Shape = "looped") -> Self:
         """The placement whose stages are as even as the layers allow; without layers a device's work is split evenly anyway."""
+        try:
+            placement = cls(chunks=chunks, shape=shape)
+        except ValidationError as error:
+            raise input_error(error, "placement") from None
         if problem.layers is None:
-            return cls(chunks=chunks, shape=shape)
-        order = cls(chunks=chunks, shape=shape).order(problem)
-        if len(order) > len(problem.layers):
-            raise InputError(f"chunks = {chunks}: {len(order)} stages cannot be made of {len(problem.layers)} layers")
-        return cls(chunks=chunks, shape=shape, layers=_even_cuts(problem.layers, [problem.devices[d].memory_bytes for d in order]))
+            return placement
+        memory = [problem.devices[d].memory_bytes for d in placement.order(problem)]
+        least = np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()  # of the devices that run a stage of these layers
+        if len(least) > len(problem.layers):
+            raise InputError(f"chunks = {chunks}: {len(least)} stages cannot be made of {len(problem.layers)} layers")
+        return placement.model_copy(update={"layers": _even_cuts(problem.layers, least)})
 
     def __str__(self) -> str:
         """E.g. `2 chunks a device, V-shaped, layers 3 4 4 5`."""
-        shape = {"looped": ", looped", "v": ", V-shaped"}[self.shape] if self.chunks > 1 else ""
+        shape = f", {NAMES[self.shape]}" if self.chunks > 1 or WAYS[self.shape] > 1 else ""
         layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""
         return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}"
 
     def order(self, problem: Problem) -> list[int]:
         """The device of each stage: that of the given stages, first come first, there and again or there and back."""
-        devices = list(dict.fromkeys(problem.stages[s].device for s in _only_route(problem)))
-        back = devices[::-1] if self.shape == "v" else devices
-        return [d for c in range(self.chunks) for d in (back if c % 2 else devices)]
+        return self.along(problem.stages[s].device for s in _only_route(problem))
+
+    def along(self, devices: Iterable[int]) -> list[int]:
+        """As `order`, from the device of each given stage."""
+        row = list(dict.fromkeys(devices))
+        back = row if self.shape == "looped" else row[::-1]
+        return [d for c in range(self.chunks * WAYS[self.shape]) for d in (back if c % 2 else row)]
 
     def apply(self, problem: Problem) -> Problem:
         """The problem with these stages instead of its own; the problem itself where they are its own.
 
         Raises `InputError` for a problem with several routes, and where the layers are not this problem's.
         """
-        route, order = _only_route(problem), self.order(problem)
+        route, order, ways = _only_route(problem), self.order(problem), WAYS[self.shape]
+        row = order[: len(order) // ways]
         if problem.layers is None:
             if self.layers is not None:
                 raise InputError("placement.layers: the problem has none")
-            held = {d: [problem.stages[s] for s in route if problem.stages[s].device == d] for d in order}
+            held = {d: [problem.stages[s] for s in route if problem.stages[s].device == d] for d in row}
             chunk = {d: together(stages, self.chunks) for d, stages in held.items()}
-            costs = [chunk[d] for d in order]
+            costs = [chunk[d] for d in row]
         else:
-            costs = [together(problem.layers[a:b]) for a, b in pairwise((0, *accumulate(self._layers_of(problem, len(order)))))]
-        stages = [{"device": d, **cost} for d, cost in zip(order, costs, strict=True)]
-        placed = problem.replace(stages=stages, routes=None, microbatch_routes=None)
+            costs = [together(problem.layers[a:b]) for a, b in pairwise((0, *accumulate(self._layers_of(problem, len(row)))))]
+        stages = [{"device": d, **cost} for d, cost in zip(order, costs * ways, strict=True)]
+        routes: dict[str, Any] = {"routes": None, "microbatch_routes": None}
+        if ways > 1:
+            numbers = np.arange(len(order)).reshape(ways, -1).tolist()
+            routes = {"routes": numbers, "microbatch_routes": [j % ways for j in range(problem.microbatches)]}
+        placed = problem.replace(stages=stages, **routes)
         return problem if placed.stages == problem.stages and route == tuple(range(len(route))) else placed
 
     def _layers_of(self, problem: Problem, stages: int) -> tuple[int, ...]:

@@ -7,12 +7,15 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from optpipe.costs import Costs
 from optpipe.errors import InputError, input_error
+
+if TYPE_CHECKING:
+    from optpipe.placement import Shape
 
 Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: no limit but being a number
@@ -189,7 +192,7 @@ class Problem(Record):
             copied.__dict__.pop(name, None)
         return copied
 
-    def rechunk(self, chunks: int, shape: Literal["looped", "v"] = "looped") -> Problem:
+    def rechunk(self, chunks: int, shape: Shape = "looped") -> Problem:
         """The same model on the same devices as `chunks` stages a device, as even as can be; see `optpipe.placement`."""
         from optpipe.placement import Placement
 

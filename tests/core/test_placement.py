@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.strategies import AMPLE, stages
 from typer import Exit
 
-from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage
+from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
 from optpipe.anytime import Result, _with_incumbent
 from optpipe.child import Incumbent, Programs, Request
 from optpipe.placement import Placement, _even_cuts
@@ -109,6 +110,71 @@ def test_chunks_pass_the_devices_again_or_back():
     assert chunk.checkpoint_bytes == 3  # what goes into a chunk is as large as what goes into the whole
 
 
+@settings(deadline=None)
+@given(piped())
+def test_two_ways_pass_the_devices_of_a_row_there_and_back(problem):
+    row, placed = problem.rechunk(1), problem.rechunk(1, "bidirectional")
+    p = len(row.stages)
+    placement = Placement.balanced(problem, 1, "bidirectional")
+    assert placed.all_routes == (tuple(range(p)), tuple(range(p, 2 * p)))
+    assert placed.microbatch_routes == (0, 1)
+    assert [stage.device for stage in placed.stages] == [d for way in (1, -1) for d in [s.device for s in row.stages][::way]]
+    there, back = placed.stages[:p], placed.stages[p:]
+    assert [s.model_copy(update={"device": 0}) for s in there] == [s.model_copy(update={"device": 0}) for s in back]
+    if problem.layers is None:
+        assert there == row.stages
+    else:
+        assert sum(placement.layers) == len(problem.layers)
+        assert len(placement.layers) == p
+
+
+def test_two_ways_give_heavy_layers_to_devices_that_both_have_room():
+    problem = plain(devices=3, layers=[layer(1.0, 30)] * 6).replace(devices=[{"memory_bytes": size} for size in (90, 200, 60)])
+    assert Placement.balanced(problem, 1).layers == (2, 2, 2)
+    assert Placement.balanced(problem.replace(devices=[{"memory_bytes": size} for size in (90, 200, 30)]), 1).layers == (2, 3, 1)
+    two_ways = Placement.balanced(problem.replace(devices=[{"memory_bytes": size} for size in (90, 200, 30)]), 1, "bidirectional")
+    assert two_ways.layers == (1, 4, 1)  # what the first device has room for, the last one must have, too
+
+
+def test_two_ways_of_several_chunks_are_refused():
+    with pytest.raises(InputError, match=r"^placement: chunks = 2: a bidirectional placement has chunks = 1, one stage a device each way$"):
+        plain().rechunk(2, "bidirectional")
+    with pytest.raises(InputError, match=r"^placement: chunks = 0: "):
+        plain().rechunk(0)
+    placed = replace(two_way(), placement=None)
+    document = ScheduleFile.of(placed).model_dump(mode="json", exclude_none=True) | {"placement": {"chunks": 3, "shape": "bidirectional"}}
+    with pytest.raises(InputError, match=r"^schedule: placement: chunks = 3: a bidirectional placement has chunks = 1"):
+        ScheduleFile.from_json(json.dumps(document))
+
+
+def two_way() -> Schedule:
+    """Micro-batches one after the other over both routes."""
+    placement = Placement(chunks=1, shape="bidirectional")
+    problem = placement.apply(plain())
+    programs: list[list[str]] = [[] for _ in problem.devices]
+    for j in range(problem.microbatches):
+        for kind, way in (("F", problem.route(j)), ("BW", problem.route(j)[::-1])):
+            for s in way:
+                programs[problem.stages[s].device].append(f"{s}{kind}{j}")
+    return Schedule.parse(problem, programs, method="two ways", placement=placement)
+
+
+def test_two_ways_go_over_the_wire_and_through_files(tmp_path, capsys):
+    from optpipe.cli.inspect import check as inspect
+
+    schedule = two_way()
+    assert check(schedule.problem, schedule) == []
+    assert schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24  # each begins where the one before has turned, and follows it
+    sent = Programs.model_validate_json(Programs.of(schedule).model_dump_json(exclude_none=True))
+    received = sent.schedule(plain(), schedule.method)
+    assert (received.problem, received.placement) == (schedule.problem, schedule.placement)
+    schedule.save(tmp_path / "s.json")
+    assert Schedule.load(tmp_path / "s.json") == schedule
+    plain().save(tmp_path / "asked.json")
+    inspect(tmp_path / "asked.json", tmp_path / "s.json")
+    assert "valid: " in capsys.readouterr().out
+
+
 def test_two_chunks_become_one_again():
     problem = plain()
     assert problem.rechunk(2, "v").rechunk(1).stages == tuple(s.model_copy(update={"checkpoint_bytes": 6}) for s in problem.stages)
@@ -173,6 +239,7 @@ def test_more_stages_than_layers_are_refused():
 def test_it_is_said_in_words():
     texts = [str(Placement(chunks=1)), str(Placement(chunks=2, shape="v")), str(Placement(chunks=2, layers=(3, 4)))]
     assert texts == ["1 chunk a device", "2 chunks a device, V-shaped", "2 chunks a device, looped, layers 3 4"]
+    assert str(Placement(chunks=1, shape="bidirectional")) == "1 chunk a device, bidirectional"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optpipe.child import Placements
 from optpipe.errors import InputError
-from optpipe.placement import Placement, Shape
+from optpipe.placement import MOST_CHUNKS, NAMES, WAYS, Placement, Shape
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 
@@ -37,19 +37,20 @@ class System:
         return Placement.balanced(problem, self.chunks, self.shape)
 
     def _runs_on(self, problem: Problem) -> bool:
-        route, devices = problem.all_routes[0], len({stage.device for stage in problem.stages})
-        if len(problem.all_routes) > 1 or route != tuple(range(len(route))) or len(route) % devices:
+        """The devices and routes are what this shape makes of them; which micro-batch takes which route is free."""
+        own, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
+        length, chunks = len(own) // ways, len(own) // ways // len(set(own))
+        rows = tuple(tuple(range(w * length, (w + 1) * length)) for w in range(ways))
+        if problem.all_routes != rows or not self.least <= chunks <= (self.most or MOST_CHUNKS):
             return False
-        chunks = len(route) // devices
-        own = [stage.device for stage in problem.stages]
-        right = chunks >= self.least and (self.most is None or chunks <= self.most)
-        return right and own == Placement(chunks=chunks, shape=self.shape if chunks > 1 else "looped").order(problem)
+        return own == Placement(chunks=chunks, shape=self.shape).along(own[:length])
 
     def _stages(self) -> str:
-        shape = {"looped": "looped", "v": "V-shaped"}[self.shape]
+        if self.shape == "bidirectional":
+            return "one stage a device each way, on two routes (bidirectional)"
         if self.most == 1:
             return "one stage a device, all in one row"
         many = (
             f"{self.least}" if self.least == self.most else f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
         )
-        return f"{many} {shape} stages a device"
+        return f"{many} {NAMES[self.shape]} stages a device"
