@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from optpipe.ops import Op, Pair
 from optpipe.problem import Problem
@@ -29,3 +30,16 @@ def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up
     for k, backward in enumerate(backwards):
         ops += [*forwards[warm_up + k : warm_up + k + 1], *backward]
     return ops
+
+
+def even_groups(m: int, size: int) -> list[range]:
+    """As many groups of at least `size` micro-batches as m allow, as even as can be, the larger first; one where there are fewer."""
+    count = max(1, m // size)
+    ends = [k * (m // count) + min(k, m % count) for k in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+def visits(groups: Iterable[Sequence[int]], chunks: Iterable[int]) -> list[tuple[int, int]]:
+    """The interleaving strategy: group by group, chunk by chunk in this order, the group's micro-batches. Chunk and micro-batch."""
+    chunks = list(chunks)
+    return [(c, j) for group in groups for c in chunks for j in group]

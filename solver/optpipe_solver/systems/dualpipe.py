@@ -1,0 +1,108 @@
+"""DualPipe (DeepSeek-V3) and DualPipeV: micro-batches run in two directions, the forward of one together with the backward of another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from optpipe.errors import InputError
+from optpipe.ops import Kind, Op, Pair
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_solver.systems.order import in_order
+from optpipe_solver.systems.system import System
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A device's stage in one direction, and the micro-batches that pass it, in order."""
+
+    stage: int
+    microbatches: Sequence[int]
+
+
+def dualpipe(problem: Problem) -> Schedule:
+    """DualPipe (DeepSeek-V3, section 3.2.1): device d runs stage d of the one direction and stage p-1-d of the other.
+
+    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the whole backward (here B + W), F&B the time of a pair; p + 1 activations of
+    one direction's stage; parameters twice. The bubble is exact where F, B and W last alike, for any F&B between the backward alone and
+    both in turn, and it is the innermost devices'; the outer ones run fewer pairs and compute that much longer. Where the problem has no
+    `overlap_factor` the same order runs unpaired, and half of that bubble is left, (p/2-1)F, since nobody waits for both of a pair.
+
+    p is even. The paper's m is even and at least 2p: of others, the schedule leaves out the micro-batches that are not there.
+    """
+    p = len(problem.stages) // 2
+    if p % 2:
+        raise InputError(f"stages: {p} devices in a row, dualpipe needs an even number of them (dualpipe-v any)")
+    routes = problem.costs.route.tolist()
+    ways = [[j for j, route in enumerate(routes) if route == way] for way in (0, 1)]
+    lists: list[list[Op | Pair]] = [[] for _ in problem.devices]
+    for d in range(p):
+        chunks = Chunk(d, ways[0]), Chunk(2 * p - 1 - d, ways[1])
+        near, far = chunks if d < p // 2 else chunks[::-1]
+        lists[problem.stages[d].device] = _device(problem, p // 2, min(d, p - 1 - d), near, far)
+    return in_order(problem, lists)
+
+
+def dualpipe_v(problem: Problem) -> Schedule:
+    """DualPipeV, the cut-in-half form: n devices run what the first half of a DualPipe with p = 2n devices runs. What would go on there
+    comes back on the second chunk of the V, so one direction is left, and the parameters are there once. Formulas as DualPipe's, with m of
+    one direction; any n."""
+    n = len(problem.stages) // 2
+    every = range(problem.microbatches)
+    lists: list[list[Op | Pair]] = [[] for _ in problem.devices]
+    for r in range(n):
+        lists[problem.stages[r].device] = _device(problem, n, r, Chunk(r, every), Chunk(2 * n - 1 - r, every))
+    return in_order(problem, lists)
+
+
+def _device(problem: Problem, n: int, r: int, near: Chunk, far: Chunk) -> list[Op | Pair]:
+    """What device r of n, counted from the end that direction 0 (`near`) enters, runs of the phases."""
+    m = max(2 * n, len(near.microbatches), len(far.microbatches))
+    chunks = {"0": near, "1": far}
+    following = {(step, way): count() for step in "FB" for way in chunks}
+    weights: deque[Op | None] = deque()
+
+    def op(word: str) -> Op | None:
+        """The next micro-batch's; None where it is not there."""
+        if word == "W":
+            return weights.popleft()
+        kind, chunk, number = Kind[word[:-1]], chunks[word[-1]], next(following[word[0], word[-1]])
+        there = number < len(chunk.microbatches)
+        if kind is Kind.B:
+            weights.append(Op(Kind.W, chunk.stage, chunk.microbatches[number]) if there else None)
+        return Op(kind, chunk.stage, chunk.microbatches[number]) if there else None
+
+    items: list[Op | Pair] = []
+    for entry in _phases(n, r, m).split():
+        ops = [found for word in entry.split("+") if (found := op(word))]
+        items += [Pair(*ops)] if len(ops) == 2 and problem.overlap_factor is not None else ops
+    return items
+
+
+def _phases(n: int, r: int, m: int) -> str:
+    """The eight phases of a device, as the figure's legend names them: m >= 2n micro-batches each way, 0 the direction that enters at this
+    end, 1 the other; W is the weight gradient that has waited longest."""
+    outer, inner = n - r - 1, r + 1
+    pairs = "F0+BW1 F1+BW0 "
+    first = pairs if outer else "F0 BW1 F1+BW0 "  # the innermost sends F0 on before BW1, for which nobody has to wait
+    last = "".join(f"{'BW' if k < inner else 'B'}{1 - k % 2} " for k in range(2 * inner))
+    return (
+        "F0 " * (2 * outer)
+        + "F0 F1 " * inner
+        + "B1 W F1 " * outer
+        + first
+        + pairs * (m - 2 * n + inner - 1)
+        + "BW1 F1+BW0 " * outer
+        + last  # BW1 BW0, and in the second half B1 B0
+        + "W B0 " * outer
+        + "W " * inner
+    )
+
+
+SYSTEMS = (
+    System("dualpipe", "DeepSeek-V3, section 3.2.1; survey", dualpipe, shape="bidirectional"),
+    System("dualpipe-v", "DualPipeV (DeepSeek; Qi et al., cut-in-half)", dualpipe_v, least=2, most=2, chunks=2, shape="v"),
+)
