@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
     from optpipe.files import ScheduleFile
     from optpipe.memory import Certificate, certify
+    from optpipe.offload import estimated_offload_ratio, offload_ratio
     from optpipe.ops import Kind, Op, Pair
     from optpipe.problem import Device, Problem, Stage
     from optpipe.program import Program
@@ -45,7 +46,9 @@ _HOME = {
     "Timeline": "timeline",
     "certify": "memory",
     "check": "validity",
+    "estimated_offload_ratio": "offload",
     "improve": "anytime",
+    "offload_ratio": "offload",
     "simulate": "timeline",
     "solve": "anytime",
 }
@@ -69,7 +72,9 @@ __all__ = [
     "Timeline",
     "certify",
     "check",
+    "estimated_offload_ratio",
     "improve",
+    "offload_ratio",
     "simulate",
     "solve",
 ]

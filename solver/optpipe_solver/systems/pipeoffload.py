@@ -1,4 +1,4 @@
-"""PipeOffload (Wan et al. 2025): interleaved schedules that hold less (GIS, GIS-H), and those that repeat uniformly and offload (PO-H, PO-F).
+"""PipeOffload (Wan et al. 2025): interleaved schedules that hold less (GIS, GIS-H), uniform ones that offload (PO-H, PO-F).
 
 The paper's letters: d devices, v looped stages on each, g micro-batches a group; T_F, T_B, T_W are f, b, w.
 """
