@@ -1,12 +1,39 @@
-"""GPipe and 1F1B: their formulas in the papers' unit model."""
+"""Naive, GPipe, 1F1B, interleaved, recomputation, balanced stages: their formulas in the papers' unit model."""
 
 from __future__ import annotations
 
-import pytest
-from support.units import ACTIVATION, units
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from optpipe import InputError, certify, check
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.pages import table
+from support.units import ACTIVATION, unevenly, units
+
+from optpipe import DeadlockError, InputError, Kind, Op, Problem, certify, check
+from optpipe.placement import Placement
+from optpipe_solver import heuristics
 from optpipe_solver.systems import SYSTEMS, generate, parse
+from optpipe_solver.systems.order import even_groups, in_order, visits, warmed_up
+
+PAGE = "systems/classic.md"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
+FULL: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": ACTIVATION // 5}  # the survey: 80 % of the bytes for 33 % of the time
+SELECTIVE: dict[str, Any] = {"recompute_ms": 0.375, "checkpoint_bytes": ACTIVATION * 9 // 20}  # 50 to 60 % for 10 to 15 %
+
+
+def peaks(schedule: Any) -> list[int]:
+    return [peak.bytes for peak in certify(schedule.problem, schedule).device]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_naive_has_one_device_compute_at_a_time(p, m):
+    schedule = heuristics.generate("naive", units(p, m))
+    assert schedule.timeline.bubble == pytest.approx((p - 1) / p)
+    assert peaks(schedule) == [ACTIVATION] * p
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -19,8 +46,186 @@ def test_gpipe_and_1f1b_have_the_published_bubble_and_peaks(p, m, times):
         assert check(problem, schedule) == []
         assert schedule.makespan_ms == (p - 1 + m) * sum(times)
         assert schedule.timeline.bubble == pytest.approx((p - 1) / (p - 1 + m))
-    assert [peak.bytes for peak in certify(problem, flush).device] == [m * ACTIVATION] * p
-    assert [peak.bytes for peak in certify(problem, steady).device] == [min(m, p - s) * ACTIVATION for s in range(p)]
+    assert peaks(flush) == [m * ACTIVATION] * p
+    assert peaks(steady) == [min(m, p - s) * ACTIVATION for s in range(p)]
+
+
+def test_the_phases_of_1f1b_are_the_surveys():
+    """P = 4, M = 8: P - 1 - i forwards, then one forward and one backward in turn, then the backwards left."""
+    kinds = ["".join("F" if op.kind is Kind.F else "B" for op in program.ops()) for program in generate("1f1b", units(4, 8)).programs]
+    assert kinds == ["F" * w + "FB" * (8 - w) + "B" * w for w in (3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize(("p", "m", "percent"), [(4, 4, 42.9), (8, 4, 63.6), (32, 8, 79.5), (8, 32, 17.9), (16, 64, 19.0), (32, 128, 19.5)])
+def test_the_surveys_table_of_bubbles(p, m, percent):
+    assert round(100 * generate("gpipe", units(p, m)).timeline.bubble, 1) == percent
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1)])
+def test_interleaving_divides_the_bubble_by_the_chunks(p, v, groups, times):
+    """With a device's whole times, v times a stage's: (p-1)(F+B+W)/v, (1 + (p-1)/(pv))·M where M is a model's activations, PipeOffload's
+    count of the forwards of a warm-up, and pv - 1 messages where one stage a device has p - 1."""
+    m = groups * p
+    schedule = generate("interleaved", units(p, m, v=v, times=times))
+    whole = v * sum(times)
+    assert check(schedule.problem, schedule) == []
+    assert schedule.makespan_ms == m * whole + (p - 1) * whole / v
+    most = p * v + p - 1  # (1 + (p-1)/(pv))·M, in activations of one stage
+    assert peaks(schedule) == [ACTIVATION * min(m * v, most - 2 * i) for i in range(p)]
+    for i, program in enumerate(schedule.programs):
+        ops = program.ops()
+        warm_up = next(k for k, op in enumerate(ops) if op.kind is Kind.BW)
+        assert warm_up == min(m * v, p * (v - 1) + 2 * (p - i) - 1)
+    hops = sum(schedule.problem.stages[a].device != schedule.problem.stages[b].device for a, b in pairwise(range(p * v)))
+    assert hops == (p * v - 1 if p > 1 else 0)
+
+
+def test_chunks_are_visited_in_groups():
+    """Megatron's figure 4: p = 4, v = 2, m = 8."""
+    first = [str(op) for op in generate("interleaved", units(4, 8, v=2)).programs[0].ops()]
+    assert first[:14] == ["0F0", "0F1", "0F2", "0F3", "4F0", "4F1", "4F2", "4F3", "0F4", "0F5", "0F6", "4BW0", "0F7", "4BW1"]
+    assert first[-6:] == ["4BW6", "4BW7", "0BW4", "0BW5", "0BW6", "0BW7"]
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+@pytest.mark.parametrize(("v", "times"), [(2, (1, 1, 1)), (3, (1, 1, 1)), (2, (2, 3, 1))])
+def test_the_bubble_stays_where_m_is_no_multiple_of_p(p, v, times):
+    for m in range(1, 4 * p + 2):
+        schedule = generate("interleaved", units(p, m, v=v, times=times))
+        assert check(schedule.problem, schedule) == []
+        if m >= p:
+            assert schedule.makespan_ms == sum(times) * (m * v + p - 1)
+        else:  # no shorter than a micro-batch's way through p·v stages and back, with the others m - 1 stages behind
+            assert schedule.makespan_ms == sum(times) * (p * v + m - 1)
+        largest = len(even_groups(m, p)[0])
+        assert peaks(schedule)[0] == ACTIVATION * min(m * v, largest * (v - 1) + 2 * p - 1)
+
+
+def test_a_last_group_that_is_smaller_deadlocks():
+    p, v, m = 4, 3, 9
+    groups = [range(4), range(4, 8), range(8, 9)]
+
+    def program(i: int) -> list[Op]:
+        forwards = [Op(Kind.F, c * p + i, j) for c, j in visits(groups, range(v))]
+        backwards = [[Op(Kind.BW, c * p + i, j)] for c, j in visits(groups, range(v)[::-1])]
+        return warmed_up(forwards, backwards, 2 * (p - i - 1) + (v - 1) * p)
+
+    with pytest.raises(DeadlockError):
+        in_order(units(p, m, v=v), [program(i) for i in range(p)]).timeline  # noqa: B018
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 9), st.integers(1, 25), st.integers(2, 4))
+def test_interleaved_runs_on_uneven_stages(data, p, m, v):
+    problem = unevenly(data.draw, units(p, m, v=v))
+    assert check(problem, generate("interleaved", problem)) == []
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 8), (3, 5), (4, 8), (8, 3), (8, 32)])
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pytest.mark.parametrize("figures", [FULL, SELECTIVE])
+def test_recomputation_costs_its_time_and_saves_its_bytes(p, m, every, figures):
+    problem = units(p, m, **figures)
+    schedule = generate(f"1f1b-recompute:every={every}", problem)
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms == (m + p - 1) * 3 + (m // every) * figures["recompute_ms"]
+    kept = figures["checkpoint_bytes"]
+    waiting = [min(m, p - s) - 1 for s in range(p)]  # behind the activation that is in use
+    assert peaks(schedule) == [ACTIVATION + w // every * kept + (w - w // every) * ACTIVATION for w in waiting]
+
+
+def test_recomputation_has_the_surveys_shares():
+    """The table's compute overhead, and its memory savings as far as they concern activations that wait."""
+    plain = generate("1f1b", units(9, 36))
+    for method, figures, overhead, saving in (
+        ("1f1b-recompute", FULL, (1 / 3, 1 / 3), 0.8),
+        ("1f1b-recompute", SELECTIVE, (0.10, 0.15), 0.55),
+        ("1f1b-recompute:every=2", FULL, (1 / 6, 1 / 6), 0.4),
+    ):
+        schedule = generate(method, units(9, 36, **figures))
+        more = sum(schedule.timeline.busy_ms()) / sum(plain.timeline.busy_ms()) - 1
+        assert overhead[0] - 1e-9 <= more <= overhead[1] + 1e-9
+        assert 1 - (peaks(schedule)[0] - ACTIVATION) / (peaks(plain)[0] - ACTIVATION) == pytest.approx(saving)
+
+
+def test_the_page_has_the_trade_off_as_measured():
+    rows = {
+        "none": ("1f1b", {}),
+        "full": ("1f1b-recompute", FULL),
+        "selective": ("1f1b-recompute", SELECTIVE),
+        "every second": ("1f1b-recompute:every=2", FULL),
+    }
+    plain = generate("1f1b", units(8, 32))
+    measured = []
+    for name, (method, figures) in rows.items():
+        schedule = generate(method, units(8, 32, **figures))
+        compute = sum(schedule.timeline.busy_ms()) / sum(plain.timeline.busy_ms()) - 1
+        saved = 1 - peaks(schedule)[0] / peaks(plain)[0]
+        measured.append([name, f"{schedule.makespan_ms:g}", f"{compute:.1%}", f"{peaks(schedule)[0] / ACTIVATION:g}", f"{saved:.1%}"])
+    assert [row[:5] for row in table(PAGE, "recomputed")] == measured  # what follows is the survey's
+
+
+@pytest.mark.parametrize(
+    ("problem", "method", "sentence"),
+    [
+        (units(3, 4), "1f1b-recompute", r"stages\[0\].recompute_ms is missing: 1f1b-recompute drops activations of every stage"),
+        (units(3, 4, **FULL), "1f1b-recompute:every=0", r"every = 0: 1f1b-recompute computes every micro-batch again \(1\)"),
+        (units(4, 8), "interleaved", r"interleaved needs 2 or more looped stages a device: the problem has other stages"),
+    ],
+)
+def test_what_a_paper_excludes_is_one_sentence(problem, method, sentence):
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        generate(method, problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
+def test_1f1b_runs_on_uneven_stages_with_or_without_recomputation(data, p, m, every):
+    problem = unevenly(data.draw, units(p, m, **FULL))
+    for method in ("gpipe", "1f1b", f"1f1b-recompute:every={every}"):
+        assert check(problem, generate(method, problem)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(1, 4))
+def test_balanced_stages_are_the_surveys_dynamic_program(layers, stages):
+    """Its recurrence: dp[s][j] = min over k of max(dp[s-1][k], time of layers k to j - 1)."""
+    best = {(0, 0): 0}
+    for s in range(1, stages + 1):
+        for j in range(s, len(layers) + 1):
+            best[s, j] = min(max(best[s - 1, k], sum(layers[k:j])) for k in range(s - 1, j) if (s - 1, k) in best)
+    placed = Placement.balanced(layered(stages, layers), 1).apply(layered(stages, layers))
+    assert max(stage.forward_ms for stage in placed.stages) == best[stages, len(layers)]
+
+
+def layered(p: int, forward_ms: list[int]) -> Problem:
+    costs = {"backward_input_ms": 0.0, "backward_weight_ms": 0.0, "activation_bytes": 1, "weight_grad_bytes": 1}
+    return units(p, 4).replace(layers=[{"forward_ms": float(ms), **costs} for ms in forward_ms])
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_balanced_stages_help_where_the_first_and_the_last_layer_are_heavier(p):
+    """As many layers on each stage, against as much time: 1F1B lasts about as long as its heaviest stage."""
+    layers = [3, *[1] * (8 * p - 2), 6]
+    problem = layered(p, layers)
+    alike = Placement(chunks=1, layers=(8,) * p).apply(problem)
+    balanced = Placement.balanced(problem, 1).apply(problem)
+    assert generate("1f1b", balanced).makespan_ms < generate("1f1b", alike).makespan_ms
+    assert max(stage.forward_ms for stage in balanced.stages) <= sum(layers) / p + 1
+
+
+def test_the_page_has_what_balancing_gains_as_measured():
+    measured = []
+    for name in ("heavyhead-4x12", "mixedlayers-4x16"):
+        problem = Problem.load(EXAMPLES / f"{name}.json")
+        placement = Placement.balanced(problem, 1)
+        for stages, how in ((problem, "as given"), (placement.apply(problem), f"layers {' '.join(map(str, placement.layers))}")):
+            heaviest = max(s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in stages.stages)
+            measured.append([name, how, f"{heaviest:g}", f"{generate('1f1b', stages).makespan_ms:g}"])
+    assert table(PAGE, "balanced") == measured
 
 
 def test_a_system_is_given_the_stages_it_needs_where_it_may_be():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from optpipe.placement import Placement, Shape
-from optpipe.problem import Problem
+from optpipe.problem import Problem, Stage
+from support import strategies
 
 ACTIVATION = 1000  # bytes of one stage's activation
 
@@ -35,3 +36,14 @@ def units(
     )
     order = Placement(chunks=v, shape=shape).order(row)
     return row.replace(stages=[{"device": d, **stage, **costs} for d in order])
+
+
+def unevenly(draw: Any, problem: Problem) -> Problem:
+    """The same stages with times of their own, some of them 0, and messages that may take time; `draw` is hypothesis'."""
+    names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
+
+    def changed(costs: Stage) -> dict[str, Any]:
+        fields = costs.model_dump(exclude_none=True)
+        return fields | {name: draw(strategies.times) for name in names if name in fields}
+
+    return problem.replace(stages=[changed(stage) for stage in problem.stages], p2p_ms=draw(strategies.times))
