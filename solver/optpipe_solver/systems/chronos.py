@@ -1,0 +1,162 @@
+"""Chronos-Pipe and what is built on it (Lin et al. 2025, Enhancing Memory Efficiency in Large Language Model Training Through Chronos-aware
+Pipeline Parallelism): v looped chunks a device, activations that live as short as a full pipeline allows.
+
+The unit is the forward of one chunk; its backward, input and weight gradient fused, takes two. A device does a forward and a backward in
+turn, one of each a beat, and device i is 2i units ahead of device 0. So a chunk that runs without a wait, one unit a device on the way
+there and two on the way back, has its backward in the same beat on all devices, its forward one beat further on each. What is left to
+choose is the beat in which each chunk is launched: no two in the same beat modulo v, or they collide on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+
+import numpy as np
+
+from optpipe.errors import InputError
+from optpipe.ops import Kind, Op
+from optpipe.problem import Problem
+from optpipe.program import KIND, STAGE
+from optpipe.schedule import Schedule
+from optpipe_solver.systems.block import Block, repeat, slots
+from optpipe_solver.systems.order import by_slot
+from optpipe_solver.systems.system import System
+
+F, C, BW = 1, 1, 2  # units that each lasts
+
+
+def chronos(problem: Problem) -> Schedule:
+    """Chronos-Pipe (section 4.1): each chunk is launched in the first free beat behind the chunk before it.
+
+    3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c + e_c) / v over c < v,
+    where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards. For v = 2 that is N = p + 1 +
+    ceil((p-3)/6) + ceil((2p-3)/6); at large p it is (v+1)/(2v) of M, 1F1B's v p, so 75 %. The paper adds up both chunks' peaks, which for
+    odd p are not at one time: one too many. Its formula for p2p > 0 is that of messages that occupy both devices: docs/systems/chronos.md.
+    """
+    return _pipe(problem, group=1)
+
+
+def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
+    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row, there and back, so that its
+    gradients are reduced once for all of them, in the time that `gradient_windows` tells. The last group has what micro-batches are left.
+
+    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(group, p)-1) less where group
+    divides m, and divides p or is larger.
+    """
+    if group < 1:
+        raise InputError(f"group = {group}: a chunk is launched for at least 1 micro-batch in a row")
+    return _pipe(problem, group)
+
+
+def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
+    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are computed again just before their backwards, whose beats are C
+    longer for that. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would come too early (appendix A, Eq. 8).
+
+    For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for its beat. Device s
+    holds floor((p-s)/2) activations of chunk 2, 25 % of M, and the one that is computed again: the paper's formula leaves that one out, its
+    measurements do not (5/16 of M at p = 8). Eq. 8 delays by one round not, as stated, at all p from 8 to 40: by none at 10, by two at 27.
+    """
+    p, v = _shape(problem)
+    if not 1 <= recomputed <= v:
+        raise InputError(f"recomputed = {recomputed}: expected 1 to {v}, the chunks of a device")
+    shallow = range(recomputed * p)
+    for s in shallow:
+        if not problem.stages[s].can_recompute:
+            raise InputError(f"stages[{s}].recompute_ms is missing: chronos-recomp recomputes stages 0 to {shallow[-1]}")
+
+    there, back = _launches(p, v)
+    beats = _Beats([F + BW + C * (n in {b % v for b in back[:recomputed]}) for n in range(v)])
+    for c in range(1, v):
+        there[c] = beats.first(there[c], beats.start(there[c - 1] + p - 1) + F - BW * (p - 1))
+    back[-1] = there[-1] + p - 1
+    for c in reversed(range(v - 1)):
+        back[c] = beats.first(back[c] + 1, beats.start(back[c + 1] + 1) + BW * p) - 1
+    microbatches = range(problem.microbatches)
+    placed = slots(_block(p, there, back, beats), [beats.start(v * j) for j in microbatches])
+    again = {Op(Kind.C, s, j): placed[Op(Kind.BW, s, j)] - C for s in shallow for j in microbatches}
+    return by_slot(problem, placed | again)
+
+
+def gradient_windows(schedule: Schedule) -> list[list[float]]:
+    """By stage, the time (ms) between its launches backwards: from the end of the last weight gradient in a row on its device to the start
+    of the next one of that stage, other stages' in between. In it the gradients must be communicated, or the accumulator is not free.
+
+    In Chronos-Pipe's unit model 3(v-1)g+1 for groups of g in a full pipeline; less while it drains, without forwards in between.
+    """
+    timeline = schedule.timeline
+    gradients = np.isin(timeline.table[:, KIND], [Kind.W, Kind.BW])
+    columns = (timeline.table[gradients, STAGE], timeline.start[gradients], timeline.end[gradients])
+    windows: list[list[float]] = [[] for _ in schedule.problem.stages]
+    ended: dict[int, float] = {}
+    for s, row in groupby(zip(*(column.tolist() for column in columns), strict=True), key=lambda op: op[0]):
+        launch = list(row)
+        if s in ended:
+            windows[s].append(launch[0][1] - ended[s])
+        ended[s] = launch[-1][2]
+    return windows
+
+
+@dataclass(frozen=True)
+class _Beats:
+    """How many units each beat lasts, again and again; the first starts at 0."""
+
+    lasts: Sequence[int]
+
+    def start(self, n: int) -> int:
+        rounds, rest = divmod(n, len(self.lasts))
+        return rounds * sum(self.lasts) + sum(self.lasts[:rest])
+
+    def first(self, like: int, ready: int) -> int:
+        """The first beat from `ready` on that is `like` one modulo their number."""
+        return next(n for n in count(like % len(self.lasts), len(self.lasts)) if self.start(n) >= ready)
+
+
+def _shape(problem: Problem) -> tuple[int, int]:
+    p = len({stage.device for stage in problem.stages})
+    return p, len(problem.stages) // p
+
+
+def _pipe(problem: Problem, group: int) -> Schedule:
+    p, v = _shape(problem)
+    beats = _Beats([F + BW])
+    launches = [v * group * (j // group) + j % group for j in range(problem.microbatches)]
+    return repeat(problem, _block(p, *_launches(p, v, group), beats), [beats.start(n) for n in launches])
+
+
+def _launches(p: int, v: int, group: int = 1) -> tuple[list[int], list[int]]:
+    """The beats, by chunk, of the first device's forward and of the backward: a chunk's p forwards last p/3 beats, its backwards 2p/3.
+
+    In the deepest chunk, the last device's backward follows its forward in one beat.
+    """
+    there = [group * n for n in _in_turn(v, -(-p // (3 * group)))]
+    back = [group * n + there[-1] + p - 1 for n in _in_turn(v, -(-2 * p // (3 * group)))]
+    return there, back[::-1]
+
+
+def _in_turn(v: int, apart: int) -> list[int]:
+    """The beats of v chunks one after the other, each at least `apart` from the one before and in no other's place modulo v.
+
+    So a chunk waits gcd(apart, v) - 1 times in all; no other choice holds less.
+    """
+    turns = [0]
+    while len(turns) < v:
+        taken = {n % v for n in turns}
+        turns.append(next(n for n in count(turns[-1] + apart) if n % v not in taken))
+    return turns
+
+
+def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> Block:
+    return Block(
+        forward=[beats.start(n + i) - BW * i for n in there for i in range(p)],
+        backward=[beats.start(n + 1) - BW * (i + 1) for n in back for i in range(p)],
+        lasts=(F, BW, 0),
+    )
+
+
+SYSTEMS = (
+    System("chronos", "Lin et al. 2025 (Chronos-Pipe), section 4.1", chronos, least=2, most=None, chunks=2),
+    System("chronos-recomp", "Lin et al. 2025, section 4.2", chronos_recomp, least=2, most=None, chunks=2, parameters=("recomputed",)),
+    System("chronos-zero2", "Lin et al. 2025, section 4.3", chronos_zero2, least=2, most=None, chunks=2, parameters=("group",)),
+)
