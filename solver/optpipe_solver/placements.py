@@ -1,4 +1,5 @@
-"""Placement search: the same model on the same devices as one chunk a device or several, looped or V-shaped; with layers, cut anew.
+"""Placement search: the same model on the same devices as one chunk a device or several, looped or V-shaped, or, where forwards run beside
+backwards, one each way; with layers, cut anew.
 
 A `Portfolio` searches the schedules of one placement. Here they are run in turn by successive halving (Jamieson and Talwalkar 2016): a
 heuristic on every placement, then everything there is for a short time on the best few, then all that is left on the best.
@@ -19,6 +20,8 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.methods import ENGINES
 from optpipe_solver.partitions import SHAPES, Climb, given, no_partition_fits, partition_bound
 from optpipe_solver.portfolio import OPS_PER_S, WORTHWHILE_S, Emit, Portfolio
+from optpipe_solver.seeds import is_system
+from optpipe_solver.systems import SYSTEMS, parse
 
 MOST_CHUNKS = 4  # a device
 FIRST_LOOK = 0.06  # of the time: a heuristic for every placement
@@ -38,6 +41,10 @@ class Candidate:
     best_ms: float = float("inf")  # by what counts, the percentile where there is jitter
     infeasible: str | None = None
 
+    @property
+    def goes_both_ways(self) -> bool:
+        return self.placement is not None and self.placement.shape == "bidirectional"
+
 
 class PlacementSearch:
     """One request's search over placements: tells what is the best, and bounds what holds, over all of them."""
@@ -50,7 +57,9 @@ class PlacementSearch:
         self.keep = Candidate(None, request.problem)
         self.candidates: list[Candidate] = []  # all of them, or none as long as they are not all known
         self.for_all_ms = partition_bound(request.problem, request.objective) if self.cuts_layers else float("inf")
-        self.at_once = self.portfolio(self.keep, self.heuristic("naive"), FIRST_LOOK)
+        self.asked = self.on_its_stages() if is_system(request.method) else None
+        first = (self.asked, request.method, 1.0) if self.asked else (self.keep, self.heuristic("naive"), FIRST_LOOK)
+        self.at_once = self.portfolio(*first)
 
     @property
     def cuts_layers(self) -> bool:
@@ -61,11 +70,16 @@ class PlacementSearch:
         return self.deadline - time.monotonic()
 
     def run(self) -> None:
-        """Something at once for the stages as given, then from many placements for a short time to one for long."""
+        """Something at once for the stages as given, then from many placements for a short time to one for long. A system that is named
+        runs on the stages that it is for, and nothing else does."""
         self.at_once.run()
-        self.candidates = [self.keep, *self.others()]
+        self.candidates = [self.keep, *self.others(), *([self.asked] if self.asked else [])]
         self.start_warm()
         self.raise_bound()
+        if self.asked:
+            if self.asked.infeasible:
+                self.note(self.asked.infeasible, self.asked.placement)
+            return
         self.look(self.candidates, FIRST_LOOK)
         planned = 1.0 - FIRST_LOOK
         if self.cuts_layers:
@@ -85,6 +99,15 @@ class PlacementSearch:
             self.search(candidate, method, planned if self.request.threads == 1 else 1.0)
             if self.request.threads == 1:  # one search in one order, whatever the clock says
                 return
+
+    def on_its_stages(self) -> Candidate:
+        """Where the published schedule that is named runs."""
+        problem = self.request.problem
+        placement = SYSTEMS[parse(self.request.method)[0]].placement(problem, "all")
+        if placement is None:
+            return self.keep
+        self.keep.bound_ms = trivial_bound(problem, self.request.objective)
+        return self.candidate(placement, placement.apply(problem))
 
     def others(self) -> Iterator[Candidate]:
         """Every other placement that is allowed, once."""
@@ -125,9 +148,14 @@ class PlacementSearch:
         own.best = own.best or programs
 
     def look(self, candidates: list[Candidate], share: float) -> None:
-        """At each with a heuristic; should time be up before, at the given stages and those of the lowest bounds."""
+        """At each with a heuristic and what is published for such stages; should that take half of all the time, at the given stages and
+        those of the lowest bounds."""
         for candidate in sorted(candidates, key=lambda candidate: (candidate is not self.keep, candidate.bound_ms)):
-            self.search(candidate, self.heuristic("adaoffload"), share / len(candidates))
+            portfolio = self.search(candidate, self.heuristic("adaoffload"), share / len(candidates))
+            if portfolio and self.request.method in ("auto", *ENGINES):
+                for _ in portfolio.published():
+                    if self.time_left < self.request.time_limit_s / 2:
+                        return
 
     def heuristic(self, name: str) -> str:
         """The one that was asked for, else this one."""
@@ -136,7 +164,7 @@ class PlacementSearch:
     def climb(self) -> list[Candidate]:
         """Better partitions: from the even one and from the given one, for every number and shape of chunks, then for the best of them."""
         problem, request = self.request.problem, self.request
-        starts = [candidate.placement for candidate in self.candidates if candidate.placement]
+        starts = [candidate.placement for candidate in self.candidates if candidate.placement and not candidate.goes_both_ways]
         starts += [own for own in [given(problem)] if own]
         climbs = [Climb(problem, request.objective, placement, request.seed) for placement in starts]
         for count in (len(climbs), -(-len(climbs) // 3)):
@@ -159,10 +187,13 @@ class PlacementSearch:
         alive = [c for c in self.candidates if not c.infeasible and c.bound_ms < self.best_ms * (1 - 1e-9)]
         return sorted(alive, key=lambda candidate: candidate.best_ms)
 
-    def search(self, candidate: Candidate, method: str, share: float) -> None:
-        """A portfolio on one placement for a share of the time, from its best schedule so far."""
-        if candidate.infeasible is None and self.bound_ms < self.best_ms * (1 - 1e-9) and self.time_left > 0:
-            self.portfolio(candidate, method, share).run()
+    def search(self, candidate: Candidate, method: str, share: float) -> Portfolio | None:
+        """A portfolio on one placement for a share of the time, from its best schedule so far; None where that is no use."""
+        if candidate.infeasible is not None or self.bound_ms >= self.best_ms * (1 - 1e-9) or self.time_left <= 0:
+            return None
+        portfolio = self.portfolio(candidate, method, share)
+        portfolio.run()
+        return portfolio
 
     def portfolio(self, candidate: Candidate, method: str, share: float) -> Portfolio:
         start = candidate.best
@@ -198,7 +229,7 @@ class PlacementSearch:
 
     def raise_bound(self) -> None:
         """What no schedule of any placement is shorter than: each has its bound, and all partitions of layers have theirs."""
-        own = [self.keep] if self.cuts_layers else self.candidates
+        own = [c for c in self.candidates if c is self.keep or c.goes_both_ways] if self.cuts_layers else self.candidates
         bound_ms = min([self.for_all_ms, *(c.bound_ms for c in own if not c.infeasible)])
         if self.bound_ms * (1 + 1e-9) < bound_ms < float("inf"):
             self.bound_ms = bound_ms
@@ -224,3 +255,6 @@ def _placements(problem: Problem) -> Iterator[Placement]:
         for shape in SHAPES if chunks > 1 else SHAPES[:1]:
             with suppress(InputError):  # fewer layers than stages
                 yield Placement.balanced(problem, chunks, shape)
+    if problem.overlap_factor is not None:  # two ways pay where a forward runs beside a backward
+        with suppress(InputError):
+            yield Placement.balanced(problem, 1, "bidirectional")

@@ -9,18 +9,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
+import numpy as np
+
 from optpipe.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import OptPipeError
 from optpipe.jitter import Noise
+from optpipe.ops import Kind
+from optpipe.program import JOINED, KIND
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
-from optpipe_solver.methods import HEURISTICS, METHODS, ON_CPSAT, ROBUST, WITHIN_MEMORY
+from optpipe_solver.methods import ENGINES, HEURISTICS, ON_CPSAT, ROBUST, WITHIN_MEMORY
 from optpipe_solver.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
 from optpipe_solver.repair import repair
+from optpipe_solver.seeds import is_system, seeds
+from optpipe_solver.systems import generate
 
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
 WORTHWHILE_S = 0.5  # an engine needs that long to start
@@ -30,6 +36,7 @@ LARGE = 3_000  # parts of activations: list scheduling takes some tenths of a se
 BACKSTOP = 2.0  # with one thread an engine that should have ended by its own count is ended at so many times its time
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 NOISY = 3  # times as much work with a schedule whose percentile is simulated
+PLAIN = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # what engines know
 NEAR = 1.05  # of the shortest nominal time: longer schedules are not worth a look under noise
 
 Emit = Callable[[Frame], None]
@@ -43,15 +50,15 @@ class Portfolio:
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
-        if request.method not in METHODS:
-            raise InputError(f"method = {request.method!r}: the methods are {', '.join(METHODS)}")
         self.request, self.emit = request, emit
+        self.asked = generate(request.method, request.problem) if is_system(request.method) else None
         self.seconds = request.time_limit_s - min(MARGIN_S, request.time_limit_s / 4)
         self.deadline = time.monotonic() + self.seconds
         self.noise = Noise(request.problem, request.jitter, request.seed) if request.jitter else None
         self.best: Schedule | None = None  # by what counts, the percentile where there is jitter
         self.best_ms = float("inf")
         self.nominal: Schedule | None = None  # the one of the shortest nominal time
+        self.plain: Schedule | None = None  # the shortest of those whose ops all engines know
         self.bound = float("-inf")  # the first bound is told, whatever it is
         self.crew = Crew()
         self.heuristics_share = heuristics_share(self.seconds)
@@ -71,10 +78,9 @@ class Portfolio:
         self.take_warm_start()
         self.raise_bound(memory_bound(problem, self.request.objective), "memory")
         due = deque(turns(method, self.request.jitter, problem, self.applies))
-        if not due and method not in ("auto", *HEURISTICS):
+        if not due and method in ENGINES:
             self.emit(Note(text=f"{method} is not for a problem of this sort or size"))
-        names = [method] if method in HEURISTICS else self.within_memory()
-        self.search(self.heuristics(names, share=self.heuristics_share if due else 1.0), due)
+        self.search(self.heuristics(self.streams(), share=self.heuristics_share if due else 1.0), due)
 
     @property
     def time_left(self) -> float:
@@ -108,13 +114,17 @@ class Portfolio:
             near = self.nominal is None or nominal_ms <= value(self.nominal, self.request.objective) * NEAR
             counts_ms = self.noise.percentile_ms(schedule, self.request.objective) if near else float("inf")
         best = counts_ms < self.best_ms * (1 - 1e-9)
-        if not shortest and not best:
+        plainer = self.plain is None or nominal_ms < value(self.plain, self.request.objective) * (1 - 1e-9)
+        plainer = plainer and is_plain(schedule)
+        if not (shortest or best or plainer):
             return None
         wrong = check(self.request.problem, schedule)
         if wrong:
             return wrong[0]
         if shortest:
             self.nominal = schedule
+        if plainer:
+            self.plain = schedule
         if best:
             self.best, self.best_ms = schedule, counts_ms
             self.emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
@@ -174,36 +184,65 @@ class Portfolio:
             for worker, word in self.crew.end():
                 self.hear(worker, word, due)
 
-    def heuristics(self, names: list[str], share: float) -> Iterator[None]:
-        """In turn a schedule of each: first what they are known for, then, for a share of the time, what varying their policies brings;
-        those that are behind have fewer turns."""
-        problem, objective = self.request.problem, self.request.objective
+    def streams(self) -> dict[str, Iterator[Schedule]]:
+        """What begins: the method that is named if it is a heuristic or a system, else all heuristics that fit."""
+        if self.asked:
+            return {self.request.method: iter([self.asked])}
+        names = [self.request.method] if self.request.method in HEURISTICS else self.within_memory()
+        return {name: STREAMS[name](self.request.problem, self.request.objective, self.deadline) for name in names}
+
+    def heuristics(self, streams: dict[str, Iterator[Schedule]], share: float) -> Iterator[None]:
+        """In turn a schedule of each: first what they are known for, then what is published, then, for a share of the time, what varying
+        their policies brings; those that are behind have fewer turns."""
         until = time.monotonic() + (share * self.time_left if not self.one_thread else self.time_left)
         work, most_work = 0, share * self.seconds * OPS_PER_S
-        streams = {name: STREAMS[name](problem, objective, self.deadline) for name in names}
-        own_ms = dict.fromkeys(names, float("inf"))  # each one's best
+        each = 3 * len(self.request.problem.stages) * self.request.problem.microbatches * (NOISY if self.noise else 1)
+        own_ms = dict.fromkeys(streams, float("inf"))  # each one's best
         for turn in count():
             ahead_ms = min((own_ms[name] for name in streams), default=0.0)
-            for name, stream in [(name, stream) for name, stream in streams.items() if turn % BEHIND == 0 or own_ms[name] <= ahead_ms]:
+            for name in [name for name in streams if turn % BEHIND == 0 or own_ms[name] <= ahead_ms]:
                 if self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work)):
                     return
-                work += 3 * len(problem.stages) * problem.microbatches * (NOISY if self.noise else 1)
-                try:
-                    schedule = next(stream, None)
-                    if schedule:
-                        own_ms[name] = min(own_ms[name], value(schedule, objective))
-                    wrong = self.offer(schedule) if schedule else None
-                except OptPipeError as error:
-                    schedule, wrong = None, str(error)
-                except Exception as error:  # one heuristic's fault is not the search's end
-                    schedule, wrong = None, f"{type(error).__name__}: {error}"
-                if wrong:
-                    self.emit(Note(text=f"{name} gives no schedule: {wrong}"))
-                if wrong or schedule is None:
+                work += each
+                schedule = self.tried(name, streams[name])
+                if schedule:
+                    own_ms[name] = min(own_ms[name], value(schedule, self.request.objective))
+                else:
                     del streams[name]
                 yield
+            if turn == 0 and self.request.method in ("auto", *ENGINES):
+                for _ in self.published():  # all of them, unless that takes half of the time
+                    work += each
+                    yield
+                    if self.time_left < self.seconds / 2:
+                        break
             if not streams:
                 return
+
+    def tried(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:
+        """The next schedule of a stream, offered; None where there is none, or none that holds, which is told."""
+        try:
+            schedule = next(stream, None)
+            wrong = self.offer(schedule) if schedule else None
+        except OptPipeError as error:
+            schedule, wrong = None, str(error)
+        except Exception as error:  # one heuristic's fault is not the search's end
+            schedule, wrong = None, f"{type(error).__name__}: {error}"
+        if wrong:
+            self.emit(Note(text=f"{name} gives no schedule: {wrong}"))
+        return None if wrong else schedule
+
+    def published(self) -> Iterator[None]:
+        """Each system for these stages, once, so that none that fits is better than the answer. That one does not fit, or is not for the
+        problem, is no news."""
+        for method in seeds(self.request.problem):
+            try:
+                self.offer(generate(method, self.request.problem))
+            except OptPipeError:
+                pass
+            except Exception as error:  # as above
+                self.emit(Note(text=f"{method} gives no schedule: {type(error).__name__}: {error}"))
+            yield
 
     def start_due(self, due: deque[Turn], lanes: int, trying: bool) -> None:
         """On each free lane the next turn, with its share of the threads that are free."""
@@ -243,7 +282,7 @@ class Portfolio:
         return engine not in self.exhausted or self.exhausted[engine] is not self.best_for(engine)
 
     def best_for(self, engine: str) -> Schedule | None:
-        return self.best if engine == ROBUST else self.nominal
+        return self.best if engine == ROBUST else self.plain
 
     def hear(self, worker: Worker, word: Frame | OptPipeError | None, due: deque[Turn]) -> None:
         """Passes on what an engine finds once it is verified; what goes wrong is told, and the search goes on."""
@@ -300,3 +339,8 @@ class Portfolio:
             together, own = f"{total // MIB} MiB together", f"{held[worker] // MIB} of them {worker.engine}"
             text = f"{worker.engine} was ended: the solver's processes held {together}, {own}, and memory_mib is {limit}"
             self.emit(Note(text=text))
+
+
+def is_plain(schedule: Schedule) -> bool:
+    """Whether engines know all its ops: no pairs, and nothing but compute, offload, drop and reload."""
+    return all(not program.table[:, JOINED].any() and np.isin(program.table[:, KIND], PLAIN).all() for program in schedule.programs)

@@ -245,7 +245,7 @@ def test_it_is_said_in_words():
 @pytest.fixture
 def placed() -> Schedule:
     placement = Placement(chunks=2, shape="v")
-    return replace(generate("zb", placement.apply(plain())), placement=placement)
+    return replace(generate("zb-auto", placement.apply(plain())), placement=placement)
 
 
 def test_on_the_wire_it_is_the_receiver_who_places_its_problem(placed):

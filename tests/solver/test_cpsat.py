@@ -201,7 +201,7 @@ def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: 
 
 
 @settings(max_examples=40)
-@given(problem=problems_of_every_sort(), name=st.sampled_from(["adaoffload", "zb", "naive"]))
+@given(problem=problems_of_every_sort(), name=st.sampled_from(["adaoffload", "zb-auto", "naive"]))
 def test_nameless_micro_batches_can_do_what_any_schedule_does(problem: Problem, name: str) -> None:
     ticks = Ticks.of(problem)
     schedule = split(next(STREAMS[name](problem, "makespan")))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from support.strategies import problems
 
 from optpipe import Device, Problem, Stage, certify, check
+from optpipe_solver import systems
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.heuristics import GENERATORS, STREAMS, generate, value
 from optpipe_solver.methods import HEURISTICS, WITHIN_MEMORY
@@ -43,25 +44,6 @@ def test_they_are_whole_schedules_of_any_problem(problem):
         assert schedule.makespan_ms >= trivial_bound(problem) - 1e-9
 
 
-def test_gpipe_runs_all_forwards_first():
-    schedule = generate("gpipe", pipeline([0, 1], 3, 8, (10, 10, 8)))
-    assert [program.texts() for program in schedule.programs] == [
-        ["0F0", "0F1", "0F2", "0BW0", "0BW1", "0BW2"],
-        ["1F0", "1F1", "1F2", "1BW0", "1BW1", "1BW2"],
-    ]
-
-
-def test_1f1b_starts_as_many_forwards_as_stages_follow():
-    schedule = generate("1f1b", pipeline([0, 1, 2], 4, 8, (10, 10, 10), p2p_ms=0.0))
-    assert [program.texts() for program in schedule.programs] == [
-        ["0F0", "0F1", "0F2", "0BW0", "0F3", "0BW1", "0BW2", "0BW3"],
-        ["1F0", "1F1", "1BW0", "1F2", "1BW1", "1F3", "1BW2", "1BW3"],
-        ["2F0", "2BW0", "2F1", "2BW1", "2F2", "2BW2", "2F3", "2BW3"],
-    ]
-    peaks = [peak.bytes for peak in certify(schedule.problem, schedule).device]
-    assert peaks == [3 * 5 * GB, 2 * 5 * GB, 5 * GB]
-
-
 def test_naive_needs_the_memory_of_one_micro_batch():
     problem = pipeline([0, 1, 1, 0], 3, 2, (10, 10, 8))
     schedule = generate("naive", problem)
@@ -71,7 +53,7 @@ def test_naive_needs_the_memory_of_one_micro_batch():
 
 def test_zero_bubble_reaches_the_bound_where_memory_is_ample():
     problem = pipeline(list(range(8)), 24, 16, (10, 10, 10), p2p_ms=0.0)
-    assert generate("zb", problem).makespan_ms == trivial_bound(problem) == 790.0
+    assert generate("zb-auto", problem).makespan_ms == trivial_bound(problem) == 790.0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +71,8 @@ def test_adaoffload_is_near_the_bound_where_1f1b_does_not_fit(problem, at_most):
     schedule = generate("adaoffload", problem)
     assert check(problem, schedule) == []
     assert schedule.makespan_ms <= at_most
-    assert not certify(problem, generate("1f1b", problem)).fits
+    steady = systems.generate("1f1b", problem, "all")
+    assert not certify(steady.problem, steady).fits
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json")), ids=lambda path: path.stem)

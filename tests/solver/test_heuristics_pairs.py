@@ -27,7 +27,7 @@ def test_what_is_paired_is_valid(pair):
 
 
 def test_pairs_shorten_what_can_run_together():
-    apart, together = (generate("zb", pipeline(factor)) for factor in (None, 0.7))
+    apart, together = (generate("zb-auto", pipeline(factor)) for factor in (None, 0.7))
     assert any("+" in text for program in together.programs for text in program.texts())
     assert together.makespan_ms < 0.9 * apart.makespan_ms
 

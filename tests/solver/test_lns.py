@@ -43,7 +43,7 @@ def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
 
 def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:
     problem = offloading(2, 3)
-    assert found(problem, 5.0)[0].method in ("adaoffload", "zb", "naive")
+    assert found(problem, 5.0)[0].method in ("adaoffload", "zb-auto", "naive")
 
 
 def test_one_thread_finds_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def windows_of(incumbent: Known, number: int) -> Iterator[Window]:
 
 
 @pytest.mark.parametrize("order", ["none", "stages"])
-@pytest.mark.parametrize("heuristic", ["adaoffload", "zb", "naive"])
+@pytest.mark.parametrize("heuristic", ["adaoffload", "zb-auto", "naive"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_an_incumbent_satisfies_every_row_of_its_windows(name: str, heuristic: str, order: Order) -> None:
     problem = PROBLEMS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -133,7 +134,7 @@ def test_several_routes_keep_their_stages():
 def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
     problem = pipeline(memory=6)
     placed = placement.apply(problem) if placement else problem
-    best = min((generate(name, placed) for name in ("adaoffload", "zb")), key=lambda schedule: schedule.makespan_ms)
+    best = min((generate(name, placed) for name in ("adaoffload", "zb-auto")), key=lambda schedule: schedule.makespan_ms)
     start = Programs.of(best).model_copy(update={"placement": placement})
     frames = run(problem, warm_start=start, method="naive", time_limit_s=2.0)
     schedules = [(schedule.method, schedule.placement, schedule.makespan_ms) for schedule in found(problem, frames)]
@@ -154,7 +155,7 @@ def test_where_the_stages_are_kept_a_warm_start_is_judged_on_them(slower):
 
 
 def test_a_warm_start_of_another_model_is_told_of():
-    start = Programs.of(generate("zb", pipeline())).model_copy(update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))})
+    start = Programs.of(generate("zb-auto", pipeline())).model_copy(update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))})
     told = [frame.text for frame in run(pipeline(), warm_start=start) if isinstance(frame, Note)]
     assert told == ["the warm start is no schedule of this problem: placement.layers: the problem has none"]
 
@@ -163,6 +164,7 @@ class Shown:
     """Stands where a portfolio stands: the more chunks and the more seconds the shorter is what it finds."""
 
     asked: list[Request]
+    seeded: list[Request]
 
     def __init__(self, request: Request, emit: Any) -> None:
         self.request, self.emit, self.best_ms = request, emit, float("inf")
@@ -175,15 +177,20 @@ class Shown:
         self.emit(Bound(method="shown", lower_bound_ms=30.0 + chunks))
         self.emit(Incumbent(method="shown", schedule=Programs.of(generate("naive", self.request.problem))))
 
+    def published(self) -> Iterator[None]:
+        Shown.seeded.append(self.request)
+        yield
+
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, threads):
     monkeypatch.setattr(placements, "Portfolio", Shown)
-    Shown.asked = []
+    Shown.asked, Shown.seeded = [], []
     frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
     first, *looks = [request for request in Shown.asked if request.method != "auto"]
     deep = [request for request in Shown.asked if request.method == "auto"]
     assert first.method == "naive"
+    assert looks == Shown.seeded
     assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
     assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * placements.FIRST_LOOK, rel=0.2)
     assert [len(request.problem.stages) for request in deep[:4]] == [16, 16, 12, 12]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,7 +14,7 @@ import pytest
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check
 from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe_solver import crew, plan, portfolio
+from optpipe_solver import crew, plan, portfolio, systems
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import LARGE, Portfolio
 
@@ -200,10 +202,10 @@ def test_it_stops_when_the_bound_is_reached(engines):
 def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem(engines):
     engines("tells", "tells")
     problem = pipeline()
-    best = generate("zb", problem)
+    best = generate("zb-auto", problem)
     frames = run(problem, warm_start=Programs.of(best), method="naive")
     assert [frame.method for frame in frames if isinstance(frame, Incumbent)] == ["warm start"]
-    stale = run(problem, warm_start=Programs.of(generate("zb", pipeline(microbatches=9))), method="naive")
+    stale = run(problem, warm_start=Programs.of(generate("zb-auto", pipeline(microbatches=9))), method="naive")
     assert any(text.startswith("the warm start is no schedule of this problem: ") for text in notes(stale))
     assert [frame.method for frame in stale if isinstance(frame, Incumbent)] == ["naive"]
 
@@ -211,8 +213,8 @@ def test_a_warm_start_is_the_first_incumbent_if_it_is_a_schedule_of_this_problem
 def test_only_the_method_named_runs(engines):
     engines("crash", "tells")
     assert notes(run(pipeline(), method="milp"))[0].startswith("start True")
-    frames = run(pipeline(), method="zb")
-    assert {frame.method for frame in frames if isinstance(frame, Incumbent)} == {"zb"}
+    frames = run(pipeline(), method="zb-auto")
+    assert {frame.method for frame in frames if isinstance(frame, Incumbent)} == {"zb-auto"}
     assert notes(frames) == []
 
 
@@ -229,6 +231,42 @@ def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch)
     frames = run(pipeline())
     assert "adaoffload gives no schedule: ZeroDivisionError: oh" in notes(frames)
     assert any(isinstance(frame, Incumbent) for frame in frames)
+
+
+def test_a_system_that_is_named_is_all_that_runs(engines):
+    engines("crash", "crash")
+    frames = run(pipeline(), method="1f1b")
+    (found,) = (frame for frame in frames if isinstance(frame, Incumbent))
+    assert found.method == "1f1b"
+    assert found.schedule == Programs.of(systems.generate("1f1b", pipeline()))
+    assert notes(frames) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("1f1b", "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it is given them)"),
+        ("1f1b:group=2", "method = '1f1b:group=2': 1f1b has no parameter group (its parameters: none)"),
+        ("1f1b:", "method = '1f1b:': the published schedules are "),
+    ],
+)
+def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):
+    with pytest.raises(InputError) as raised:
+        optpipe.solve(pipeline().rechunk(2), method=method, time_limit=20.0)
+    assert str(raised.value).startswith(told)
+
+
+def test_engines_start_from_the_best_that_they_know(engines):
+    engines("tells", "tells")
+    sizes: dict[str, Any] = {"microbatches": 16, "memory": 40}
+    problem = pipeline(overlap_factor=0.7, **sizes)
+    search = Portfolio(Request(problem=problem), print)
+    split, joined = (generate("zb-auto", one) for one in (pipeline(**sizes), problem))
+    apart = replace(split, problem=problem)
+    assert joined.makespan_ms < apart.makespan_ms
+    for schedule in (joined, apart):
+        assert search.offer(schedule) is None
+    assert (search.best, search.nominal, search.best_for("lns"), search.best_for("robust")) == (joined, joined, apart, joined)
 
 
 def test_an_engine_that_is_not_for_this_problem_is_told_of(monkeypatch):
@@ -253,9 +291,9 @@ def test_an_unknown_method_is_one_sentence():
 
 def test_through_the_front_door():
     problem = pipeline(microbatches=5)
-    result = optpipe.solve(problem, method="zb", time_limit=20.0)
+    result = optpipe.solve(problem, method="zb-auto", time_limit=20.0)
     assert result.schedule is not None
-    assert result.method == "zb"
+    assert result.method == "zb-auto"
     assert check(problem, result.schedule) == []
     assert result.lower_bound_ms == 33 + 5 * 20 + 3 * 11 + 8  # the last device's wait, its F and B, the way back
     assert result.notes == ()

@@ -81,7 +81,7 @@ def test_with_less_memory_it_stays_near_what_heuristics_make_of_it_anew(memory, 
 
 def test_activations_that_stayed_leave_where_they_must():
     ample, short = pipeline(6, 24, 10**6, **OFFLOAD), pipeline(6, 24, 2000, **OFFLOAD)
-    schedule = generate("zb", ample)
+    schedule = generate("zb-auto", ample)
     found = repair(short, schedule)
     assert found is not None
     assert any(op.kind is Kind.O for op in found.programs[0].ops())
@@ -98,10 +98,10 @@ def test_what_can_no_longer_leave_stays():
 
 
 def test_of_another_pipeline_nothing_can_be_made():
-    schedule = generate("zb", pipeline(4, 8, 10**6))
+    schedule = generate("zb-auto", pipeline(4, 8, 10**6))
     assert repair(pipeline(3, 8, 10**6), schedule) is None
     assert repair(pipeline(5, 8, 10**6), schedule) is None
 
 
 def test_where_nothing_fits_there_is_none():
-    assert repair(pipeline(4, 8, 499), generate("zb", pipeline(4, 8, 10**6))) is None
+    assert repair(pipeline(4, 8, 499), generate("zb-auto", pipeline(4, 8, 10**6))) is None

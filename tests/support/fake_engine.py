@@ -28,7 +28,7 @@ def main() -> None:
             write_frame(Note(text=str(own.pid)))
             time.sleep(60)
     if behaviour == "good":
-        write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb", request.problem))))
+        write_frame(Incumbent(method="good engine", schedule=Programs.of(generate("zb-auto", request.problem))))
         write_frame(Bound(method="good engine", lower_bound_ms=260.0))
     if behaviour == "invalid":
         write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))

@@ -30,21 +30,10 @@ def naive(problem: Problem, objective: Objective, deadline: float = NEVER) -> It
     yield in_turn(problem, "naive")
 
 
-def gpipe(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """GPipe (Huang et al. 2019): all forwards, then all backwards. It does not ask whether memory suffices."""
-    yield from _one(problem, Policy(flush=True, split=False, limited=False), "gpipe", deadline)
-
-
-def one_f_one_b(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """1F1B (PipeDream-Flush, Narayanan et al. 2021): a stage with p - s stages from it to the end starts p - s forwards, then one for each
-    backward. Where a device runs several stages each keeps its own count. It does not ask whether memory suffices."""
-    yield from _one(problem, Policy(in_flight=_to_the_end(problem, 1, 0), split=False, limited=False), "1f1b", deadline)
-
-
 def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
     """Zero bubble (Qi et al. 2024): backwards are split, input gradients come first, weight gradients fill what is idle."""
     aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0), "alike": (False, True)}
-    yield from descend(problem, objective, _starts(problem, [Policy()]), aspects, "zb", deadline)
+    yield from descend(problem, objective, _starts(problem, [Policy()]), aspects, "zb-auto", deadline)
 
 
 def pipe_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
@@ -80,10 +69,8 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
 
 STREAMS: dict[str, Stream] = {
     "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
     "po-f": pipe_offload,
-    "zb": zero_bubble,
+    "zb-auto": zero_bubble,
     "adaoffload": ada_offload,
 }
 

@@ -22,8 +22,7 @@ MANY = 10_000  # forwards: list scheduling takes longer than half a second
 
 
 def listed(problem: Problem, policy: Policy, method: str, deadline: float = float("inf")) -> Schedule | None:
-    """It fits if any schedule does, unless the policy is not `limited`; None where the deadline, a moment of `time.monotonic`, passes
-    before it is done."""
+    """It fits if any schedule does; None where the deadline, a moment of `time.monotonic`, passes before it is done."""
     on = _alike(problem) if policy.alike else problem
     few = _enough_for_a_period(on)
     if len(on.stages) * on.microbatches > MANY and len(on.all_routes) == 1 and few * WORTHWHILE < on.microbatches:
@@ -32,7 +31,7 @@ def listed(problem: Problem, policy: Policy, method: str, deadline: float = floa
             return None
         longer = lengthened(*short, on.microbatches)
         schedule = _on(problem, lift_table(on, *longer, method)) if longer else None
-        if schedule and not (policy.limited and check(problem, schedule)):
+        if schedule and not check(problem, schedule):
             return schedule
     found = _run(on, policy, deadline)
     return _on(problem, lift_table(on, *found, method)) if found else None

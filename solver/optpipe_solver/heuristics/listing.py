@@ -44,8 +44,7 @@ class Listing:
         back = {route: dict(zip(route, ahead[route][-2::-1], strict=False)) for route in ahead}  # the last is the end
         self.ahead, self.back = [ahead[route] for route in self.route], [back[route] for route in self.route]
         self.base = [reliefs(problem, route) for route in problem.all_routes]
-        unlimited = [2**62] * devices
-        self.memory = [d.memory_bytes for d in problem.devices] if policy.limited else unlimited
+        self.memory = [d.memory_bytes for d in problem.devices]
         self.reserve = Reserve(problem, self.memory, costs.host_memory.tolist(), self.base)
         self.held = [0] * devices  # bytes by the program's rule, the running op's included
         self.busy = [False] * devices
@@ -148,9 +147,7 @@ class Listing:
         """Starts the best op, if the device is idle."""
         if self.busy[d]:
             return
-        if not (self.policy.flush and self.forwards_left[d]) and self._start_backward(d):
-            return
-        if self._start_forward(d) or not self.weights[d]:
+        if self._start_backward(d) or self._start_forward(d) or not self.weights[d]:
             return
         stage, j = self.weights[d][0]
         patience = self.policy.patience * self.ms[W][stage]
@@ -229,7 +226,7 @@ class Listing:
 
     def _promise(self, stage: int, j: int) -> bool:
         """Settles what becomes of an activation, so that all in flight can still be finished: what the policy wishes, or the least."""
-        base = self.base[self.problem.costs.route[j]][stage] if self.policy.limited else Relief()
+        base = self.base[self.problem.costs.route[j]][stage]
         wish = self.policy.wish(stage, j, self.problem.stages[stage].offload_parts)
         for relief in dict.fromkeys((base if base != Relief() else wish, base)):
             if self.reserve.admits(stage, j, *settled(self.problem, stage, relief)):

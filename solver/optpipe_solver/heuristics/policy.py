@@ -14,8 +14,6 @@ class Policy:
 
     in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
     split: bool = True  # B and W, or both fused
-    flush: bool = False  # a device's backwards begin when its forwards are done; only where memory does not limit
-    limited: bool = True  # by memory
     offload: Sequence[float] | None = None  # share of the micro-batches whose activation leaves, where there is time for it
     recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again
     patience: float = 0.0  # a weight gradient waits for a backward that comes within this share of its time
