@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optpipe_runtime.executor import OpTime, StepReport
+    from optpipe_runtime.layout import Layout
     from optpipe_runtime.lowering import Plan, prepare
     from optpipe_runtime.pipeline import Pipeline
 
-_HOME = {"OpTime": "executor", "Pipeline": "pipeline", "Plan": "lowering", "StepReport": "executor", "prepare": "lowering"}
-__all__ = ["OpTime", "Pipeline", "Plan", "StepReport", "prepare"]
+_HOME = {
+    "Layout": "layout",
+    "OpTime": "executor",
+    "Pipeline": "pipeline",
+    "Plan": "lowering",
+    "StepReport": "executor",
+    "prepare": "lowering",
+}
+__all__ = ["Layout", "OpTime", "Pipeline", "Plan", "StepReport", "prepare"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Action, Message, Plan
 from optpipe_runtime.pool import Ticket
 from optpipe_runtime.rank import Rank
-from optpipe_runtime.stage import Spec, StageRunner, Tensors
+from optpipe_runtime.stage import Passage, Spec, Tensors
 
 
 class OpTime(NamedTuple):
@@ -30,7 +30,7 @@ class OpTime(NamedTuple):
 class StepReport:
     """One step on one rank. Bytes are peaks over the step, counted by live storages after every op."""
 
-    losses: list[float] | None  # by micro-batch, on the last stage's rank
+    losses: list[float] | None  # by micro-batch, of those whose route ends on this rank
     step_ms: float
     peak_activation_bytes: int  # what `certify` bounds: saved tensors, and what waits for W
     host_peak_bytes: int
@@ -41,7 +41,7 @@ class StepReport:
 
     @property
     def loss(self) -> float | None:
-        """The mean over the micro-batches."""
+        """The mean over those micro-batches."""
         return sum(self.losses) / len(self.losses) if self.losses else None
 
 
@@ -49,7 +49,7 @@ class Executor:
     """Holds this rank's stages, mail and host pool, and runs plans on them."""
 
     def __init__(self, rank: Rank) -> None:
-        self._rank, self._stages, self._device = rank, rank.stages, rank.device
+        self._rank, self._layout, self._stages, self._device = rank, rank.layout, rank.stages, rank.device
         self._mail, self._pool = rank.mail, rank.pool
         self._clock = Clock(rank.device)
 
@@ -61,13 +61,14 @@ class Executor:
     def run(self, plan: Plan, inputs: Any, targets: Any, trace: bool = False) -> StepReport:
         """One step: losses, and gradients of the mean loss added to the parameters' `.grad`.
 
-        `inputs` are needed on the rank of the first stage, `targets` on that of the last: a tensor or a tuple of tensors, the whole batch.
+        `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole batch.
         """
         if not self.idle:
             raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
-        batch, answers = self._cut(inputs, 0, "inputs"), self._cut(targets, self._rank.last, "targets")
+        batch = self._cut(inputs, "inputs") if self._rank.takes_inputs else []
+        answers = self._cut(targets, "targets") if self._rank.takes_targets else []
         for s, stage in self._stages.items():
-            staying = [*(batch[0] if s == 0 else ()), *(answers[0] if s == self._rank.last else ())]
+            staying = [*(batch[0] if s in self._layout.first else ()), *(answers[0] if s in self._layout.last else ())]
             stage.start_step(staying, plan.problem.stages[s].offload_parts)
         self._mail.start_step()
         self._pool.start_step()
@@ -86,7 +87,7 @@ class Executor:
         self._clock.settle()
         assert self.idle, "a step leaves nothing behind"
         return StepReport(
-            losses=[float(step.losses[j]) for j in range(self._rank.microbatches)] if step.losses else None,
+            losses=[float(step.losses[j]) for j in sorted(step.losses)] if step.losses else None,
             step_ms=self._clock.ms(begun, ended),
             peak_activation_bytes=step.peak_bytes,
             host_peak_bytes=self._pool.peak_bytes,
@@ -98,16 +99,16 @@ class Executor:
     def _run(self, step: _Step, action: Action) -> None:
         """One op; what it needs is taken before its time starts, what it makes is sent at once."""
         kind, s, j, part = action.op
-        stage = self._stages[s]
+        stage, ends = self._stages[s], self._layout.after(s, j) is None
         received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
         made: Tensors = ()
         copies: Sequence[Ticket] = ()
         start = self._clock.mark()
         match kind:
             case Kind.F:
-                target = step.answers[j] if s == self._rank.last else ()
-                made = stage.forward(j, received, target, recompute=(s, j) in step.plan.recomputed)
-                if s == self._rank.last:
+                recompute = (s, j) in step.plan.recomputed
+                made = stage.forward(j, received, step.answers[j] if ends else (), recompute, self._layout.microbatch_routes[j])
+                if ends:
                     step.losses[j] = made[0]
             case Kind.C:
                 stage.recompute(j)
@@ -124,20 +125,22 @@ class Executor:
         del received
         step.times.append((action.op, start, self._clock.mark(), copies))
         if action.sends is not None and action.to is not None:
-            self._mail.send(action.sends, made, action.to, self._sent_specs(stage, kind))
+            self._mail.send(action.sends, made, action.to, self._sent_specs(action.op))
 
     def _specs(self, message: Message) -> Sequence[Spec]:
         """What a stage here receives: its inputs, or the gradients of those of its outputs that require one."""
-        stage = self._stages[message.stage]
-        return stage.inputs if message.kind == Kind.F else [spec for spec in stage.outputs if spec.requires_grad]
+        passage = self._passage(message.stage, message.microbatch)
+        return passage.inputs if message.kind == Kind.F else passage.answered
 
-    @staticmethod
-    def _sent_specs(stage: StageRunner, kind: Kind) -> Sequence[Spec]:
-        return stage.outputs if kind == Kind.F else [spec for spec in stage.inputs if spec.requires_grad]
+    def _sent_specs(self, op: Op) -> Sequence[Spec]:
+        passage = self._passage(op.stage, op.microbatch)
+        return passage.outputs if op.kind == Kind.F else passage.answers
 
-    def _cut(self, value: Any, stage: int, what: str) -> list[Tensors]:
-        """The batch in micro-batches, where this rank has the stage that needs it."""
-        return cut(value, self._rank.microbatches, what) if stage in self._stages else []
+    def _passage(self, stage: int, microbatch: int) -> Passage:
+        return self._stages[stage].passages[self._layout.microbatch_routes[microbatch]]
+
+    def _cut(self, value: Any, what: str) -> list[Tensors]:
+        return cut(value, self._layout.microbatches, what)
 
 
 class _Step:

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from optpipe.errors import ScheduleError
 from optpipe.memory import Certificate, certify
 from optpipe.ops import BACKWARD, Kind, Op
 from optpipe.problem import Problem
+from optpipe.program import KIND
 from optpipe.schedule import Schedule
 from optpipe.validity import check
+from optpipe_runtime.layout import Layout
 
+RUNS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)
 AHEAD = 2  # messages whose receives are posted before they are needed: one arrives while one is worked on
 
 
 class Message(NamedTuple):
-    """What a stage gets for a micro-batch: its input (kind F) from the stage before, its output gradient (kind B) from the one after."""
+    """What a stage gets for a micro-batch: its input (kind F) from the stage before it on the micro-batch's route, its output gradient
+    (kind B) from the one after it."""
 
     kind: Kind
     stage: int
@@ -57,14 +62,15 @@ class Plan:
     on_host: dict[tuple[int, int], int]  # (stage, part) -> the most micro-batches that are on the host at once
 
 
-def prepare(schedule: Schedule, rank: int, placement: Sequence[int], microbatches: int, problem: Problem | None = None) -> Plan:
+def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None) -> Plan:
     """Checks a schedule for this pipeline and lowers it for one rank. A pure function: it may run in a thread beside the training.
 
-    `placement[s]` is the rank of stage s; `problem`, where given, is what was measured here: the schedule must be valid and fit for it, not
-    only for the problem that it came with. Raises `ScheduleError` with one sentence for a schedule that cannot run here.
+    `problem`, where given, is what was measured here: the schedule must be valid and fit for it, not only for the problem that it came
+    with. Raises `ScheduleError` with one sentence for a schedule that cannot run here.
     """
     own = problem or schedule.problem
-    _require_same_pipeline(schedule.problem, placement, microbatches)
+    _require_same_pipeline(Layout.of(schedule.problem), layout)
+    _require_known(schedule)
     if complaints := check(own, schedule):
         raise ScheduleError(f"the schedule does not fit this pipeline: {complaints[0]}" + _and_more(complaints))
     ops = schedule.programs[rank].ops() if rank < len(schedule.programs) else []
@@ -73,7 +79,7 @@ def prepare(schedule: Schedule, rank: int, placement: Sequence[int], microbatche
         problem=own,
         certificate=certify(own, schedule),
         digest=_digest(schedule, own),
-        actions=_actions(schedule, ops, rank, placement),
+        actions=_actions(schedule, ops, rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         on_host=_on_host(ops),
     )
@@ -83,14 +89,26 @@ def _and_more(complaints: list[str]) -> str:
     return f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
 
 
-def _require_same_pipeline(problem: Problem, placement: Sequence[int], microbatches: int) -> None:
-    theirs = [stage.device for stage in problem.stages]
-    if theirs != list(placement):
-        raise ScheduleError(f"the schedule places its stages on devices {theirs}, this pipeline on {list(placement)}: stages do not move")
-    if problem.microbatches != microbatches:
-        raise ScheduleError(f"the schedule is for {problem.microbatches} micro-batches, this pipeline runs {microbatches}")
-    if problem.all_routes != (tuple(range(len(problem.stages))),):
-        raise ScheduleError("the schedule has routes of its own; this executor runs one route over all stages in order")
+def _require_same_pipeline(theirs: Layout, own: Layout) -> None:
+    if theirs.placement != own.placement:
+        there, here = list(theirs.placement), list(own.placement)
+        raise ScheduleError(f"the schedule places its stages on devices {there}, this pipeline on {here}: stages do not move")
+    if theirs.microbatches != own.microbatches:
+        raise ScheduleError(f"the schedule is for {theirs.microbatches} micro-batches, this pipeline runs {own.microbatches}")
+    for j in range(own.microbatches):
+        if theirs.route(j) != own.route(j):
+            raise ScheduleError(
+                f"the schedule sends micro-batch {j} over stages {list(theirs.route(j))}, this pipeline over {list(own.route(j))}"
+            )
+
+
+def _require_known(schedule: Schedule) -> None:
+    """On every rank the same: an op that this executor has no code for is found before anything runs."""
+    for d, program in enumerate(schedule.programs):
+        if not set(np.unique(program.table[:, KIND]).tolist()) <= set(RUNS):
+            op = next(op for op in program.ops() if op.kind not in RUNS)
+            names = ", ".join(kind.name for kind in RUNS)
+            raise ScheduleError(f"{op} in the program of device {d}: this executor runs {names}, not {op.kind.name}")
 
 
 def _digest(schedule: Schedule, problem: Problem) -> str:
@@ -100,34 +118,29 @@ def _digest(schedule: Schedule, problem: Problem) -> str:
     return content.hexdigest()
 
 
-def _sent(op: Op, stages: int) -> Message | None:
-    """The message that an op makes for its neighbour stage."""
-    if op.kind == Kind.F and op.stage + 1 < stages:
-        return Message(Kind.F, op.stage + 1, op.microbatch)
-    if op.kind in BACKWARD and op.stage > 0:
-        return Message(Kind.B, op.stage - 1, op.microbatch)
+def _sent(op: Op, layout: Layout) -> Message | None:
+    """The message that an op makes for its neighbour stage on the micro-batch's route."""
+    if op.kind == Kind.F and (after := layout.after(op.stage, op.microbatch)) is not None:
+        return Message(Kind.F, after, op.microbatch)
+    if op.kind in BACKWARD and (before := layout.before(op.stage, op.microbatch)) is not None:
+        return Message(Kind.B, before, op.microbatch)
     return None
 
 
-def _received(op: Op, stages: int) -> Message | None:
-    """The message that an op needs from its neighbour stage."""
-    if op.kind == Kind.F and op.stage > 0:
-        return Message(Kind.F, op.stage, op.microbatch)
-    if op.kind in BACKWARD and op.stage + 1 < stages:
-        return Message(Kind.B, op.stage, op.microbatch)
+def _received(op: Op, layout: Layout) -> tuple[Message, int] | None:
+    """The message that an op needs from its neighbour stage, and the rank that makes it."""
+    if op.kind == Kind.F and (before := layout.before(op.stage, op.microbatch)) is not None:
+        return Message(Kind.F, op.stage, op.microbatch), layout.placement[before]
+    if op.kind in BACKWARD and (after := layout.after(op.stage, op.microbatch)) is not None:
+        return Message(Kind.B, op.stage, op.microbatch), layout.placement[after]
     return None
 
 
-def _origin(message: Message, placement: Sequence[int]) -> int:
-    """The rank that makes a message."""
-    return placement[message.stage - 1 if message.kind == Kind.F else message.stage + 1]
-
-
-def _actions(schedule: Schedule, ops: list[Op], rank: int, placement: Sequence[int]) -> tuple[Action, ...]:
-    stages = len(placement)
-    needed = [(i, message) for i, op in enumerate(ops) if (message := _received(op, stages)) and _origin(message, placement) != rank]
-    origins = {message: _origin(message, placement) for _, message in needed}
-    order = {origin: _pair(schedule, origin, rank, placement) for origin in set(origins.values())}
+def _actions(schedule: Schedule, ops: list[Op], rank: int, layout: Layout) -> tuple[Action, ...]:
+    received = [_received(op, layout) for op in ops]
+    needed = [(i, *found) for i, found in enumerate(received) if found is not None and found[1] != rank]
+    origins = {message: origin for _, message, origin in needed}
+    order = {origin: _pair(schedule, origin, rank, layout) for origin in set(origins.values())}
     place = {message: k for messages in order.values() for k, message in enumerate(messages)}
     _require_matched(order, origins)
 
@@ -138,20 +151,20 @@ def _actions(schedule: Schedule, ops: list[Op], rank: int, placement: Sequence[i
         while upcoming < len(needed) and needed[upcoming][0] < i:
             upcoming += 1
         post: list[tuple[Message, int]] = []
-        for _, message in needed[upcoming : upcoming + AHEAD]:
-            origin = origins[message]
+        for _, message, origin in needed[upcoming : upcoming + AHEAD]:
             until = max(posted[origin], place[message] + 1)  # those before it on the pair first
             post += [(earlier, origin) for earlier in order[origin][posted[origin] : until]]
             posted[origin] = until
-        sends = _sent(op, stages)
-        actions.append(Action(op, tuple(post), _received(op, stages), sends, None if sends is None else placement[sends.stage]))
+        found, sends = received[i], _sent(op, layout)
+        to = None if sends is None else layout.placement[sends.stage]
+        actions.append(Action(op, tuple(post), None if found is None else found[0], sends, to))
     return tuple(actions)
 
 
-def _pair(schedule: Schedule, sender: int, receiver: int, placement: Sequence[int]) -> list[Message]:
+def _pair(schedule: Schedule, sender: int, receiver: int, layout: Layout) -> list[Message]:
     """The messages from one rank to another in the order in which they are sent: activations and gradients together."""
-    sent = (_sent(op, len(placement)) for op in schedule.programs[sender].ops())
-    return [message for message in sent if message is not None and placement[message.stage] == receiver]
+    sent = (_sent(op, layout) for op in schedule.programs[sender].ops())
+    return [message for message in sent if message is not None and layout.placement[message.stage] == receiver]
 
 
 def _require_matched(order: dict[int, list[Message]], origins: dict[Message, int]) -> None:

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,17 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optpipe.errors import InputError
+from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Message
 from optpipe_runtime.stage import Spec, Tensors
 from optpipe_runtime.store import Memory
 
 
 class Mail:
-    """One rank's messages. Making one is collective: every rank of the default group calls it with the same placement."""
+    """One rank's messages. Making one is collective: every rank of the default group calls it with the same layout."""
 
-    def __init__(self, rank: int, placement: Sequence[int], device: torch.device) -> None:
+    def __init__(self, rank: int, layout: Layout, device: torch.device) -> None:
         self._device = device
-        neighbours = {pair for pair in pairwise(placement) if pair[0] != pair[1]}
+        pairs = {(layout.placement[a], layout.placement[b]) for _, a, b in layout.passages()}
+        neighbours = {(a, b) for a, b in pairs if a != b}
         self._groups = {
             pair: dist.new_group(list(pair), backend="nccl" if device.type == "cuda" else "gloo")
             for pair in sorted(neighbours | {(b, a) for a, b in neighbours})

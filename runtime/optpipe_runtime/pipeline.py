@@ -32,6 +32,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.agreement import Council, Offers
 from optpipe_runtime.executor import Executor, StepReport, cut
+from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Plan, prepare
 from optpipe_runtime.mail import Mail
 from optpipe_runtime.pool import HostPool, Link
@@ -46,9 +47,10 @@ class Pipeline:
 
     `stages` maps the stages placed on this rank to their modules: tensors in, a tensor or a tuple of tensors out, of the same shapes for
     every micro-batch. `loss_fn(output, *targets)` gives the mean loss of a micro-batch, on the last stage's rank. Gradients are those of
-    the mean over the whole batch. `host_memory_bytes` limits what this rank keeps on the host (None: no limit); `full_duplex`: offloads and
-    reloads run at the same time. The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. Raises
-    `InputError` for what does not fit together.
+    the mean over the whole batch. `routes` and `microbatch_routes` say which stages each micro-batch passes, as in a problem; without them
+    it is all, in order; copies of a stage that serve several routes are tied (`tie`). `host_memory_bytes` limits what this rank keeps on
+    the host (None: no limit); `full_duplex`: offloads and reloads run at the same time. The modules stay the user's: parameters, buffers,
+    state dict and optimizer are untouched. Raises `InputError` for what does not fit together.
     """
 
     def __init__(
@@ -59,25 +61,26 @@ class Pipeline:
         microbatches: int,
         host_memory_bytes: int | None = None,
         full_duplex: bool = False,
+        routes: Sequence[Sequence[int]] | None = None,
+        microbatch_routes: Sequence[int] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
         number = dist.get_rank()
         _require_sound(stages, placement, microbatches, number, dist.get_world_size())
+        layout = Layout.make(placement, microbatches, routes, microbatch_routes)
         device = _device(stages)
-        last = len(placement) - 1
         link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
         self._rank = Rank(
             number=number,
-            placement=tuple(placement),
-            microbatches=microbatches,
+            layout=layout,
             device=device,
             stages={
-                s: StageRunner(s, module, device, link, pool, (loss_fn, 1 / microbatches) if s == last else None)
+                s: StageRunner(s, module, device, link, pool, (loss_fn, 1 / microbatches) if s in layout.last else None)
                 for s, module in sorted(stages.items())
             },
             council=Council(),
-            mail=Mail(number, placement, device),
+            mail=Mail(number, layout, device),
             pool=pool,
             link=link,
             full_duplex=full_duplex,
@@ -95,7 +98,7 @@ class Pipeline:
     def step(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
         """Collective: one training step, forward and backward; the optimizer is the caller's.
 
-        `inputs` (first stage's rank) and `targets` (last stage's rank) are the whole batch on this rank's device, a tensor or a tuple of
+        `inputs` (where a route begins) and `targets` (where one ends) are the whole batch on this rank's device, a tensor or a tuple of
         tensors, cut into micro-batches along the first dimension; other ranks may leave them out.
         """
         self._learn(inputs, targets)
@@ -111,13 +114,14 @@ class Pipeline:
             tie.end_step()
         return replace(report, version=self.version)
 
-    def tie(self, parameter: nn.Parameter | None) -> None:
-        """Collective: ties copies of one parameter that several ranks hold (tied embeddings); a rank without one passes None.
+    def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
+        """Collective: ties copies of one parameter (tied embeddings) or of one module (a stage that serves two routes) that several ranks
+        hold; a rank without one passes None.
 
-        The copies take the value of the lowest rank's, and after every step the sum of their gradients. Two stages on one rank need no tie:
-        they share the parameter itself.
+        The copies' parameters take the values of the lowest rank's, and after every step the sum of their gradients; buffers stay each
+        copy's own. Two stages on one rank need no tie: they share the parameter itself.
         """
-        self._ties.append(Tie(parameter, self._rank.council))
+        self._ties.append(Tie(copy, self._rank.council))
 
     @property
     def schedule(self) -> Schedule | None:
@@ -152,7 +156,7 @@ class Pipeline:
 
     def prepare(self, schedule: Schedule) -> Plan:
         """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread; raises `ScheduleError`."""
-        return prepare(schedule, self._rank.number, self._rank.placement, self._rank.microbatches, self.problem)
+        return prepare(schedule, self._rank.number, self._rank.layout, self.problem)
 
     def swap(self, plan: Plan) -> None:
         """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
@@ -184,38 +188,42 @@ class Pipeline:
             raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
         self._learn(inputs, targets)
         rank = self._rank
-        samples = self._sample(inputs, 0, "inputs"), self._sample(targets, rank.last, "targets")
-        self.problem = profile(rank, *samples, memory_bytes, offload_parts, repeats)
+        given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
+        asked = self._sample(targets, "targets") if rank.takes_targets else ()
+        self.problem = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
         return self.problem
 
     # Inside
 
-    def _sample(self, value: Any, stage: int, what: str) -> Tensors:
-        """The first micro-batch, where this rank has the stage that needs it."""
-        return cut(value, self._rank.microbatches, what)[0] if stage in self._rank.stages else ()
+    def _sample(self, value: Any, what: str) -> Tensors:
+        """The first micro-batch."""
+        return cut(value, self._rank.layout.microbatches, what)[0]
 
     def _learn(self, inputs: Any, targets: Any) -> None:
-        """Collective, once: runs each stage's forward, first to last, to learn the shapes of what passes between them."""
+        """Collective, once: runs each stage's forward, first to last on every route, to learn the shapes of what passes between them."""
         if self._learned:
             return
-        specs: Any = None
-        for s, owner in enumerate(self._rank.placement):
-            if owner == self._rank.number:
-                try:
-                    specs = self._learn_stage(s, specs, inputs, targets)
-                except InputError as error:
-                    specs = error  # told to all, so that none waits for ever
-            specs = self._rank.council.tell(specs, owner)
-            if isinstance(specs, InputError):
-                raise specs
+        layout = self._rank.layout
+        for r, route in enumerate(layout.routes):
+            specs: Any = None
+            for s in route:
+                if layout.placement[s] == self._rank.number:
+                    try:
+                        specs = self._learn_stage(r, s, specs, inputs, targets)
+                    except InputError as error:
+                        specs = error  # told to all, so that none waits for ever
+                specs = self._rank.council.tell(specs, layout.placement[s])
+                if isinstance(specs, InputError):
+                    raise specs
         self._learned = True
 
-    def _learn_stage(self, s: int, specs: tuple[Spec, ...], inputs: Any, targets: Any) -> tuple[Spec, ...]:
-        if s == 0:
-            given = self._sample(inputs, s, "inputs")
+    def _learn_stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> tuple[Spec, ...]:
+        if specs is None:
+            given = self._sample(inputs, "inputs")
         else:
             given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
-        return self._rank.stages[s].learn(given, self._sample(targets, s, "targets") if s == self._rank.last else ())
+        ends = s == self._rank.layout.routes[r][-1]
+        return self._rank.stages[s].learn(given, self._sample(targets, "targets") if ends else None, r)
 
     def close(self) -> None:
         """Ends the threads of this pipeline."""

@@ -22,7 +22,6 @@ from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Message
-from optpipe_runtime.pool import HostPool
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import StageRunner, Tensors
 
@@ -35,34 +34,35 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
         memory_bytes = _budget(rank.device)
     rank.council.least(0)  # start together
     inputs = tuple(tensor.clone() for tensor in inputs)  # a stage may change them in place, again and again
-    costs = {
-        s: _Measurement(stage, inputs if s == 0 else None, targets if s == rank.last else (), rank.pool, parts)(repeats)
-        for s, stage in rank.stages.items()
-    }
-    p2p_ms = max((_p2p_ms(rank, s, repeats) for s in range(rank.last)), default=0.0)
+    layout = rank.layout
+    costs = {s: _Measurement(rank, s, inputs, targets, parts)(repeats) for s in rank.stages}
+    p2p_ms = max((_p2p_ms(rank, *passage, repeats) for passage in layout.passages()), default=0.0)
     host = _host_budget(rank, costs)
     device = {"memory_bytes": memory_bytes} | ({} if host is None else {"host_memory_bytes": host})
     gathered = rank.council.gather((device, costs, p2p_ms))
     return Problem.from_dict(
         {
-            "microbatches": rank.microbatches,
+            **layout.to_dict(),
             "p2p_ms": max(ms for *_, ms in gathered),
             "transfer_mode": "full_duplex" if rank.full_duplex else "half_duplex",
             "devices": [device for device, *_ in gathered],
-            "stages": [{"device": owner} | gathered[owner][1][s] for s, owner in enumerate(rank.placement)],
+            "stages": [{"device": owner} | gathered[owner][1][s] for s, owner in enumerate(layout.placement)],
         },
         "the measured problem",
     )
 
 
 class _Measurement:
-    """One stage, run alone: F, then out and back, then B and W, again and again."""
+    """One stage, run alone on the first route over it: F, then out and back, then B and W, again and again."""
 
-    def __init__(self, stage: StageRunner, inputs: Tensors | None, targets: Tensors, pool: HostPool, parts: int) -> None:
-        self._stage, self._pool, self._parts, self._targets = stage, pool, parts, targets
-        self._batch = (*(inputs or ()), *targets)
-        self._inputs, self._gradients = inputs, [spec for spec in stage.outputs if spec.requires_grad] if not targets else []
-        self._clock = Clock(stage.device)
+    def __init__(self, rank: Rank, s: int, inputs: Tensors, targets: Tensors, parts: int) -> None:
+        self._stage, self._pool, self._parts = rank.stages[s], rank.pool, parts
+        self._route, passage = min(self._stage.passages.items())
+        self._inputs = inputs if s == rank.layout.routes[self._route][0] else ()
+        self._targets = targets if passage.ends else ()
+        self._gradients = () if passage.ends else passage.answered
+        self._batch = (*self._inputs, *self._targets)
+        self._clock = Clock(rank.device)
         self._times: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
 
     def __call__(self, repeats: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class _Measurement:
         stage = self._stage
         stage.stuck = frozenset()
         stage.start_step(self._batch, 1)
-        stage.forward(0, self._fresh_inputs(), self._targets)
+        stage.forward(0, self._fresh_inputs(), self._targets, route=self._route)
         stuck: frozenset[int] = frozenset()
         if self._may_leave(1):
             stage.offload(0, 0)
@@ -103,7 +103,7 @@ class _Measurement:
         stage.start_step(self._batch, self._parts)
         inputs, gradients = [self._fresh_inputs()], self._fresh_gradients()
         with self._timed("forward_ms"):
-            stage.forward(0, inputs.pop(), self._targets)
+            stage.forward(0, inputs.pop(), self._targets, route=self._route)
         held = [stage.held_bytes(0)]
         if self._may_leave(self._parts):
             self._out_and_back(held)
@@ -136,7 +136,7 @@ class _Measurement:
         self._times[name].append((start, self._clock.mark()))
 
     def _fresh_inputs(self) -> Tensors:
-        return self._inputs or tuple(_noise(spec.zeros(self._stage.device)) for spec in self._stage.inputs)
+        return self._inputs or tuple(_noise(spec.zeros(self._stage.device)) for spec in self._stage.passages[self._route].inputs)
 
     def _fresh_gradients(self) -> Tensors:
         return tuple(_noise(spec.zeros(self._stage.device)) for spec in self._gradients)
@@ -162,18 +162,18 @@ def _as_before(stage: StageRunner) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def _p2p_ms(rank: Rank, s: int, repeats: int) -> float:
+def _p2p_ms(rank: Rank, route: int, s: int, after: int, repeats: int) -> float:
     """Half of the time that what passes from stage s to the next takes there and back; 0 on ranks that have neither."""
-    here, there = rank.placement[s], rank.placement[s + 1]
+    here, there = rank.layout.placement[s], rank.layout.placement[after]
     rank.council.least(0)  # one link at a time
     if here == there or rank.number not in (here, there):
         return 0.0
     sends, mail = rank.number == here, rank.mail
-    specs = rank.stages[s].outputs if sends else rank.stages[s + 1].inputs
+    specs = rank.stages[s].passages[route].outputs if sends else rank.stages[after].passages[route].inputs
     other = there if sends else here
     clock, marks = Clock(rank.device), []
     for r in range(WARM_UP + repeats):
-        out, back = Message(Kind.F, s + 1, r), Message(Kind.B, s, r)
+        out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
         if sends:
             mail.post(back, other, specs)
             tensors = tuple(spec.zeros(rank.device) for spec in specs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from optpipe_runtime.agreement import Council
+from optpipe_runtime.layout import Layout
 from optpipe_runtime.mail import Mail
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.stage import StageRunner
@@ -15,11 +16,10 @@ from optpipe_runtime.stage import StageRunner
 
 @dataclass(frozen=True)
 class Rank:
-    """`stages`: those placed here; `placement`: the rank of every stage."""
+    """`stages`: those placed here."""
 
     number: int
-    placement: tuple[int, ...]
-    microbatches: int
+    layout: Layout
     device: torch.device
     stages: Mapping[int, StageRunner]
     council: Council
@@ -29,6 +29,11 @@ class Rank:
     full_duplex: bool
 
     @property
-    def last(self) -> int:
-        """The last stage."""
-        return len(self.placement) - 1
+    def takes_inputs(self) -> bool:
+        """Whether a route begins here."""
+        return not self.layout.first.isdisjoint(self.stages)
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether a route ends here."""
+        return not self.layout.last.isdisjoint(self.stages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,31 @@ def as_tensors(value: Any, what: str) -> Tensors:
     return tuple(tensors)
 
 
+@dataclass(frozen=True)
+class Passage:
+    """What a stage gets and gives on one route; on the last stage of a route, `ends`, the loss."""
+
+    inputs: tuple[Spec, ...] = ()
+    outputs: tuple[Spec, ...] = ()
+    ends: bool = False
+    changes_inputs: bool = False  # in place
+
+    @property
+    def answers(self) -> tuple[Spec, ...]:
+        """What goes back to the stage before: the gradients of the inputs that require one."""
+        return tuple(spec for spec in self.inputs if spec.requires_grad)
+
+    @property
+    def answered(self) -> tuple[Spec, ...]:
+        """What comes back from the stage after: the gradients of the outputs that require one."""
+        return tuple(spec for spec in self.outputs if spec.requires_grad)
+
+
 @dataclass
 class _Microbatch:
     """A micro-batch between its F and its last backward op."""
 
+    passage: Passage
     activation: Activation
     queue: WeightQueue = field(default_factory=WeightQueue)
     edges: list[GradientEdge] = field(default_factory=list)
@@ -59,7 +80,7 @@ class _Microbatch:
 
 
 class StageRunner:
-    """A module with its ops. `inputs` and `outputs` are the specs of what it gets and gives, learned by `learn`."""
+    """A module with its ops. `passages` say what it gets and gives on each route, learned by `learn`."""
 
     def __init__(
         self, index: int, module: nn.Module, device: torch.device, link: Link, pool: HostPool, loss: tuple[LossFn, float] | None = None
@@ -67,14 +88,12 @@ class StageRunner:
         self.index, self.module, self.device = index, module, device
         self._link, self._pool = link, pool
         self._loss_fn: LossFn | None
-        self._loss_fn, self._loss_scale = loss or (None, 1.0)  # the last stage's, and what one micro-batch's loss counts in the mean
+        self._loss_fn, self._loss_scale = loss or (None, 1.0)  # where a route ends, and what one micro-batch's loss counts in the mean
         self._parts = 1
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 where one cannot leave
-        self.inputs: tuple[Spec, ...] = ()
-        self.outputs: tuple[Spec, ...] = ()
+        self.passages: dict[int, Passage] = {}
         self.stuck: frozenset[int] = frozenset()  # blocks that others hold, too: offloading them frees nothing (the profiler learns them)
         self._excluded: frozenset[int] = frozenset()
-        self._changes_inputs = False  # in place
         self._changing: list[Tensor] = []  # the buffers of modules that write them in a forward, such as running means
         self._running: dict[int, _Microbatch] = {}
 
@@ -98,17 +117,18 @@ class StageRunner:
 
     # Compute
 
-    def forward(self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False) -> Tensors:
+    def forward(self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False, route: int = 0) -> Tensors:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs it again."""
-        running = _Microbatch(Activation(self.device, self._excluded, self.stuck))
+        running = _Microbatch(self.passages[route], Activation(self.device, self._excluded, self.stuck))
         self._running[microbatch] = running
         if not recompute:
             return self._forward(running, inputs, target)
         for tensor in inputs:
             running.activation.keep(tensor)
         running.again = self._replay(running, inputs, target)
+        given = _copies(inputs) if running.passage.changes_inputs else inputs
         with torch.no_grad():
-            return self._leaving(running, self._outputs(_copies(inputs) if self._changes_inputs else inputs, target))
+            return self._leaving(running, self._outputs(running.passage, given, target))
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, now keeping what the backward needs."""
@@ -126,15 +146,15 @@ class StageRunner:
         running.activation.restore(self._pool)
         running.activation.release()
         running.queue.deferring = split
-        if self._loss_fn is not None:
-            gradients = tuple(torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in self.outputs)
+        passage = running.passage
+        if passage.ends:
+            gradients = tuple(torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in passage.outputs)
         if edges:
             with Splitting(running.queue):  # torch.utils.checkpoint runs forwards in here: they must match those of F
                 torch.autograd.backward(edges, gradients)
         found = running.input_gradients.pop() if running.input_gradients else ()
-        wanted = [spec for spec in self.inputs if spec.requires_grad]
-        found = found or (None,) * len(wanted)
-        return tuple(spec.zeros(self.device) if grad is None else grad for spec, grad in zip(wanted, found, strict=True))
+        found = found or (None,) * len(passage.answers)
+        return tuple(spec.zeros(self.device) if grad is None else grad for spec, grad in zip(passage.answers, found, strict=True))
 
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left."""
@@ -160,8 +180,8 @@ class StageRunner:
 
     def _forward(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Tensors:
         with torch.enable_grad(), running.activation.capture(), Splitting(running.queue):
-            outputs = self._outputs(self._enter(running, inputs), target)
-        if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, self.outputs, strict=False)):
+            outputs = self._outputs(running.passage, self._enter(running, inputs), target)
+        if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, running.passage.outputs, strict=False)):
             raise InputError(
                 f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then make the Pipeline"
             )
@@ -175,7 +195,7 @@ class StageRunner:
         return tuple(out.detach().clone() if own else out.detach() for own, out in zip(ours, outputs, strict=True))
 
     def _enter(self, running: _Microbatch, inputs: Tensors) -> Tensors:
-        wanted = [k for k, spec in enumerate(self.inputs) if spec.requires_grad]
+        wanted = [k for k, spec in enumerate(running.passage.inputs) if spec.requires_grad]
         if not wanted:
             return inputs
         token = torch.empty(0, device=self.device, requires_grad=True)
@@ -185,26 +205,28 @@ class StageRunner:
         replaced = dict(zip(wanted, entered, strict=True))
         return tuple(replaced.get(k, tensor) for k, tensor in enumerate(inputs))
 
-    def _outputs(self, inputs: Tensors, target: Tensors) -> Tensors:
+    def _outputs(self, passage: Passage, inputs: Tensors, target: Tensors) -> Tensors:
         result = self.module(*inputs)
-        if self._loss_fn is not None:
+        if passage.ends:
+            assert self._loss_fn is not None
             result = self._loss_fn(result, *target)
             if not isinstance(result, Tensor) or result.numel() != 1:
                 raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
         return as_tensors(result, f"what stage {self.index} returns")
 
-    def learn(self, inputs: Tensors, target: Tensors) -> tuple[Spec, ...]:
-        """Runs one forward and forgets it. Returns the outputs' specs."""
-        self.inputs = tuple(Spec.of(tensor) for tensor in inputs)
+    def learn(self, inputs: Tensors, target: Tensors | None = None, route: int = 0) -> tuple[Spec, ...]:
+        """Runs one forward and forgets it; with `target` the route ends here. Returns the outputs' specs."""
+        passage = Passage(tuple(Spec.of(tensor) for tensor in inputs), ends=target is not None)
         with self.undisturbed(), torch.enable_grad():
             copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
-            self.outputs = tuple(Spec.of(output) for output in self._outputs(copies, target))
-            if self._loss_fn is not None and not self.outputs[0].requires_grad:
+            outputs = tuple(Spec.of(output) for output in self._outputs(passage, copies, target or ()))
+            if passage.ends and not outputs[0].requires_grad:
                 raise InputError("the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage")
-            self._changes_inputs = any(tensor._version for tensor in copies)
             own = [list(module.buffers(recurse=False)) for module in self.module.modules()]
-            self._changing = [b for buffers in own if not all(torch.equal(b, before.get(b, b)) for b in buffers) for b in buffers]
-        return self.outputs
+            changing = (b for buffers in own if not all(torch.equal(b, before.get(b, b)) for b in buffers) for b in buffers)
+            self._changing = list(dict.fromkeys((*self._changing, *changing)))
+        self.passages[route] = replace(passage, outputs=outputs, changes_inputs=any(tensor._version for tensor in copies))
+        return outputs
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

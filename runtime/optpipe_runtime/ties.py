@@ -1,4 +1,5 @@
-"""Tied parameters: copies of one parameter on several ranks, such as an embedding in the first stage that is the head in the last."""
+"""Tied parameters: copies on several ranks, such as an embedding in the first stage that is the head in the last, or a stage that serves
+both directions of a bidirectional pipeline."""
 
 from __future__ import annotations
 
@@ -11,31 +12,42 @@ from optpipe_runtime.agreement import Council
 
 
 class Tie:
-    """Copies that start equal and get the sum of their gradients after every step, so that equal optimizers keep them equal. Collective."""
+    """Copies that start equal and get the sum of their gradients after every step, so that equal optimizers keep them equal. Collective.
 
-    def __init__(self, parameter: nn.Parameter | None, council: Council) -> None:
-        shapes = council.gather(None if parameter is None else (tuple(parameter.shape), parameter.dtype, parameter.device.type))
-        holders = [rank for rank, shape in enumerate(shapes) if shape is not None]
-        if len({shapes[rank] for rank in holders}) != 1:
-            raise InputError(
-                f"tie: ranks {holders} hold copies of shapes {[list(shapes[rank][0]) for rank in holders]}: they must be alike"
-            )
-        self._group = dist.new_group(holders, backend="nccl" if shapes[holders[0]][2] == "cuda" else "gloo")
-        self._parameter = parameter if len(holders) > 1 else None
-        self._before: Tensor | None = None
-        if self._parameter is not None:
-            dist.broadcast(self._parameter.data, holders[0], group=self._group)
+    A module is tied by its parameters, in their order.
+    """
+
+    def __init__(self, copy: nn.Parameter | nn.Module | None, council: Council) -> None:
+        tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
+        alike = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in tied]
+        told = council.gather(None if copy is None else (alike, any(parameter.is_cuda for parameter in tied)))
+        holders = [rank for rank, answer in enumerate(told) if answer is not None]
+        if not holders:
+            raise InputError("tie: every rank passed None, so there is no copy to tie")
+        for rank in holders[1:]:
+            if told[rank][0] != told[holders[0]][0]:
+                shapes = [[list(shape) for shape, *_ in told[r][0]] for r in (holders[0], rank)]
+                raise InputError(
+                    f"tie: ranks {holders[0]} and {rank} hold copies of shapes {shapes[0]} and {shapes[1]}: they must be alike, "
+                    "in type and in what is trained, too"
+                )
+        self._group = dist.new_group(holders, backend="nccl" if told[holders[0]][1] else "gloo")
+        self._trained = [parameter for parameter in tied if parameter.requires_grad] if len(holders) > 1 else []
+        self._before: list[Tensor | None] = []
+        for parameter in tied if len(holders) > 1 else []:
+            dist.broadcast(parameter.data, holders[0], group=self._group)
 
     def start_step(self) -> None:
-        """Sets aside what earlier steps added: only the step's own gradient is summed over the copies."""
-        if self._parameter is not None:
-            self._before, self._parameter.grad = self._parameter.grad, None
+        """Sets aside what earlier steps added: only the step's own gradients are summed over the copies."""
+        self._before = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
 
     @torch.no_grad()
     def end_step(self) -> None:
-        if self._parameter is None:
-            return
-        grad = torch.zeros_like(self._parameter) if self._parameter.grad is None else self._parameter.grad
-        dist.all_reduce(grad, group=self._group)
-        self._parameter.grad = grad if self._before is None else self._before.add_(grad)
-        self._before = None
+        grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._trained]
+        for work in [dist.all_reduce(grad, group=self._group, async_op=True) for grad in grads]:
+            work.wait()
+        for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
+            parameter.grad = grad if before is None else before.add_(grad)
+        self._before = []

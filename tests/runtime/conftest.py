@@ -1,4 +1,4 @@
-"""Two ranks for the tests: processes that live for the whole session and run functions of `rank_cases`."""
+"""Ranks for the tests: processes that run functions of `rank_cases` and `rank_systems`; two that live for the whole session, and four."""
 
 from __future__ import annotations
 
@@ -14,8 +14,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # the spawned ranks inherit it
 import rank_worker
 
 
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
-    pool = rank_worker.Ranks(multiprocessing.get_context("spawn"), 2, tmp_path_factory.mktemp("ranks"))
+def _ranks(count: int, folders: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+    pool = rank_worker.Ranks(multiprocessing.get_context("spawn"), count, folders.mktemp("ranks"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+    yield from _ranks(2, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+    yield from _ranks(4, tmp_path_factory)

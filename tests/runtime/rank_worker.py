@@ -32,16 +32,16 @@ class Ranks:
     """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for it."""
 
     def __init__(self, context: SpawnContext, world: int, folder: Path) -> None:
-        self._context, self._world, self._folder, self._starts = context, world, folder, 0
+        self._context, self.world, self._folder, self._starts = context, world, folder, 0
         self._start()
 
     def _start(self) -> None:
         self._starts += 1
         store = str(self._folder / f"store{self._starts}")
         self._processes, self._connections = [], []
-        for rank in range(self._world):
+        for rank in range(self.world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs, rank, self._world, store), daemon=True)
+            process = self._context.Process(target=serve, args=(theirs, rank, self.world, store), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -50,8 +50,8 @@ class Ranks:
     def __call__(self, function: Callable[..., Any], timeout: float = 60, **arguments: Any) -> list[Any]:
         for connection in self._connections:
             connection.send((function, arguments))
-        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self._world
-        waiting, until = set(range(self._world)), time.monotonic() + timeout
+        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world
+        waiting, until = set(range(self.world)), time.monotonic() + timeout
         while waiting and (left := until - time.monotonic()) > 0:
             for rank in [rank for rank in waiting if self._connections[rank].poll(min(left, 0.01))]:
                 answers[rank] = self._connections[rank].recv()

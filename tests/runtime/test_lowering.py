@@ -13,6 +13,7 @@ from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.schedule import Schedule
+from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import AHEAD, Message, Plan, prepare
 
 PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0]]
@@ -62,28 +63,28 @@ def run_by_hand(plans: list[Plan]) -> dict[int, int]:
 def test_messages_match_in_any_valid_schedule(data: Any, placement: list[int], microbatches: int) -> None:
     problem = rank_cases.problem(placement, microbatches, offload_parts=2)
     schedule = data.draw(schedules(problem))
-    run_by_hand([prepare(schedule, rank, placement, microbatches) for rank in range(max(placement) + 1)])
+    run_by_hand([prepare(schedule, rank, Layout.of(problem)) for rank in range(max(placement) + 1)])
 
 
 def test_few_receives_wait_where_the_order_is_plain() -> None:
     problem = rank_cases.problem([0, 1], 6)
     forwards = [f"0F{j}" for j in range(6)]
     programs = [forwards + [f"0BW{j}" for j in range(6)], [f"1{kind}{j}" for j in range(6) for kind in ("F", "BW")]]
-    most = run_by_hand([prepare(Schedule.parse(problem, programs), rank, [0, 1], 6) for rank in range(2)])
+    most = run_by_hand([prepare(Schedule.parse(problem, programs), rank, Layout.of(problem)) for rank in range(2)])
     assert most == {0: AHEAD, 1: AHEAD}
 
 
 def test_receives_are_posted_in_the_senders_order() -> None:
     problem = rank_cases.problem([0, 1], 2)
     programs = [["0F1", "0F0", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
-    plan = prepare(Schedule.parse(problem, programs), 1, [0, 1], 2)
+    plan = prepare(Schedule.parse(problem, programs), 1, Layout.of(problem))
     assert [message.microbatch for message, _ in plan.actions[0].post] == [1, 0]
 
 
 def test_slots_on_the_host_are_counted() -> None:
     problem = rank_cases.problem([0], 2, offload_parts=2)
     texts = ["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0F1", "0O1", "0D1", "0R0", "0R0.1", "0BW0", "0R1", "0BW1"]
-    assert prepare(Schedule.parse(problem, [texts]), 0, [0], 2).on_host == {(0, 0): 2, (0, 1): 1}
+    assert prepare(Schedule.parse(problem, [texts]), 0, Layout.of(problem)).on_host == {(0, 0): 2, (0, 1): 1}
 
 
 FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]
@@ -101,11 +102,11 @@ FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]
 def test_what_cannot_run_here_is_refused(programs: Any, placement: list[int], microbatches: int, sentence: str) -> None:
     schedule = Schedule.parse(rank_cases.problem([0, 1], 1), programs)
     with pytest.raises(ScheduleError, match=sentence):
-        prepare(schedule, 0, placement, microbatches)
+        prepare(schedule, 0, Layout.make(placement, microbatches))
 
 
 def test_a_schedule_must_fit_what_was_measured_here() -> None:
     schedule = Schedule.parse(rank_cases.problem([0, 1], 1), FINE)
     larger = rank_cases.problem([0, 1], 1, activation_bytes=10**10)
     with pytest.raises(ScheduleError, match="device 0 needs 10000000000 bytes during 0F0 and has 1000000000"):
-        prepare(schedule, 0, [0, 1], 1, larger)
+        prepare(schedule, 0, Layout.make([0, 1], 1), larger)

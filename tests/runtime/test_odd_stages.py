@@ -93,7 +93,7 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
 
     pool = HostPool(CPU)
     stage = StageRunner(0, module, CPU, link, pool)
-    stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),), ())
+    stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
     stage.start_step((), 1)
     torch.manual_seed(3)
     for j, x in enumerate(inputs):
@@ -108,7 +108,7 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
             stage.recompute(j)
         elif way == "offloaded":
             stage.reload(j, 0)
-        gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in stage.outputs if spec.requires_grad)
+        gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in stage.passages[0].answered)
         torch.testing.assert_close(stage.backward(j, gradients, split)[0], dx)
         if split:
             stage.weight(j)
@@ -124,7 +124,7 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
     stage = StageRunner(0, STAGES["adds in place at entry"](), CPU, link, HostPool(CPU))
     batch = torch.zeros(2 * BATCH, 8, WIDTH)
     microbatches = cut(batch, 2, "inputs")
-    stage.learn(microbatches[0], ())
+    stage.learn(microbatches[0])
     assert torch.equal(batch, torch.zeros_like(batch))
     stage.start_step((batch,), 1)
     for j, inputs in enumerate(microbatches):
@@ -132,7 +132,7 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
     for j in range(2):
         if recompute:
             stage.recompute(j)
-        stage.backward(j, (torch.ones(stage.outputs[0].shape),), split=False)
+        stage.backward(j, (torch.ones(stage.passages[0].outputs[0].shape),), split=False)
     assert torch.equal(batch, torch.ones_like(batch))
 
 
@@ -141,7 +141,7 @@ def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
     stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
     batch = torch.zeros(4 * BATCH, 8, WIDTH)
     x = batch[:BATCH]
-    stage.learn((x,), ())
+    stage.learn((x,))
     stage.start_step((batch,), 1)
     (y,) = stage.forward(0, (x,), recompute=recompute)
     assert y.untyped_storage().nbytes() == x.nbytes, "the next stage would hold, and move, the whole batch"
@@ -157,13 +157,13 @@ def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], lin
 def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(link: Link) -> None:
     module, x, ones = linear(), torch.zeros(BATCH, 8, WIDTH), torch.ones(BATCH, 8, WIDTH)
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    stage.learn((x,), ())
+    stage.learn((x,))
     stage.start_step((x,), 1)
     module.requires_grad_(False)
     stage.forward(0, (x,))
     stage.backward(0, (ones,), split=False)
     assert module.weight.grad is None
-    stage.learn((x,), ())
+    stage.learn((x,))
     module.requires_grad_(True)
     with pytest.raises(InputError, match=r"^stage 0 needs a gradient that it did not need at the start"):
         stage.forward(0, (x,))

@@ -32,7 +32,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
 def make(module: nn.Module, link: Link, parts: int = 1, limit: int | None = None) -> tuple[StageRunner, HostPool]:
     pool = HostPool(CPU, limit)
     stage = StageRunner(0, module, CPU, link, pool)
-    stage.learn((torch.zeros(SHAPE, requires_grad=True),), ())
+    stage.learn((torch.zeros(SHAPE, requires_grad=True),))
     stage.start_step((), parts)
     return stage, pool
 

@@ -1,0 +1,79 @@
+"""`Layout`: where a pipeline's stages are, and which of them each micro-batch passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from optpipe.problem import Problem
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`placement`: the rank of each stage; `routes` and `microbatch_routes` as in a `Problem`."""
+
+    placement: tuple[int, ...]
+    routes: tuple[tuple[int, ...], ...]
+    microbatch_routes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> Layout:
+        """The layout of the pipeline that a problem describes."""
+        routes = problem.microbatch_routes or (0,) * problem.microbatches
+        return cls(tuple(stage.device for stage in problem.stages), problem.all_routes, routes)
+
+    @classmethod
+    def make(cls, placement: Sequence[int], microbatches: int, routes: Any = None, microbatch_routes: Any = None) -> Layout:
+        """Without routes every micro-batch passes all stages in order. Raises `InputError` where a problem could not have such routes."""
+        nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": 0, "weight_grad_bytes": 0}
+        fields = {
+            "microbatches": microbatches,
+            "devices": [{"memory_bytes": 0}] * (max(placement) + 1),
+            "stages": [{"device": rank, **nothing} for rank in placement],
+            "routes": routes,
+            "microbatch_routes": microbatch_routes,
+        }
+        return cls.of(Problem.from_dict(fields, "the pipeline"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a problem that say how many micro-batches go which way."""
+        if self.routes == (tuple(range(len(self.placement))),):
+            return {"microbatches": self.microbatches}
+        return {"microbatches": self.microbatches, "routes": self.routes, "microbatch_routes": self.microbatch_routes}
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.microbatch_routes)
+
+    @cached_property
+    def first(self) -> frozenset[int]:
+        """The stages that take the batch's inputs."""
+        return frozenset(route[0] for route in self.routes)
+
+    @cached_property
+    def last(self) -> frozenset[int]:
+        """The stages that compute a loss."""
+        return frozenset(route[-1] for route in self.routes)
+
+    def route(self, microbatch: int) -> tuple[int, ...]:
+        """The stages that a micro-batch passes, in order."""
+        return self.routes[self.microbatch_routes[microbatch]]
+
+    def before(self, stage: int, microbatch: int) -> int | None:
+        """The stage before on the micro-batch's route; None for its first."""
+        return self._neighbours[self.microbatch_routes[microbatch]][stage][0]
+
+    def after(self, stage: int, microbatch: int) -> int | None:
+        """The stage after on the micro-batch's route; None for its last."""
+        return self._neighbours[self.microbatch_routes[microbatch]][stage][1]
+
+    @cached_property
+    def _neighbours(self) -> list[dict[int, tuple[int | None, int | None]]]:
+        return [{s: (a, b) for a, s, b in zip((None, *route), route, (*route[1:], None), strict=False)} for route in self.routes]
+
+    def passages(self) -> Iterator[tuple[int, int, int]]:
+        """Every two neighbouring stages of every route: route, stage, the one after."""
+        return ((r, a, b) for r, route in enumerate(self.routes) for a, b in pairwise(route))

@@ -1,0 +1,103 @@
+"""Every published schedule, run: one training step on 2 and on 4 ranks has the losses and gradients of a plain run.
+
+In float64. Losses are the same to the bit, and so are gradients where a stage's micro-batches add theirs in the same order; where the
+order is another, or two copies of a stage are summed, they are equal within 1e-9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import rank_cases
+import rank_systems
+from rank_systems import Outcome
+from rank_worker import Ranks
+
+from optpipe.errors import InputError
+from optpipe.ops import Kind, Op, Pair
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout
+from optpipe_runtime.lowering import RUNS
+from optpipe_solver import heuristics, systems
+
+REFUSED = frozenset({"bpipe", "chronos-offload"})  # they have ops that the executor does not know
+
+
+class Case(NamedTuple):
+    """A schedule by the name of what made it."""
+
+    name: str
+    schedule: Schedule
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.schedule.problem)
+
+    @property
+    def kinds(self) -> set[Kind]:
+        return {op.kind for program in self.schedule.programs for op in program.ops()}
+
+
+def cases(ranks: int, microbatches: tuple[int, ...]) -> list[Case]:
+    """A schedule of every system, for the first number of micro-batches that it takes; memory for three activations where it counts."""
+    ample = [rank_cases.problem(range(ranks), m, offload_parts=2).replace(overlap_factor=0.8) for m in microbatches]
+    tight = ample[0].replace(devices=[{"memory_bytes": 300}] * ranks)
+    found = [Case(name, heuristics.generate(name, tight)) for name in heuristics.STREAMS]
+    return found + [Case(name, first_that_runs(name, ample)) for name in systems.SYSTEMS]
+
+
+def first_that_runs(name: str, problems: list[Problem]) -> Schedule:
+    for problem in problems[:-1]:
+        try:
+            return systems.generate(name, problem, placements="all")
+        except InputError:  # the paper excludes this number of micro-batches
+            continue
+    return systems.generate(name, problems[-1], placements="all")
+
+
+@pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))])
+def test_every_system_trains_as_a_plain_run(pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    call: Ranks = request.getfixturevalue(pool)
+    found = cases(call.world, microbatches)
+    by_rank = call(rank_systems.run_all, timeout=180, schedules=[case.schedule for case in found])
+    plain = {layout: rank_systems.plain(layout) for layout in {case.layout for case in found}}
+    for case, *outcomes in zip(found, *by_rank, strict=True):
+        unknown = case.kinds - set(RUNS)
+        assert bool(unknown) == (case.name in REFUSED)
+        if unknown:
+            (told,) = {outcome.refused for outcome in outcomes}
+            assert "this executor runs F, B, W, BW, C, O, D, R, not" in told
+        else:
+            require_same(case, outcomes, plain[case.layout])
+    run = [case for case in found if case.name not in REFUSED]
+    assert set().union(*(case.kinds for case in run)) == set(RUNS)
+    assert any(isinstance(item, Pair) for case in run for program in case.schedule.programs for item in program)
+
+
+def require_same(case: Case, outcomes: list[Outcome], plain: Outcome) -> None:
+    assert {outcome.refused for outcome in outcomes} == {""}, case.name
+    assert {j: loss for outcome in outcomes for j, loss in outcome.losses.items()} == plain.losses, case.name
+    gradients = {name: grad for outcome in outcomes for name, grad in outcome.gradients.items()}
+    place = {s: k for route in case.layout.routes for k, s in enumerate(route)}
+    assert len(gradients) == len(plain.gradients) * len(case.layout.routes), case.name
+    for name, grad in gradients.items():
+        stage, parameter = name.split(".", 1)
+        expected, what = plain.gradients[f"{place[int(stage)]}.{parameter}"], f"{case.name}, {name}"
+        if adds_in_order(case, int(stage)):
+            np.testing.assert_array_equal(grad, expected, err_msg=what)
+        else:
+            np.testing.assert_allclose(grad, expected, rtol=1e-9, atol=1e-12, err_msg=what)
+
+
+def adds_in_order(case: Case, stage: int) -> bool:
+    """Whether a stage's micro-batches, all of them, add their gradients in order: those of norms at B, others at W."""
+
+    def added(wanted: Callable[[Op], bool]) -> list[int]:
+        return [op.microbatch for program in case.schedule.programs for op in program.ops() if op.stage == stage and wanted(op)]
+
+    everyone = list(range(case.layout.microbatches))
+    return all(added(lambda op, kinds=kinds: op.kind in kinds) == everyone for kinds in ({Kind.B, Kind.BW}, {Kind.W, Kind.BW}))
