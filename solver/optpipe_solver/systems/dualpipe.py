@@ -26,10 +26,12 @@ class Chunk:
 def dualpipe(problem: Problem) -> Schedule:
     """DualPipe (DeepSeek-V3, section 3.2.1): device d runs stage d of the one direction and stage p-1-d of the other.
 
-    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the whole backward (here B + W), F&B the time of a pair; p + 1 activations of
-    one direction's stage; parameters twice. The bubble is exact where F, B and W last alike, for any F&B between the backward alone and
-    both in turn, and it is the innermost devices'; the outer ones run fewer pairs and compute that much longer. Where the problem has no
-    `overlap_factor` the same order runs unpaired, and half of that bubble is left, (p/2-1)F, since nobody waits for both of a pair.
+    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the whole backward (here B + W) and F&B the time of a pair; p + 1 activations
+    of one direction's stage; parameters twice. In our terms that is (p/2-1)(F&B + B - 2W), and it holds where F = B >= W. For any times,
+    and an F&B between the longer one and both in turn, the innermost devices, which run most pairs, have a bubble of
+    (p/2-1)(F&B + max(F, B) - W - min(B, W)) - min(F, (p/2-1)·max(0, B-F)). (Found by measurement; a test holds it for random times.)
+    Where the problem has no `overlap_factor` the same order runs unpaired, and since nobody waits for both of a pair the bubble is shorter:
+    half of it at F = B = W.
 
     p is even. The paper's m is even and at least 2p: of others, the schedule leaves out the micro-batches that are not there.
     """
