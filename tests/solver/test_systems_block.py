@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.units import ACTIVATION, units
 
-from optpipe import certify, check
+from optpipe import Kind, Op, certify, check
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.block import Block, collisions, repeat, slots, with_weights
+from optpipe_solver.systems.block import Block, collisions, reordered, repeat, slots, with_weights
 from optpipe_solver.systems.order import by_slot
+from optpipe_solver.systems.v_shape import v_block
 
 
 def one_f_one_b(p):
@@ -49,5 +51,38 @@ def test_a_block_repeated_holds_its_lifespan_over_the_interval():
     for late in range(0, 24, 4):
         block = with_weights(problem, Block(forward=(0, 1, 2), backward=(9 + late, 4 + late, 3 + late)), 4)
         lives = [weight + 1 - forward for forward, weight in zip(block.forward, block.weight, strict=True)]
-        peaks = [peak.bytes for peak in certify(problem, repeat(problem, block, range(0, 80, 4))).device]
-        assert peaks == [-(-life // 4) * ACTIVATION for life in lives]
+        assert most(problem, repeat(problem, block, range(0, 80, 4))) == [-(-life // 4) for life in lives]
+
+
+@pytest.mark.parametrize(("there", "back"), [(1, 2), (2, 1), (2, 4), (4, 2), (1, 5)])
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
+@pytest.mark.parametrize("m", [1, 4, 15])
+def test_reordered_ops_wait_for_less_and_hold_no_more(there, back, p, m):
+    problem, launches = units(p, m), range(0, 3 * m, 3)
+    forward = range(0, there * p, there)
+    turn = there * (p - 1) + 1
+    block = with_weights(problem, Block(forward, [turn + back * (p - 1 - s) for s in range(p)]), 3)
+    before, placed = repeat(problem, block, launches), slots(block, launches)
+    moved = reordered(problem, placed)
+    assert moved.keys() == placed.keys()
+    assert not collisions(problem, block, moved)
+    assert all(moved[op] <= slot for op, slot in placed.items() if op.kind != Kind.W)
+    after = by_slot(problem, moved)
+    assert check(problem, after) == []
+    assert all(after.timeline.start <= np.array([moved[Op(*row[:4])] for row in after.timeline.table]))  # no slot is before its needs
+    assert after.makespan_ms <= before.makespan_ms
+    assert after.span_ms <= before.span_ms
+    assert max(most(problem, after)) <= max(most(problem, before))
+
+
+def test_reordering_fills_warm_up_and_cool_down():
+    """V-Half on four devices: the bubble falls from 12 slots to 5, at the same peak."""
+    problem, launches = units(4, 8, v=2, shape="v"), range(0, 48, 6)
+    block = v_block(problem, 2, 1, (1, 4, 2))
+    before, after = repeat(problem, block, launches), by_slot(problem, reordered(problem, slots(block, launches)))
+    assert (before.span_ms, after.span_ms) == (48 + 12, 48 + 5)
+    assert max(most(problem, before)) == max(most(problem, after)) == 6
+
+
+def most(problem, schedule):
+    return [peak.bytes // ACTIVATION for peak in certify(problem, schedule).device]

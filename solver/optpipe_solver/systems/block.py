@@ -3,9 +3,11 @@ counted from a micro-batch's launch, each stage runs its F, B and W; a schedule 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+
+import numpy as np
 
 from optpipe.ops import Kind, Op
 from optpipe.problem import Problem
@@ -54,7 +56,7 @@ def slots(block: Block, launches: Sequence[float]) -> dict[Op, float]:
     }
 
 
-def collisions(problem: Problem, block: Block, placed: dict[Op, float]) -> list[tuple[Op, Op]]:
+def collisions(problem: Problem, block: Block, placed: Mapping[Op, float]) -> list[tuple[Op, Op]]:
     """Ops next to each other on a device of which the second starts before the first has ended."""
     lasts = {kind: length for kind, _, length in block.passes}
     lists: list[list[Op]] = [[] for _ in problem.devices]
@@ -76,3 +78,60 @@ def with_weights(problem: Problem, block: Block, interval: int) -> Block:
             weight[s] = next(slot for slot in (block.backward[s] + k for k in range(1, interval)) if slot % interval not in taken)
             taken.add(weight[s] % interval)
     return replace(block, weight=weight)
+
+
+def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
+    """The slots after the paper's reordering, which fills the bubbles of warm-up and cool-down and holds no more than before.
+
+    In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F only as far as no
+    device then holds more activations, each from its F to its W, than the fullest did. Behind a device's last F nothing is allocated:
+    its weight gradients wait there until the input gradients, which others wait for, have chosen.
+
+    Stages are one row, backwards are split, slots are whole, every op lasts one.
+    """
+    device = [stage.device for stage in problem.stages]
+    before = {op: int(slot) for op, slot in placed.items()}
+    end = max(before.values()) + 2
+    last = [0] * len(problem.devices)
+    changes = np.zeros((len(problem.devices), end), dtype=np.int64)
+    for op, slot in before.items():
+        if op.kind == Kind.F:
+            changes[device[op.stage], slot] += 1
+            last[device[op.stage]] = max(last[device[op.stage]], slot)
+        elif op.kind == Kind.W:
+            changes[device[op.stage], slot + 1] -= 1
+    held = changes.cumsum(axis=1)
+    most = held.max()
+
+    waiting = [op for op, slot in before.items() if op.kind == Kind.W and slot > last[device[op.stage]]]
+    others = before.keys() - set(waiting)
+    taken = [bytearray(end) for _ in problem.devices]
+    for op in others:
+        taken[device[op.stage]][before[op]] = True
+    moved: dict[Op, int] = {}
+    for op in (*sorted(others, key=before.__getitem__), *sorted(waiting, key=before.__getitem__)):
+        own, holds, was = taken[device[op.stage]], held[device[op.stage]], before[op]
+        needs = _needs(problem, op)
+        slot = moved[needs] + 1 if needs else 0
+        if op.kind == Kind.F:
+            full = np.flatnonzero(holds[slot:was] == most)
+            slot += int(full[-1]) + 1 if len(full) else 0
+        if op in others:
+            own[was] = False
+        slot = moved[op] = own.index(False, slot)
+        own[slot] = True
+        if op.kind == Kind.F:
+            holds[slot:was] += 1
+        elif op.kind == Kind.W:
+            holds[slot + 1 : was + 1] -= 1
+    return moved
+
+
+def _needs(problem: Problem, op: Op) -> Op | None:
+    """The op that this one waits for, besides those of its own device."""
+    kind, s, j, _ = op
+    if kind == Kind.F:
+        return Op(Kind.F, s - 1, j) if s else None
+    if kind == Kind.B:
+        return Op(Kind.B, s + 1, j) if s + 1 < len(problem.stages) else Op(Kind.F, s, j)
+    return Op(Kind.B, s, j)

@@ -1,0 +1,77 @@
+"""The V-shaped schedules (Qi et al. 2023, ZB-V; Qi et al. 2024, V-Half and V-Min): two chunks a device, the second on the way back.
+
+In the building block a micro-batch comes to the next device `there` slots later on the way there and `back` slots later on the way back,
+in its forwards as in its backwards. So device i of p holds the first chunk's activation for (there + back)(2(p-1) - i) slots, the
+second's for (there + back)i: the sum is the same on every device, and over an interval of six slots it makes (there + back)(p-1)/3
+chunks, besides what the turns and W add. 1F1B's memory M is 2p chunks.
+
+F, B and W below are those of a chunk. The formulas are those of the paper's unit model, F = B = W = 1; 1F1B's bubble is 6(p-1) there.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_solver.systems.block import Block, reordered, slots, with_weights
+from optpipe_solver.systems.order import by_slot
+from optpipe_solver.systems.system import System
+
+INTERVAL = 6  # F, B and W of two chunks
+
+
+def zb_v(problem: Problem) -> Schedule:
+    """ZB-V, V-ZB of the later paper: three slots either way hold M, 2p chunks on every device.
+
+    From m = 2p - 1 on there is no bubble in the span: devices work without a pause from their first op to their last. The makespan is
+    p - 1 longer, as device i begins i forwards later. For other times the span's bubble is
+    (p-1)·max(W - F, |F - B|, 2F - B - W, 2(F - W), 2(B - W)): none only where F = B = W.
+    """
+    return _v_schedule(problem, 3, 3, (1, 1, 1))
+
+
+def v_half(problem: Problem) -> Schedule:
+    """V-Half: two slots there, one back hold 2·floor(p/2) + 2 chunks, about M/2.
+
+    From m = p on (3 for p = 2) the bubble is 3p - 4 for odd p and 3p - 7 for even p, none where that is negative: half 1F1B's, the
+    paper's p/2m.
+    Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2 modulo 3, those that
+    go the same way where they differ at all; hence the turns.
+    """
+    return _v_schedule(problem, 2, 1, (1, 1 if _devices(problem) % 2 else 4, 2))
+
+
+def v_min(problem: Problem) -> Schedule:
+    """V-Min: one slot either way, the least there is, holds 2·floor((p+4)/3) chunks, about M/3.
+
+    From m = p on the bubble is 4p - 5, 4p - 6 or 4p - 7 where p leaves 1, 2 or 0 divided by 3 (none where p = 1): two thirds of 1F1B's,
+    the paper's 2p/3m. Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the
+    same way as long as the 2p slots between them are no multiple of six, else with two more.
+    """
+    return _v_schedule(problem, 1, 1, (1, 1 if _devices(problem) % 3 else 3, 1))
+
+
+def v_block(problem: Problem, there: int, back: int, turns: tuple[int, int, int]) -> Block:
+    """`turns`: the slots from the first chunk's last F to the second's first, from the last F to its B, from the second chunk's last B to
+    the first's first."""
+    hops = _devices(problem) - 1
+    first, last, second = turns
+    path = [*accumulate([0, *[there] * hops, first, *[back] * hops, last, *[there] * hops, second, *[back] * hops])]
+    return with_weights(problem, Block(path[: len(path) // 2], path[len(path) // 2 :][::-1]), INTERVAL)
+
+
+def _v_schedule(problem: Problem, there: int, back: int, turns: tuple[int, int, int]) -> Schedule:
+    placed = slots(v_block(problem, there, back, turns), range(0, INTERVAL * problem.microbatches, INTERVAL))
+    return by_slot(problem, reordered(problem, placed))
+
+
+def _devices(problem: Problem) -> int:
+    return len(problem.stages) // 2
+
+
+SYSTEMS = (
+    System("zb-v", "Qi et al. 2023 (Zero Bubble), section 6", zb_v, least=2, most=2, chunks=2, shape="v"),
+    System("v-half", "Qi et al. 2024 (Controllable Memory), section 3.2", v_half, least=2, most=2, chunks=2, shape="v"),
+    System("v-min", "Qi et al. 2024 (Controllable Memory), section 3.2", v_min, least=2, most=2, chunks=2, shape="v"),
+)

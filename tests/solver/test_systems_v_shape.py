@@ -1,0 +1,96 @@
+"""ZB-V, V-Half and V-Min: their formulas in the paper's unit model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.units import ACTIVATION, units
+
+from optpipe import InputError, Schedule, certify, check
+from optpipe_solver.systems import generate
+from optpipe_solver.systems.block import repeat
+from optpipe_solver.systems.v_shape import v_block
+
+NAMES = ("zb-v", "v-half", "v-min")
+PS = [*range(1, 14), 16, 18, 20]
+
+
+def chunks(name, p):
+    """The peak of a device, in chunks."""
+    return {"zb-v": 2 * p, "v-half": 2 * (p // 2 + 1), "v-min": 2 * ((p + 4) // 3)}[name]
+
+
+def bubble(name, p):
+    """Of the span."""
+    return max(0, {"zb-v": 0, "v-half": 3 * p - (4 if p % 2 else 7), "v-min": 4 * p - 5 - (p - 1) % 3}[name])
+
+
+def peaks(problem, schedule):
+    return [peak.bytes / ACTIVATION for peak in certify(problem, schedule).device]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("p", PS)
+def test_v_schedules_have_their_bubbles_and_peaks(name, p):
+    for m in sorted({2 * p - 1, 2 * p, 3 * p + 1} if name == "zb-v" else {max(p, 3), p + 4, 2 * p + 1}):
+        problem = units(p, m, v=2, shape="v")
+        schedule = generate(name, problem)
+        assert check(problem, schedule) == []
+        assert schedule.span_ms == 6 * m + bubble(name, p)
+        assert schedule.makespan_ms == 6 * m + max(p - 1, bubble(name, p))
+        assert max(peaks(problem, schedule)) == chunks(name, p)
+        light = problem.replace(stages=[stage.model_copy(update={"weight_grad_bytes": 0}) for stage in problem.stages])
+        assert max(peaks(light, Schedule(light, schedule.programs))) == max(
+            peaks(problem, schedule)
+        )  # what W holds is not what is too much
+
+
+@pytest.mark.parametrize("p", [2, 5, 8])
+def test_zb_v_holds_alike_on_every_device(p):
+    problem = units(p, 2 * p, v=2, shape="v")
+    assert peaks(problem, generate("zb-v", problem)) == [2 * p] * p
+
+
+@given(p=st.integers(2, 7), more=st.integers(0, 5), times=st.tuples(*[st.integers(1, 9)] * 3))
+@settings(max_examples=60, deadline=None)
+def test_zb_v_for_other_times(p, more, times):
+    m, (f, b, w) = 2 * p - 1 + more, times
+    schedule = generate("zb-v", units(p, m, v=2, shape="v", times=times))
+    assert schedule.span_ms == 2 * m * (f + b + w) + (p - 1) * max(w - f, abs(f - b), 2 * f - b - w, 2 * (f - w), 2 * (b - w))
+
+
+@pytest.mark.parametrize(
+    "step", [(3, 3, lambda p: (1, 1, 1)), (2, 1, lambda p: (1, 1 if p % 2 else 4, 2)), (1, 1, lambda p: (1, 1 if p % 3 else 3, 1))]
+)
+def test_blocks_repeat_without_collisions(step):
+    there, back, turns = step
+    for p in range(1, 40):
+        problem = units(p, p + 5, v=2, shape="v")
+        repeat(problem, v_block(problem, there, back, turns(p)), range(0, 6 * (p + 5), 6))  # refuses a collision
+
+
+@given(data=st.data(), name=st.sampled_from(NAMES), p=st.integers(1, 6), m=st.integers(1, 14))
+@settings(max_examples=60, deadline=None)
+def test_v_schedules_are_valid_for_uneven_stages_on_any_devices(data, name, p, m):
+    even = units(p, m, v=2, shape="v")
+    own = data.draw(st.permutations(range(p + 1)))  # one device has no stage
+    ms = st.floats(0.1, 9.0)
+    stages = [
+        {**stage.model_dump(), "device": own[stage.device], "forward_ms": data.draw(ms), "backward_input_ms": data.draw(ms)}
+        for stage in even.stages
+    ]
+    problem = even.replace(devices=[*even.devices, even.devices[0]], stages=stages, p2p_ms=data.draw(ms))
+    schedule = generate(name, problem)
+    assert check(problem, schedule) == []
+    assert max(peaks(problem, schedule)) <= chunks(name, p)
+
+
+def test_other_stages_are_refused_or_made():
+    row = units(4, 8)
+    for name in NAMES:
+        with pytest.raises(InputError, match=rf"^{name} needs 2 V-shaped stages a device: the problem has other stages"):
+            generate(name, row)
+        schedule = generate(name, row, placements="all")
+        assert str(schedule.placement) == "2 chunks a device, V-shaped"
+        assert check(schedule.problem, schedule) == []

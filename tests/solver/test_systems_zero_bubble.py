@@ -1,0 +1,63 @@
+"""ZB-H1 and ZB-H2, and what the papers say of the heuristic: their formulas in the paper's unit model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.units import ACTIVATION, units
+
+from optpipe import certify, check
+from optpipe_solver.systems import generate
+
+GRADIENT = 300  # bytes that a weight gradient still needs
+
+
+def bubbles(name, p, times):
+    """Of makespan and span."""
+    f, b, w = times
+    if name == "zb-h1":
+        return (p - 1) * max(f, b, f + b - w), (p - 1) * max(b, f + b - w)
+    return (p - 1) * max(f, f + b - 2 * w, b - f), (p - 1) * max(0, f + b - 2 * w, b - f)
+
+
+@pytest.mark.parametrize(("name", "k"), [("zb-h1", 1), ("zb-h2", 2)])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 13])
+def test_zb_h1_and_zb_h2_have_the_published_bubble_and_memory(name, k, p):
+    """At F = B = W: (p-1)(F + B - W) and (p-1)(F + B - 2W) = 0, in the span; M and 2M."""
+    full = k * (p - 1) + 1
+    for m in (full, full + 1, 3 * p):
+        problem = units(p, m)
+        schedule = generate(name, problem)
+        assert check(problem, schedule) == []
+        assert schedule.span_ms == 3 * m + (p - 1) * (2 - k)
+        assert schedule.makespan_ms == 3 * m + p - 1
+        assert [peak.bytes for peak in certify(problem, schedule).device] == [full * ACTIVATION] * p
+
+
+@pytest.mark.parametrize(("name", "k"), [("zb-h1", 1), ("zb-h2", 2)])
+@given(p=st.integers(1, 7), more=st.integers(0, 5), times=st.tuples(*[st.integers(1, 9)] * 3))
+@settings(max_examples=60, deadline=None)
+def test_zb_h1_and_zb_h2_for_other_times(name, k, p, more, times):
+    m = k * (p - 1) + 1 + more
+    problem = units(p, m, times=times, held=GRADIENT)
+    schedule = generate(name, problem)
+    makespan, span = bubbles(name, p, times)
+    assert schedule.makespan_ms == m * sum(times) + makespan
+    assert schedule.span_ms == m * sum(times) + span
+    before_b = [k * (p - s - 1) + 1 for s in range(p)]
+    held = [count * ACTIVATION + k * s * GRADIENT for s, count in enumerate(before_b)]
+    assert [peak.bytes for peak in certify(problem, schedule).device] == held
+
+
+@given(data=st.data(), name=st.sampled_from(["zb-h1", "zb-h2"]), p=st.integers(1, 7), m=st.integers(1, 16))
+@settings(max_examples=60, deadline=None)
+def test_they_are_valid_for_uneven_stages_and_any_m(data, name, p, m):
+    own, ms = data.draw(st.permutations(range(p + 1))), st.floats(0.1, 9.0)
+    even = units(p, m)
+    stages = [{**stage.model_dump(), "device": own[s], "backward_input_ms": data.draw(ms)} for s, stage in enumerate(even.stages)]
+    problem = even.replace(devices=[*even.devices, even.devices[0]], stages=stages, p2p_ms=data.draw(ms))
+    schedule = generate(name, problem)
+    assert check(problem, schedule) == []
+    most = p if name == "zb-h1" else 2 * p - 1
+    assert max(peak.bytes for peak in certify(problem, schedule).device) == min(m, most) * ACTIVATION
