@@ -38,7 +38,7 @@ from optpipe_runtime.mail import Mail
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import profile
 from optpipe_runtime.rank import Rank
-from optpipe_runtime.stage import LossFn, Spec, StageRunner, Tensors
+from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
 from optpipe_runtime.ties import Tie
 
 
@@ -200,24 +200,34 @@ class Pipeline:
         return cut(value, self._rank.layout.microbatches, what)[0]
 
     def _learn(self, inputs: Any, targets: Any) -> None:
-        """Collective, once: runs each stage's forward, first to last on every route, to learn the shapes of what passes between them."""
+        """Collective, once: runs each stage's forward, first to last on every route, to learn the shapes of what passes between them, and
+        which of it comes back as a gradient."""
         if self._learned:
             return
         layout = self._rank.layout
         for r, route in enumerate(layout.routes):
-            specs: Any = None
+            learned: list[Passage] = []
             for s in route:
+                told: Passage | InputError | None = None
                 if layout.placement[s] == self._rank.number:
                     try:
-                        specs = self._learn_stage(r, s, specs, inputs, targets)
+                        told = self._learn_stage(r, s, learned[-1].outputs if learned else None, inputs, targets)
                     except InputError as error:
-                        specs = error  # told to all, so that none waits for ever
-                specs = self._rank.council.tell(specs, layout.placement[s])
-                if isinstance(specs, InputError):
-                    raise specs
+                        told = error  # told to all, so that none waits for ever
+                told = self._rank.council.tell(told, layout.placement[s])
+                if isinstance(told, InputError):
+                    raise told
+                assert told is not None
+                learned.append(told)
+            needed = learned[-1].needed
+            for s, passage in zip(reversed(route), reversed(learned), strict=True):
+                passage = replace(passage, needed=needed)
+                if s in self._rank.stages:
+                    self._rank.stages[s].passages[r] = passage
+                needed = passage.asked
         self._learned = True
 
-    def _learn_stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> tuple[Spec, ...]:
+    def _learn_stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> Passage:
         if specs is None:
             given = self._sample(inputs, "inputs")
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -49,22 +50,32 @@ def as_tensors(value: Any, what: str) -> Tensors:
 
 @dataclass(frozen=True)
 class Passage:
-    """What a stage gets and gives on one route; on the last stage of a route, `ends`, the loss."""
+    """What a stage gets and gives on one route; on the last stage of a route, `ends`, the loss.
 
-    inputs: tuple[Spec, ...] = ()
+    Gradients come back for the outputs `needed`, by number: those that require one and that a later stage uses for the loss.
+    """
+
+    inputs: tuple[Spec, ...]
+    ends: bool
     outputs: tuple[Spec, ...] = ()
-    ends: bool = False
+    reached: tuple[frozenset[int], ...] = ()  # for each output, the inputs that get a part of its gradient
+    needed: tuple[int, ...] = ()
     changes_inputs: bool = False  # in place
+
+    @cached_property
+    def asked(self) -> tuple[int, ...]:
+        """The inputs whose gradients go back to the stage before, by number."""
+        return tuple(sorted({i for k in self.needed for i in self.reached[k]}))
 
     @property
     def answers(self) -> tuple[Spec, ...]:
-        """What goes back to the stage before: the gradients of the inputs that require one."""
-        return tuple(spec for spec in self.inputs if spec.requires_grad)
+        """What goes back to the stage before."""
+        return tuple(self.inputs[i] for i in self.asked)
 
     @property
     def answered(self) -> tuple[Spec, ...]:
-        """What comes back from the stage after: the gradients of the outputs that require one."""
-        return tuple(spec for spec in self.outputs if spec.requires_grad)
+        """What comes back from the stage after."""
+        return tuple(self.outputs[k] for k in self.needed)
 
 
 @dataclass
@@ -74,8 +85,8 @@ class _Microbatch:
     passage: Passage
     activation: Activation
     queue: WeightQueue = field(default_factory=WeightQueue)
-    edges: list[GradientEdge] = field(default_factory=list)
-    input_gradients: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    edges: dict[int, GradientEdge] = field(default_factory=dict)  # by number of the output
+    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)  # by number of the input; caught by `_Entrance`
     again: Callable[[], None] | None = None  # runs the forward once more, for C
 
 
@@ -138,11 +149,11 @@ class StageRunner:
         again()
 
     def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
-        """B (`split`) or BW: takes the gradients of the outputs (none for the loss), returns those of the inputs that require one."""
+        """B (`split`) or BW: takes the gradients of the outputs needed (none for the loss), returns those of the inputs asked for."""
         running = self._running[microbatch]
         if not split:
             del self._running[microbatch]
-        edges, running.edges = running.edges, []
+        edges, running.edges = running.edges, {}
         running.activation.restore(self._pool)
         running.activation.release()
         running.queue.deferring = split
@@ -151,10 +162,17 @@ class StageRunner:
             gradients = tuple(torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in passage.outputs)
         if edges:
             with Splitting(running.queue):  # torch.utils.checkpoint runs forwards in here: they must match those of F
-                torch.autograd.backward(edges, gradients)
-        found = running.input_gradients.pop() if running.input_gradients else ()
-        found = found or (None,) * len(passage.answers)
-        return tuple(spec.zeros(self.device) if grad is None else grad for spec, grad in zip(passage.answers, found, strict=True))
+                given = dict(zip(passage.needed, gradients, strict=True))
+                torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
+        found = running.input_gradients.pop() if running.input_gradients else {}
+        for i, grad in found.items():
+            if grad is not None and i not in passage.asked:
+                raise InputError(
+                    f"stage {self.index} has a gradient for its input {i}, which had none at the start, so that no stage waits for it: "
+                    "what a stage uses for the loss is the same in every micro-batch"
+                )
+        # Zeros where this micro-batch has none: the stage before waits for them.
+        return tuple(passage.inputs[i].zeros(self.device) if (grad := found.get(i)) is None else grad for i in passage.asked)
 
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left."""
@@ -185,7 +203,7 @@ class StageRunner:
             raise InputError(
                 f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then make the Pipeline"
             )
-        running.edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
+        running.edges = {k: get_gradient_edge(outputs[k]) for k in running.passage.needed if outputs[k].requires_grad}
         self._sizes = running.activation.sizes()
         return self._leaving(running, outputs)
 
@@ -200,7 +218,7 @@ class StageRunner:
             return inputs
         token = torch.empty(0, device=self.device, requires_grad=True)
         entered = _Entrance.apply(  # type: ignore[no-untyped-call]
-            token, running.input_gradients, *(inputs[k] for k in wanted)
+            token, running.input_gradients, wanted, *(inputs[k] for k in wanted)
         )
         replaced = dict(zip(wanted, entered, strict=True))
         return tuple(replaced.get(k, tensor) for k, tensor in enumerate(inputs))
@@ -214,19 +232,25 @@ class StageRunner:
                 raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
         return as_tensors(result, f"what stage {self.index} returns")
 
-    def learn(self, inputs: Tensors, target: Tensors | None = None, route: int = 0) -> tuple[Spec, ...]:
-        """Runs one forward and forgets it; with `target` the route ends here. Returns the outputs' specs."""
+    def learn(self, inputs: Tensors, target: Tensors | None = None, route: int = 0) -> Passage:
+        """Runs one forward and forgets it; with `target` the route ends here. All outputs that require a gradient count as needed."""
         passage = Passage(tuple(Spec.of(tensor) for tensor in inputs), ends=target is not None)
         with self.undisturbed(), torch.enable_grad():
             copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
-            outputs = tuple(Spec.of(output) for output in self._outputs(passage, copies, target or ()))
+            outputs = self._outputs(passage, copies, target or ())
             if passage.ends and not outputs[0].requires_grad:
                 raise InputError("the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage")
             own = [list(module.buffers(recurse=False)) for module in self.module.modules()]
             changing = (b for buffers in own if not all(torch.equal(b, before.get(b, b)) for b in buffers) for b in buffers)
             self._changing = list(dict.fromkeys((*self._changing, *changing)))
-        self.passages[route] = replace(passage, outputs=outputs, changes_inputs=any(tensor._version for tensor in copies))
-        return outputs
+        self.passages[route] = replace(
+            passage,
+            outputs=tuple(Spec.of(output) for output in outputs),
+            reached=tuple(_reached(output, inputs) for output in outputs),
+            needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
+            changes_inputs=any(tensor._version for tensor in copies),
+        )
+        return self.passages[route]
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -263,6 +287,22 @@ class StageRunner:
         return self._running[microbatch].activation
 
 
+def _reached(output: Tensor, inputs: Tensors) -> frozenset[int]:
+    """The inputs, leaves of the graph, that a gradient of the output may reach, by number."""
+    number = {id(tensor): i for i, tensor in enumerate(inputs)}
+    seen, waiting = {output.grad_fn}, [output.grad_fn]
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        found.add(number.get(id(getattr(node, "variable", None)), -1))
+        fresh = {after for after, _ in node.next_functions} - seen
+        seen |= fresh
+        waiting += fresh
+    return frozenset(found - {-1})
+
+
 def _copies(tensors: Iterable[Tensor]) -> Tensors:
     return tuple(tensor.clone() for tensor in tensors)
 
@@ -276,12 +316,12 @@ class _Entrance(torch.autograd.Function):
     """The inputs of a stage, as part of its graph, without a leaf that would hold them in memory; catches their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, caught: list[tuple[Tensor | None, ...]], *inputs: Tensor) -> Tensors:
+    def forward(ctx: Any, token: Tensor, caught: list[dict[int, Tensor | None]], numbers: list[int], *inputs: Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.caught = caught
+        ctx.caught, ctx.numbers = caught, numbers
         return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.caught.append(gradients)
-        return (None,) * (2 + len(gradients))
+        ctx.caught.append(dict(zip(ctx.numbers, gradients, strict=True)))
+        return (None,) * (3 + len(gradients))

@@ -304,3 +304,34 @@ def measure(placement: Sequence[int], microbatches: int, offload_parts: int, hos
     """The profiled problem."""
     with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes) as pipe:
         return pipe.profile(*batch(0, microbatches), memory_bytes=10**9, offload_parts=offload_parts, repeats=1)
+
+
+class Branches(nn.Module):
+    """Several outputs, each by a layer of its own from the input of the same number; of those left out, the input itself goes on."""
+
+    def __init__(self, layers: int, outputs: int) -> None:
+        super().__init__()
+        self.layers, self.outputs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers)), outputs
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        given = [inputs[min(k, len(inputs) - 1)] for k in range(self.outputs)]
+        return tuple(self.layers[k](x) if k < len(self.layers) else x for k, x in enumerate(given))
+
+
+def branches() -> list[nn.Module]:
+    """Of three outputs of the first stage, the second uses one and hands one on, which the third does not use."""
+    torch.manual_seed(7)
+    return [Branches(3, 3), Branches(1, 2), Branches(1, 1)]
+
+
+def first_of(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return functional.mse_loss(output[0], target)
+
+
+def with_branches(placement: Sequence[int], schedule: Schedule) -> tuple[StepReport, Gradients]:
+    m, rank = schedule.problem.microbatches, torch.distributed.get_rank()
+    modules = {s: module for s, module in enumerate(branches()) if placement[s] == rank}
+    with Pipeline(modules, placement, first_of, m) as pipe:
+        pipe.load(schedule)
+        report = pipe.step(torch.ones(2 * m, WIDTH), torch.zeros(2 * m, WIDTH))
+    return report, numbers(modules)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rank_cases
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_worker import Ranks
@@ -95,3 +96,21 @@ def test_the_trace_has_every_op_in_its_place(ranks: Ranks) -> None:
         assert ended[f"{rank}O0"] <= ended[f"{rank}D0"] <= ended[f"{rank}R0"]
         compute = [time for time in report.trace if time.op.kind in COMPUTE]
         assert all(a.end_ms <= b.start_ms for a, b in pairwise(compute))
+
+
+def test_what_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> None:
+    """None as in a plain run, not zeros, which an optimizer with momentum or weight decay would take for a gradient."""
+    placement = [0, 1, 0]
+    programs = [["0F0", "0F1", "2F0", "2BW0", "2F1", "0B0", "2B1", "0W0", "2W1", "0BW1"], ["1F0", "1F1", "1B0", "1W0", "1BW1"]]
+    results = ranks(rank_cases.with_branches, placement=placement, schedule=Schedule.parse(rank_cases.problem(placement, 2), programs))
+    modules = rank_cases.branches()
+    for _ in range(2):
+        x: Any = (torch.ones(2, rank_cases.WIDTH),)
+        for module in modules:
+            x = module(*x)
+        torch.autograd.backward(rank_cases.first_of(x, torch.zeros(2, rank_cases.WIDTH)) / 2)
+    plain = rank_cases.numbers(dict(enumerate(modules)))
+    found = {name: grad for _, gradients in results for name, grad in gradients.items()}
+    assert found.keys() == plain.keys() == {f"{s}.layers.0.{name}" for s in range(3) for name in ("weight", "bias")}
+    for name, grad in found.items():
+        np.testing.assert_allclose(grad, plain[name], rtol=1e-5, atol=1e-9, err_msg=name)

@@ -167,3 +167,16 @@ def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(l
     module.requires_grad_(True)
     with pytest.raises(InputError, match=r"^stage 0 needs a gradient that it did not need at the start"):
         stage.forward(0, (x,))
+
+
+def test_a_gradient_that_nobody_waits_for_is_no_silent_loss(link: Link) -> None:
+    """An input that the stage did not use when it was learned, and uses now."""
+    uses = False
+    stage = StageRunner(0, Of(lambda f, x, y: f(x) + y if uses else f(x), linear()), CPU, link, HostPool(CPU))
+    stage.learn((torch.zeros(BATCH, WIDTH, requires_grad=True), torch.zeros(BATCH, WIDTH, requires_grad=True)))
+    assert stage.passages[0].asked == (0,)
+    uses = True
+    stage.start_step((), 1)
+    stage.forward(0, (torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)))
+    with pytest.raises(InputError, match=r"^stage 0 has a gradient for its input 1, which had none at the start"):
+        stage.backward(0, (torch.ones(BATCH, WIDTH),), split=False)
