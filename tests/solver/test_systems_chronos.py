@@ -1,0 +1,348 @@
+"""Chronos-Pipe, Chronos-Recomp, the ZeRO-2 variant: the paper's formulas, and the right ones where these are loose, in its unit model."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import groupby, product
+from math import ceil, gcd
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.pages import table
+from support.units import ACTIVATION, unevenly, units
+
+from optpipe import InputError, Kind, certify, check
+from optpipe_solver.systems import generate
+from optpipe_solver.systems.chronos import gradient_windows
+
+PAGE = "systems/chronos.md"
+AGAIN: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": 0}
+
+
+def peaks(schedule: Any) -> list[float]:
+    """Of each device, in activations of one stage."""
+    return [peak.bytes / ACTIVATION for peak in certify(schedule.problem, schedule).device]
+
+
+def most_held(p: int, v: int, g: int = 1) -> float:
+    """What device 0 of Chronos-Pipe holds in chunk activations, in groups of g, by the chunks' distances in beats."""
+    there, back = ceil(p / (3 * g)), ceil(2 * p / (3 * g))
+    return p + g * ((v - 1) * (there + back) + gcd(there, v) + gcd(back, v) - 2) / 2
+
+
+def ran_before(schedule: Any, device: int, kind: Kind, chunk: int, other: int) -> int:
+    """How many ops of one chunk a device runs before the first of another one."""
+    p = len(schedule.problem.devices)
+    stages = [op.stage // p for op in schedule.programs[device].ops() if op.kind is kind]
+    return stages[: stages.index(other)].count(chunk)
+
+
+# --- Chronos-Pipe -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v", [2, 3, 4, 5])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 8, 9, 13])
+def test_chronos_pipe_is_as_long_as_1f1b(p, v):
+    for m in (1, 2, 3, 7, 20):
+        problem = units(p, m, v=v)
+        schedule = generate("chronos", problem)
+        assert check(problem, schedule) == []
+        assert schedule.makespan_ms == 3 * v * (m + p - 1)
+
+
+@pytest.mark.parametrize("p", [*range(1, 20), 32])
+def test_two_chunks_hold_what_the_paper_says_but_for_odd_p(p):
+    """The paper's peaks of chunk 1 and of chunk 2 are at one time for even p only."""
+    of_1 = ceil(Fraction(2, 3) + ceil(Fraction(p - 3, 6)) + ceil(Fraction(2 * p - 3, 6)) + Fraction(p, 2))
+    of_2 = ceil(Fraction(3 * p - 2, 6))
+    schedule = generate("chronos", units(p, 2 * p + 1, v=2))
+    assert peaks(schedule) == [of_1 + of_2 - p % 2 - s for s in range(p)]
+
+
+@pytest.mark.parametrize(("p", "v"), [*product([1, 2, 3, 4, 5, 7, 8, 12], [2, 3, 4, 6])])
+def test_more_chunks_hold_less(p, v):
+    schedule = generate("chronos", units(p, 2 * p + v, v=v))
+    assert peaks(schedule) == [most_held(p, v) - s for s in range(p)]
+
+
+@pytest.mark.parametrize(("v", "share"), [(2, 0.75), (3, 2 / 3), (4, 0.625), (8, 9 / 16)])
+def test_the_share_of_1f1b_that_remains_at_large_p(v, share):
+    p = 1000 * 3 * v + 1
+    assert most_held(p, v) / (v * p) == pytest.approx((v + 1) / (2 * v), rel=1e-3) == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.parametrize("v", range(2, 7))
+@pytest.mark.parametrize("apart", range(1, 8))
+def test_no_other_launches_hold_less(v, apart):
+    """Chunks at least so many beats apart, all different modulo v: the least that sums of c times a distance can be, tried out."""
+    distances = product(range(apart, apart + v), repeat=v - 1)
+    turns = [[sum(gaps[:c]) for c in range(v)] for gaps in distances]
+    least = min(sum(t[-1] - t[c] for c in range(v)) for t in turns if len({n % v for n in t}) == v)
+    assert least == v * ((v - 1) * apart + gcd(apart, v) - 1) / 2
+
+
+@pytest.mark.parametrize("p", range(3, 25))
+def test_chunks_follow_each_other_as_many_rounds_later_as_the_paper_says(p):
+    schedule = generate("chronos", units(p, 2 * p, v=2))
+    assert ran_before(schedule, 0, Kind.F, chunk=0, other=1) == 1 + ceil(Fraction(p - 3, 6))
+    assert ran_before(schedule, p - 1, Kind.BW, chunk=1, other=0) == 1 + ceil(Fraction(2 * p - 3, 6))
+
+
+# --- with communication -----------------------------------------------------------------------------------------------------------------
+
+
+def published(p: int, m: int, c: Any) -> Any:
+    """Section 4.1: all of Chronos-Pipe with two chunks, when a message lasts c units."""
+    return 6 * (m + p - 1) + (4 * p + 8 * (m - 2) + 2) * c
+
+
+def published_1f1b(p: int, m: int, c: Any) -> Any:
+    return 6 * (m + p - 1) + (2 * p + 4 * (m - 2)) * c
+
+
+def blocking(schedule: Any, c: Fraction) -> Fraction:
+    """How long a schedule without messages lasts if each keeps both its devices busy for c: the sender behind the op, the receiver, at the
+    same time or later, before its op."""
+    stages, ended, lists = schedule.problem.stages, {}, [list(program.ops()) for program in schedule.programs]
+    at = [Fraction(0)] * len(lists)
+    while any(lists):
+        for d, ops in enumerate(lists):
+            while ops:
+                kind, s, j, _ = ops[0]
+                before, behind = (s - 1, s + 1) if kind is Kind.F else (s + 1, s - 1)
+                needed = (kind, before, j) if 0 <= before < len(stages) else (Kind.F, s, j)
+                if needed not in ended and ops[0] != (Kind.F, 0, j, 0):
+                    break
+                receives = 0 <= before < len(stages) and stages[before].device != d
+                sends = 0 <= behind < len(stages) and stages[behind].device != d
+                start = max(at[d], ended.get(needed, at[d])) + c * receives
+                ended[kind, s, j] = start + Fraction(schedule.problem.costs.ms[kind, s])
+                at[d] = ended[kind, s, j] + c * sends
+                del ops[0]
+    return max(ended.values())
+
+
+@pytest.mark.parametrize("p", [4, 5, 6, 8, 9])
+def test_the_papers_time_for_communication_is_that_of_messages_that_block(p):
+    """Exact for two micro-batches; each further one takes 8 messages in the full pipeline, fewer before it is full."""
+    c = Fraction(1, 64)
+    short, long, longer = (blocking(generate("chronos", units(p, m, v=2)), c) for m in (2, 3 * p, 3 * p + 1))
+    assert short == published(p, 2, c)
+    assert longer - long == 6 + 8 * c
+    assert published(p, 3 * p, c) - (p + 2) * c <= long < published(p, 3 * p, c)
+    one = [blocking(generate("1f1b", units(p, m, times=(2, 2, 2))), c) for m in (2, 3 * p)]
+    assert one == [published_1f1b(p, 2, c), published_1f1b(p, 3 * p, c) - 2 * c]
+
+
+@pytest.mark.parametrize(("p", "v"), [*((p, v) for p in (2, 4, 5, 6, 7, 8, 10, 16) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)])
+@pytest.mark.parametrize("c", [1 / 64, 1 / 4])
+def test_messages_that_block_nobody_take_less(p, v, c):
+    """The way there and back of the first micro-batch, and less than 2v for each further one: v times what 1F1B needs."""
+    for m in (1, 2, 3, 9, 24):
+        schedule = generate("chronos" if v > 1 else "1f1b", units(p, m, v=v).replace(p2p_ms=c))
+        messages = (schedule.makespan_ms - 3 * v * (m + p - 1)) / c
+        asked = 2 * v * p - 2 + 2 * (v * (p - 1) * (m - 1) // p)
+        assert messages == pytest.approx(asked) if v < 3 else asked - 2 <= messages <= asked
+        if v == 2 and m > 1:
+            assert schedule.makespan_ms <= published(p, m, c)
+
+
+@pytest.mark.parametrize("p", [3, 9, 15])
+def test_where_chunk_2_follows_at_once_messages_take_longer_but_not_longer_than_published(p):
+    for m in (2, 3, 20):
+        schedule = generate("chronos", units(p, m, v=2).replace(p2p_ms=1 / 64))
+        freely = 6 * (m + p - 1) + (4 * p - 2 + 2 * (2 * (p - 1) * (m - 1) // p)) / 64
+        assert freely <= schedule.makespan_ms <= published(p, m, 1 / 64)
+    assert schedule.makespan_ms > freely
+
+
+def test_the_example_of_section_4_1():
+    """p = 4, m = 128, T_c = 0.05."""
+    measured = []
+    for method, formula, problem in (
+        ("chronos", published, units(4, 128, v=2)),
+        ("1f1b", published_1f1b, units(4, 128, times=(2, 2, 2))),
+    ):
+        c = Fraction(1, 20)
+        lengths = formula(4, 128, c), blocking(generate(method, problem), c), generate(method, problem.replace(p2p_ms=0.05)).makespan_ms
+        measured.append([f"`{method}`", *(f"{1 - 6 * 128 / float(length):.2%}" for length in lengths)])
+    assert [row[1] for row in measured] == ["8.28%", "5.37%"]  # the paper rounds the first one down
+    assert table(PAGE, "T_c = 0.05") == measured
+
+
+# --- Chronos-Recomp ---------------------------------------------------------------------------------------------------------------------
+
+
+def rounds_later(p: int) -> int:
+    """Appendix A, Eq. 8: the least k."""
+    interval = 3 + 6 * ceil(Fraction(p - 3, 6)) - p
+    shorter = ceil(Fraction(p - 1, 2)) - ceil(Fraction(p - 3, 6)) - 1
+    return next(k for k in range(p) if interval - shorter + 7 * k >= 0)
+
+
+@pytest.mark.parametrize("p", range(1, 25))
+def test_chronos_recomp_is_as_long_as_the_paper_says_or_shorter(p):
+    """Shorter by the time that chunk 1's first backward waits for its beat, and one."""
+    waits = 4 + 7 * ceil(Fraction(2 * p - 4, 7)) - 2 * p
+    for m in (1, 2, 5, 2 * p, 2 * p + 7):
+        problem = units(p, m, v=2, **AGAIN)
+        schedule = generate("chronos-recomp", problem)
+        assert check(problem, schedule) == []
+        asked = 6 * p + 7 * (m - 1) + (p == 1)  # a single device has nothing to wait for while it recomputes
+        assert asked - 7 <= schedule.makespan_ms <= asked
+        if m == 1 or (waits == 0 and m >= 2 * p):
+            assert schedule.makespan_ms == asked
+        elif p > 13 and m >= 2 * p:
+            assert schedule.makespan_ms == asked - waits - 1
+
+
+@pytest.mark.parametrize("p", [*range(1, 14), 32])
+def test_chronos_recomp_holds_a_quarter_and_what_it_recomputes(p):
+    schedule = generate("chronos-recomp", units(p, 2 * p, v=2, **AGAIN))
+    assert peaks(schedule) == [(p - s) // 2 + 1 for s in range(p)]
+
+
+@pytest.mark.parametrize("p", range(3, 45))
+def test_chunk_2_is_delayed_by_the_rounds_of_equation_8(p):
+    schedule = generate("chronos-recomp", units(p, 2 * p, v=2, **AGAIN))
+    assert ran_before(schedule, 0, Kind.F, chunk=0, other=1) == 1 + ceil(Fraction(p - 3, 6)) + rounds_later(p)
+
+
+def test_equation_8_is_not_one_round_from_8_to_40():
+    later = {k: [p for p in range(3, 41) if rounds_later(p) == k] for k in range(3)}
+    assert later[0] == [3, 4, 5, 6, 7, 10, 11, 12, 16, 17]
+    assert later[2] == [27, 32, 33, 36, 37, 38, 39]
+
+
+def test_the_papers_measurements_are_these_counts():
+    """Figure 9: 17.23 and 6.63 GB of activations where 1F1B with R = 50 % has 10.6, p = 8. Section 6.2: 12.5 % and 25 % less at p = 4.
+    Figure 15: 43.75 % at p = v = 4 with a quarter of the layers recomputed, the one that is recomputed not counted."""
+    at_8 = {name: peaks(generate(name, units(8, 16, v=2, **AGAIN)))[0] for name in ("chronos", "chronos-recomp")}
+    assert at_8 == {"chronos": pytest.approx(8 * 17.23 / 10.6, rel=1e-3), "chronos-recomp": pytest.approx(8 * 6.63 / 10.6, rel=1e-3)}
+    at_4 = [peaks(generate(name, units(4, 8, v=2, **AGAIN)))[0] for name in ("chronos", "chronos-recomp")]
+    assert at_4 == [0.875 * 8, 0.75 * 4]
+    assert (peaks(generate("chronos-recomp", units(4, 8, v=4, **AGAIN)))[0] - 1) / 16 == 0.4375
+
+
+def test_chronos_recomp_against_1f1b_that_recomputes_half():
+    measured = []
+    for p, m in ((4, 16), (8, 32), (16, 64), (32, 128)):
+        half = units(p, m, times=(2, 2, 2), recompute_ms=1.0, checkpoint_bytes=ACTIVATION // 2)
+        chunks = units(p, m, v=2, **AGAIN)
+        row = [f"{p} x {m}"]
+        for method, problem, chunk in (
+            ("1f1b", half, 2),
+            ("1f1b-recompute", half, 2),
+            ("chronos", chunks, 1),
+            ("chronos-recomp", chunks, 1),
+        ):
+            schedule = generate(method, problem)
+            row += [f"{schedule.makespan_ms:g}", f"{peaks(schedule)[0] * chunk / (2 * p):.1%}"]
+        assert [row[1], row[5], row[3]] == [row[1], row[1], str(6 * (p - 1) + 7 * m)]
+        measured.append([*row, str(7 * (m - 1 + p)), str(6 * p + 7 * (m - 1))])
+    assert table(PAGE, "p x m") == measured
+
+
+# --- ZeRO-2 -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("v", "g"), [*product([2, 3], [1, 2, 3, 4, 8])])
+def test_groups_take_at_most_as_long_and_hold_whole_groups_more(v, g):
+    for p in (1, 2, 3, 4, 5, 8):
+        for m in (1, 7, 24, 25):
+            problem = units(p, m, v=v)
+            schedule = generate(f"chronos-zero2:group={g}", problem)
+            assert check(problem, schedule) == []
+            shorter = 3 * v * (m + p - 1) - schedule.makespan_ms
+            assert 0 <= shorter <= 3 * (v - 1) * (min(g, p) - 1)
+            if m % g == 0 and (p % g == 0 or g >= p):
+                assert shorter == 3 * (v - 1) * (min(g, p) - 1)
+        schedule = generate(f"chronos-zero2:group={g}", units(p, 4 * p + 4 * v * g, v=v))
+        assert peaks(schedule) == [most_held(p, v, g) - s for s in range(p)]
+
+
+@pytest.mark.parametrize("g", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_groups_that_fit_hold_little_more(g, n):
+    assert most_held(3 * n * g, 2) <= most_held(3 * n * g, 2, g) <= Fraction(5, 3) * 3 * n * g
+
+
+@pytest.mark.parametrize(("v", "g"), [*product([2, 3], [1, 2, 3, 4])])
+def test_each_launch_is_a_whole_group_and_its_window_that_of_the_other_chunks(v, g):
+    p, m = 4, 24 * g
+    schedule = generate(f"chronos-zero2:group={g}", units(p, m, v=v))
+    windows = gradient_windows(schedule)
+    for s, found in enumerate(windows):
+        full = 3 * (v - 1) * g + 1
+        assert max(found) == full
+        assert found.count(full) >= 0.7 * len(found)
+        ops = [op for op in schedule.programs[s % p].ops() if op.kind is Kind.BW]
+        launches = [len(list(run)) for stage, run in groupby(ops, key=lambda op: op.stage) if stage == s]
+        assert len(launches) == len(found) + 1
+        assert set(launches) <= {g, 2 * g}  # two in a row before the next chunk's turn comes, and behind its last
+
+
+def test_windows_are_told_from_the_clock_whatever_the_system():
+    """1F1B's single stage accumulates all gradients: no window. Interleaved on one device: chunk after chunk."""
+    assert gradient_windows(generate("1f1b", units(3, 6))) == [[], [], []]
+    uneven = units(1, 2, v=2).replace(p2p_ms=0.5)
+    uneven = uneven.replace(stages=[stage.model_dump(exclude_none=True) | {"forward_ms": 5.0} for stage in uneven.stages])
+    schedule = generate("chronos", uneven)
+    ops = " ".join(str(op) for op in schedule.programs[0].ops())
+    assert ops == "0F0 1F0 1BW0 0F1 0BW0 1F1 1BW1 0BW1"
+    assert gradient_windows(schedule) == [[5.0 + 2.0], [5.0 + 2.0 + 5.0]]
+
+
+def test_what_a_group_costs_and_saves():
+    measured = []
+    for g in (1, 2, 4, 8):
+        schedule = generate(f"chronos-zero2:group={g}", units(8, 32, v=2))
+        window = sorted(gradient_windows(schedule)[0])
+        row = [f"{schedule.makespan_ms:g}", f"{peaks(schedule)[0] / 16:.1%}", str(len(window) + 1), f"{window[len(window) // 2]:g}"]
+        measured.append([str(g), *row])
+    assert table(PAGE, "group") == measured
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.data(),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(2, 4),
+    st.sampled_from(["chronos", "chronos-recomp", "chronos-recomp:recomputed=2", "chronos-zero2", "chronos-zero2:group=5"]),
+)
+def test_valid_for_any_stages(data, p, m, v, method):
+    problem = unevenly(data.draw, units(p, m, v=v, **AGAIN))
+    schedule = generate(method, problem)
+    assert check(problem, schedule) == []
+
+
+def test_a_row_of_stages_is_cut_into_chunks():
+    schedule = generate("chronos-recomp", units(4, 6, **AGAIN), placements="all")
+    assert str(schedule.placement) == "2 chunks a device, looped"
+    assert check(schedule.problem, schedule) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("chronos-zero2:group=0", r"group = 0: a chunk is launched for at least 1 micro-batch in a row"),
+        ("chronos-recomp:recomputed=3", r"recomputed = 3: expected 1 to 2, the chunks of a device"),
+        ("chronos-recomp", r"stages\[0\]\.recompute_ms is missing: chronos-recomp recomputes stages 0 to 3"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(method, told):
+    with pytest.raises(InputError, match=f"^{told}$"):
+        generate(method, units(4, 6, v=2))
+
+
+def test_the_shares_of_1f1bs_memory():
+    measured = [
+        [f"{v}", *(f"{most_held(p, v) / (v * p):.1%}" for p in (4, 8, 16, 32, 64)), f"{(v + 1) / (2 * v):.1%}"] for v in (2, 3, 4, 8)
+    ]
+    assert table(PAGE, "v") == measured
