@@ -1,8 +1,9 @@
 """`profile`: a `Problem` measured on the user's stages, with the split backward, the hooks and the copies that training uses.
 
 All ranks measure at the same time, as they will work; links between ranks are measured one after the other. Times are medians in ms, after
-warm-up. Bytes are counted by live storages: `activation_bytes` after F, `weight_grad_bytes` between B and W, `offload_bytes` what drops
-really freed. Parts need not be equal, the problem says they are: each counts as the smallest, so no rank holds more than certified.
+warm-up. Bytes are counted by live storages: `activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `weight_grad_bytes`
+between B and W, `offload_bytes` what drops really freed. Parts need not be equal, the problem says they are: each counts as the smallest, so
+no rank holds more than certified.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
 
 
 class _Measurement:
-    """One stage, run alone on the first route over it: F, then out and back, then B and W, again and again."""
+    """One stage, run alone on the first route over it: F, the same with C, then out and back, then B and W, again and again."""
 
     def __init__(self, rank: Rank, s: int, inputs: Tensors, targets: Tensors, parts: int) -> None:
         self._stage, self._pool, self._parts = rank.stages[s], rank.pool, parts
@@ -72,10 +73,11 @@ class _Measurement:
             sizes = [self._once() for _ in range(WARM_UP + repeats)][-1]
         self._clock.settle()
         ms = {name: _rounded([self._clock.ms(a, b) for a, b in marks[WARM_UP:]]) for name, marks in self._times.items()}
-        if not sizes["offload_bytes"]:
-            no_offload = {"offload_bytes", "offload_ms", "reload_ms"}
-            return {name: value for name, value in (ms | sizes).items() if name not in no_offload}
-        return ms | sizes | {"offload_parts": self._parts}
+        found = ms | sizes | {"offload_parts": self._parts}
+        left_out = {"offload_bytes", "offload_ms", "reload_ms", "offload_parts"} if not sizes["offload_bytes"] else set()
+        if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
+            left_out |= {"checkpoint_bytes", "recompute_ms"}
+        return {name: value for name, value in found.items() if name not in left_out}
 
     def _may_leave(self, parts: int) -> bool:
         """Whether the host takes one micro-batch's activation at all."""
@@ -101,9 +103,15 @@ class _Measurement:
         """One micro-batch, timed; returns the bytes it held."""
         stage = self._stage
         stage.start_step(self._batch, self._parts)
-        inputs, gradients = [self._fresh_inputs()], self._fresh_gradients()
+        inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
         with self._timed("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets, route=self._route)
+        saved = stage.held_bytes(0)
+        stage.forget(0)
+        stage.forward(0, inputs.pop(), self._targets, recompute=True, route=self._route)
+        checkpoint = stage.held_bytes(0)
+        with self._timed("recompute_ms"):
+            stage.recompute(0)
         held = [stage.held_bytes(0)]
         if self._may_leave(self._parts):
             self._out_and_back(held)
@@ -113,7 +121,12 @@ class _Measurement:
         with self._timed("backward_weight_ms"):
             stage.weight(0)
         least = min((before - after for before, after in pairwise(held)), default=0)
-        return {"activation_bytes": held[0], "weight_grad_bytes": kept, "offload_bytes": least * self._parts}
+        return {
+            "activation_bytes": max(saved, held[0]),
+            "weight_grad_bytes": kept,
+            "offload_bytes": least * self._parts,
+            "checkpoint_bytes": checkpoint,
+        }
 
     def _out_and_back(self, held: list[int]) -> None:
         """O, D and R of all parts; adds to `held` what is left after each drop."""

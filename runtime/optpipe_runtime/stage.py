@@ -130,7 +130,7 @@ class StageRunner:
 
     def forward(self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False, route: int = 0) -> Tensors:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs it again."""
-        running = _Microbatch(self.passages[route], Activation(self.device, self._excluded, self.stuck))
+        running = _Microbatch(self.passages[route], self._new_activation())
         self._running[microbatch] = running
         if not recompute:
             return self._forward(running, inputs, target)
@@ -146,6 +146,7 @@ class StageRunner:
         running = self._running[microbatch]
         again, running.again = running.again, None
         assert again is not None
+        running.activation = self._new_activation()  # of the inputs, the graph keeps what it needs
         again()
 
     def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
@@ -177,6 +178,13 @@ class StageRunner:
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left."""
         self._running.pop(microbatch).queue.run()
+
+    def forget(self, microbatch: int) -> None:
+        """Lets go of a micro-batch after its F, for the profiler."""
+        del self._running[microbatch]
+
+    def _new_activation(self) -> Activation:
+        return Activation(self.device, self._excluded, self.stuck)
 
     def _replay(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Callable[[], None]:
         devices = self._cuda_devices()

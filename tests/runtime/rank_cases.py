@@ -123,7 +123,8 @@ def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list
 
 
 def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tuple[str, list[StepReport], Gradients]:
-    """Profiles, then trains a step with every micro-batch offloaded and one without. Also returns what .grad was after profiling."""
+    """Profiles, then trains a step with every micro-batch offloaded, one with all recomputed, one with all kept. Also returns what .grad
+    was after profiling."""
     modules = own_stages(placement, dropout=0.1)
     for module in modules.values():
         for parameter in module.parameters():
@@ -133,18 +134,19 @@ def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tup
         problem = pipe.profile(inputs, targets, memory_bytes=10**9, repeats=3, **options)
         untouched = numbers(modules)
         reports = []
-        for offload in (True, False):
-            programs = [one_at_a_time(s, microbatches, problem.stages[s].offload_parts if offload else 0) for s in range(len(placement))]
+        for parts, recompute in ((problem.stages[0].offload_parts, False), (0, True), (0, False)):
+            programs = [one_at_a_time(s, microbatches, parts, recompute) for s in range(len(placement))]
             pipe.load(Schedule.parse(problem, programs))
             reports.append(pipe.step(inputs, targets))
     return problem.to_json(), reports, untouched
 
 
-def one_at_a_time(stage: int, microbatches: int, parts: int) -> list[str]:
-    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards."""
+def one_at_a_time(stage: int, microbatches: int, parts: int, recompute: bool = False) -> list[str]:
+    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards, each after a recompute."""
     away = [[f"{stage}{kind}{j}.{k}" for kind in "ODR" for k in range(parts)] for j in range(microbatches)]
     first = [op for j in range(microbatches) for op in (f"{stage}F{j}", *away[j][: 2 * parts])]
-    return first + [op for j in range(microbatches) for op in (*away[j][2 * parts :], f"{stage}B{j}", f"{stage}W{j}")]
+    again = [[f"{stage}C{j}"] if recompute else away[j][2 * parts :] for j in range(microbatches)]
+    return first + [op for j in range(microbatches) for op in (*again[j], f"{stage}B{j}", f"{stage}W{j}")]
 
 
 def train_with_offers(

@@ -25,17 +25,21 @@ def test_measured_bytes_are_the_certified_ones(ranks: Ranks, parts: int) -> None
     results = ranks(rank_cases.profiled, placement=[0, 1], microbatches=M, offload_parts=parts)
     assert results[0][0] == results[1][0], "every rank has the same problem"
     problem = Problem.from_json(results[0][0])
-    for rank, (_, (away, here), _) in enumerate(results):
+    for rank, (_, (away, again, here), _) in enumerate(results):
         stage = problem.stages[rank]
         assert stage.offload_parts == parts
         assert 0 < stage.weight_grad_bytes <= stage.activation_bytes
         assert 0.5 * stage.activation_bytes < (stage.offload_bytes or 0) <= stage.activation_bytes
-        for report, split in ((away, parts), (here, 0)):
-            schedule = Schedule.parse(problem, [rank_cases.one_at_a_time(s, M, split) for s in range(2)])
+        for report, split, recompute in ((away, parts, False), (again, 0, True), (here, 0, False)):
+            schedule = Schedule.parse(problem, [rank_cases.one_at_a_time(s, M, split, recompute) for s in range(2)])
             certificate = certify(problem, schedule)
             assert report.peak_activation_bytes <= certificate.device[rank].bytes
             assert report.host_peak_bytes >= certificate.host[rank].bytes
         assert here.peak_activation_bytes == M * stage.activation_bytes
+        assert stage.checkpoint_bytes == (0 if rank == 0 else 2 * rank_cases.LENGTH * rank_cases.WIDTH * 4), (
+            "what came from the stage before"
+        )
+        assert again.peak_activation_bytes == (M - 1) * stage.checkpoint_bytes + stage.activation_bytes
         assert away.peak_activation_bytes < 0.6 * here.peak_activation_bytes
         assert here.host_peak_bytes == 0
 
@@ -49,7 +53,7 @@ def test_times_are_measured(ranks: Ranks) -> None:
     problem = Problem.from_json(ranks(rank_cases.profiled, placement=[0, 1], microbatches=M)[0][0])
     assert problem.p2p_ms > 0
     for stage in problem.stages:
-        times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms, stage.offload_ms, stage.reload_ms)
+        times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms, stage.offload_ms, stage.reload_ms, stage.recompute_ms)
         assert all(ms is not None and ms > 0 for ms in times)
 
 
