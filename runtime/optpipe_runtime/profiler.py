@@ -2,8 +2,8 @@
 
 All ranks measure at the same time, as they will work; links between ranks are measured one after the other. Times are medians in ms, after
 warm-up. Bytes are counted by live storages: `activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `weight_grad_bytes`
-between B and W, `offload_bytes` what drops really freed. Parts need not be equal, the problem says they are: each counts as the smallest, so
-no rank holds more than certified.
+between B and W, `offload_bytes` what drops really freed. Parts need not be equal, the problem says they are: each counts as the smallest,
+so no rank holds more than certified.
 """
 
 from __future__ import annotations
