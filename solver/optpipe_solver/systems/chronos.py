@@ -40,10 +40,10 @@ def chronos(problem: Problem) -> Schedule:
 
 def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
     """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row, there and back, so that its
-    gradients are reduced once for all of them, in the time that `gradient_windows` tells. The last group has what micro-batches are left.
+    gradients are reduced once for all of them, in the time that `gradient_windows` tells. The last group has the r micro-batches left.
 
-    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(group, p)-1) less where group
-    divides m, and divides p or is larger.
+    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(r, p)-1) less where group
+    divides p, or m and is at least p.
     """
     if group < 1:
         raise InputError(f"group = {group}: a chunk is launched for at least 1 micro-batch in a row")
