@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.units import ACTIVATION, units
 
 from optpipe import certify, check
+from optpipe_solver import heuristics
 from optpipe_solver.systems import generate
 
 GRADIENT = 300  # bytes that a weight gradient still needs
@@ -61,3 +64,28 @@ def test_they_are_valid_for_uneven_stages_and_any_m(data, name, p, m):
     assert check(problem, schedule) == []
     most = p if name == "zb-h1" else 2 * p - 1
     assert max(peak.bytes for peak in certify(problem, schedule).device) == min(m, most) * ACTIVATION
+
+
+@pytest.mark.parametrize(("p", "m", "held"), [(3, 6, GRADIENT), (6, 11, ACTIVATION), (4, 8, ACTIVATION), (4, 5, 0)])
+@pytest.mark.parametrize("uneven", [0.0, 0.3])
+def test_zb_auto_is_never_worse_within_the_same_memory(p, m, held, uneven):
+    """Than ZB-H1 with 1F1B's memory, than ZB-H2 with twice that; nor does it need more."""
+    random = Random(p)
+    even = units(p, m, held=held)
+    ms = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+    stages = [{**stage.model_dump(), **{name: 1 + random.uniform(-uneven, uneven) for name in ms}} for stage in even.stages]
+    for name, most in (("zb-h1", p), ("zb-h2", 2 * p - 1)):
+        problem = even.replace(devices=[{"memory_bytes": most * ACTIVATION}] * p, stages=stages)
+        schedule = generate(name, problem)
+        assert check(problem, schedule) == []
+        for objective in ("makespan", "span"):
+            found = heuristics.generate("zb-auto", problem, objective)
+            assert check(problem, found) == []
+            assert heuristics.value(found, objective) <= heuristics.value(schedule, objective)
+
+
+def test_zb_auto_uses_memory_between_the_two():
+    """Between M and 2M it is better than ZB-H1, where ZB-H2 does not fit: the paper's reason to search."""
+    problem = units(6, 12).replace(devices=[{"memory_bytes": 8 * ACTIVATION}] * 6)
+    assert any("needs 11000 bytes" in complaint for complaint in check(problem, generate("zb-h2", problem)))
+    assert heuristics.generate("zb-auto", problem, "span").span_ms < generate("zb-h1", problem).span_ms
