@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import ceil
 
 import pytest
@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.units import ACTIVATION, units
 
-from optpipe import InputError, certify, check
+from optpipe import InputError, Kind, Problem, Schedule, certify, check
 from optpipe_solver.systems import generate
+from optpipe_solver.systems.block import collisions, slots
+from optpipe_solver.systems.pipeoffload import longest_lived, peaks_by_stages_offloaded, pipe_offload, uniform_block
+from optpipe_solver.systems.slots import fill, staggered
+
+TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 7.25])
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 5, 8])
@@ -66,3 +71,171 @@ def test_the_last_group_may_be_smaller(data):
 def test_a_group_that_the_paper_excludes_is_one_sentence(method, group):
     with pytest.raises(InputError, match=rf"^group = {group}: {method} on 5 devices takes 3 to 5$"):
         generate(f"{method}:group={group}", units(5, 8, v=2))
+
+
+def offloading(d: int, m: int, v: int = 1, k: float = 1.0, times: tuple[float, float, float] = (1, 1, 1), **costs: object) -> Problem:
+    """The paper's unit model with a link whose round trip takes k times F + B + W."""
+    away = {"offload_ms": k * sum(times) / 2, "reload_ms": k * sum(times) / 2, "offload_bytes": ACTIVATION}
+    return units(d, m, v=v, times=times, **away, **costs)
+
+
+def peak(schedule: Schedule) -> float:
+    """The activations that the fullest device holds."""
+    return max(peak.bytes for peak in certify(schedule.problem, schedule).device) / ACTIVATION
+
+
+def transfers(schedule: Schedule) -> list[tuple[float, float, int, Kind]]:
+    """When each starts and ends, where, and which way it goes."""
+    timeline = schedule.timeline
+    rows = zip(timeline.start.tolist(), timeline.end.tolist(), timeline.device.tolist(), timeline.table[:, 0].tolist(), strict=True)
+    return sorted((start, end, d, Kind(kind)) for start, end, d, kind in rows if kind in (Kind.O, Kind.R))
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1)])
+@pytest.mark.parametrize("k", [0.3, 1.0])
+@pytest.mark.parametrize("v", [1, 2, 3, 6])
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 11])
+def test_po_h_and_po_f_hold_what_the_paper_says_where_k_is_at_most_1(d, v, k, times):
+    m = d + 3
+    problem = offloading(d, m, v, k, times)
+    half, full = (generate(name, problem) for name in ("po-h", "po-f"))
+    turns = (v - 1) * ceil(d / 2) + (v - 1)  # slots from a device's first stage to its last, a collision for each at most
+    for schedule in (half, full):
+        assert check(problem, schedule) == []
+        bubble = schedule.makespan_ms - m * v * sum(times)
+        assert bubble <= (2 * turns + d - v) * sum(times)
+        assert d in (1, 3) or bubble < v * (d - 1) * sum(times)  # of Table 1
+    late = max(0, v - 2) * 3 / 8  # where turns are up to 1.5 slots more than d/2 apart: d is odd, or they would collide
+    assert peak(half) <= (v + 2) / 8 * d + 3 + late  # (v + 2) / 8v of M, and what is on its way
+    assert peak(full) <= 3
+
+
+def test_at_large_p_po_h_needs_the_published_share():
+    problem = offloading(32, 33, 8)
+    half, none = (8 + 2) / (8 * 8) * 32 * 8, (8 + 1) / (2 * 8) * 32 * 8  # of M = dv, and GIS-H's share of it
+    assert half <= peak(generate("po-h", problem)) <= half + 3 + 6 * 3 / 8
+    assert none <= peak(pipe_offload(problem, 0)) <= 1.05 * none
+
+
+@pytest.mark.parametrize(("d", "v"), list(product((1, 2, 3, 4, 7, 8), (1, 2, 3, 4, 6))))
+def test_the_block_repeats_without_collisions(d, v):
+    for times, p2p_ms in (((1, 1, 1), 0.0), ((2, 3, 1), 0.25), ((1, 2, 0.5), 0.5), ((1, 2, 4), 30.0)):
+        problem = units(d, 2 * d, v=v, times=times).replace(p2p_ms=p2p_ms)
+        block, slot_ms = uniform_block(problem)
+        starts = slots(block, [j * v * slot_ms for j in range(2 * d)])
+        assert slot_ms == sum(times)
+        lasts = dict(zip((Kind.F, Kind.B, Kind.W), times, strict=True))
+        assert all(starts[a] + lasts[a.kind] - starts[b] < 1e-9 for a, b in collisions(problem, block, starts))  # float noise
+        way = p2p_ms if d > 1 else 0.0
+        for s in range(d * v - 1):
+            assert block.forward[s + 1] - block.forward[s] >= times[0] + way - 1e-9
+            assert block.backward[s] - block.backward[s + 1] >= times[1] + way - 1e-9
+        assert block.backward[-1] >= block.forward[-1] + times[0] - 1e-9
+
+
+def test_what_lives_longest_leaves_first():
+    lives = [(1.0, 4.0), (2.0, 12.0), (3.0, 3.0), (0.0, 10.0)]
+    assert longest_lived(range(4), lives) == [1, 3, 0, 2]
+    gone = {op.stage for program in generate("po-h", offloading(4, 8, 3)).programs for op in program if op.kind is Kind.O}
+    assert gone == set(range(8))  # two of three stages a device, the first ones
+    stuck = offloading(4, 8, 3)
+    stay = {"offload_ms": None, "reload_ms": None, "offload_bytes": None}
+    stuck = stuck.replace(stages=[stage.model_copy(update=stay if s < 4 else {}) for s, stage in enumerate(stuck.stages)])
+    gone = {op.stage for program in generate("po-h", stuck).programs for op in program if op.kind is Kind.O}
+    assert gone <= set(range(4, 12))
+    assert gone >= set(range(4, 8))
+
+
+def test_half_of_the_stages_offloaded_leaves_about_a_quarter():
+    peaks = [bytes_ / ACTIVATION for bytes_ in peaks_by_stages_offloaded(offloading(8, 8, 16, 0.2))]
+    assert 0.2 < peaks[8] / peaks[0] < 0.3
+    line = [peaks[0] + (peaks[-1] - peaks[0]) * n / 16 for n in range(17)]
+    assert all(at < straight - 2 for at, straight in zip(peaks[1:-1], line[1:-1], strict=True) if straight > 6)
+    saved = [a - b for a, b in pairwise(peaks)]
+    assert all(a + 1 >= b for a, b in pairwise(saved))  # each stage saves less than the one before
+    assert saved[0] > 4 * saved[-1] > 0
+
+
+@pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
+def test_devices_on_one_link_take_complementary_slots(mode):
+    problem = offloading(4, 8, 2, 0.5)
+    problem = problem.replace(devices=[{"memory_bytes": 10**9, "link": f"pcie{d // 2}"} for d in range(4)], transfer_mode=mode)
+    schedule = generate("po-f", problem)
+    assert check(problem, schedule) == []
+    own = generate("po-f", offloading(4, 8, 2, 0.5))
+    assert peak(schedule) <= peak(own) + 1
+    (first, there), (second, back) = staggered([(2, 3), (2, 3)], 10.0, 12.0, mode == "half_duplex")
+    assert (first.first, second.first) == (10, 16)
+    assert (back.first, there.first) == (13, 19)  # each reload ends where the next one's offload begins
+    assert {slot.pitch for slot in (first, there, second, back)} == {12}
+
+
+def test_a_link_that_is_too_slow_gets_a_pitch_that_it_can_keep():
+    ((offloads, reloads),) = staggered([(4, 5)], 0.0, 6.0, half_duplex=True)
+    assert (offloads.pitch, offloads.first, reloads.first) == (9, 0, 4)
+    ((offloads, reloads),) = staggered([(4, 5)], 0.0, 6.0, half_duplex=False)
+    assert (offloads.pitch, offloads.first, reloads.first) == (6, 0, 1)
+
+
+def test_slots_are_filled_from_both_ends():
+    ((offloads, reloads),) = staggered([(1, 1)], 0.0, 2.0, half_duplex=True)
+    stays = [(0.0, 12.0), (0.5, 12.0), (1.0, 14.0), (5.0, 14.0), (6.0, 10.0)]  # the last one has no time for both
+    assert fill(offloads, reloads, stays, patience=4.0, away=2.0) == [(0, 7), (2, 9), (4, 11), (6, 13), None]
+    ((offloads, reloads),) = staggered([(1, 1)], 0.0, 2.0, half_duplex=True)
+    assert fill(offloads, reloads, [(0.0, 99.0)] * 4, patience=4.0, away=2.0) == [(0, 93), (2, 95), (4, 97), None]
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_on_a_slow_link_what_finds_no_slot_stays(v):
+    shares, peaks = [], []
+    for k in (1.0, 1.25, 2.0, 3.0, 40.0):
+        schedule = generate("po-f", offloading(8, 24, v, k))
+        assert check(schedule.problem, schedule) == []
+        shares.append(len(transfers(schedule)) / (2 * 8 * 24 * v))
+        peaks.append(peak(schedule))
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == 0.0  # nobody lives for so long
+    assert v == 1 or all(share > 0.8 / k for share, k in zip(shares, (1.0, 1.25, 2.0, 3.0), strict=False))
+    assert max(peaks[:3]) < peaks[-1] == peak(pipe_offload(offloading(8, 24, v), 0))
+
+
+def test_parts_leave_one_by_one():
+    whole, parts = (generate("po-f", offloading(8, 16, 2, 1.5, offload_parts=n)) for n in (1, 3))
+    assert check(parts.problem, parts) == []
+    assert peak(parts) < peak(whole)
+    per_part = 1.5 * 3 / 2 / 3
+    assert {round(end - start, 6) for start, end, _, _ in transfers(parts)} == {per_part}
+
+
+@st.composite
+def looped(draw) -> Problem:
+    """Uneven stages, looped, some of which can leave; any links and times, none at all among them."""
+    d, v, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    stages = []
+    for s in range(d * v):
+        ms = {name: draw(TIMES) for name in ("forward_ms", "backward_input_ms", "backward_weight_ms")}
+        leave = {"offload_ms": draw(TIMES), "reload_ms": draw(TIMES), "offload_bytes": 900, "offload_parts": draw(st.integers(1, 3))}
+        held = {"activation_bytes": 1000, "weight_grad_bytes": draw(st.integers(0, 1500))}
+        stages.append({"device": s % d, **ms, **held, **(leave if draw(st.booleans()) else {})})
+    return Problem.from_dict(
+        {
+            "microbatches": m,
+            "p2p_ms": draw(TIMES),
+            "transfer_mode": draw(st.sampled_from(["half_duplex", "full_duplex"])),
+            "devices": [{"memory_bytes": 10**9, "link": draw(st.sampled_from([None, "a", "b"]))} for _ in range(d)],
+            "stages": stages,
+        }
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(looped())
+def test_any_stages_have_a_schedule_and_transfers_delay_nothing_beyond_the_block(problem):
+    for name in ("gis", "gis-h", "po-h", "po-f"):
+        schedule = generate(name, problem)
+        assert check(problem, schedule) == []
+        if name.startswith("po"):
+            block, slot_ms = uniform_block(problem)
+            v = len(problem.stages) // len(problem.devices)
+            end = max(block.weight or []) + block.lasts[2] + (problem.microbatches - 1) * v * slot_ms
+            assert schedule.makespan_ms <= end + 1e-6

@@ -5,13 +5,19 @@ The paper's letters: d devices, v looped stages on each, g micro-batches a group
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from math import ceil
 
 from optpipe.errors import InputError
+from optpipe.memory import certify
 from optpipe.ops import Kind, Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_solver.lift import lift
+from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import in_order, visits, warmed_up
+from optpipe_solver.systems.slots import Slots, fill, staggered
 from optpipe_solver.systems.system import System
 
 
@@ -34,7 +40,7 @@ def gis_h(problem: Problem, group: int | None = None) -> Schedule:
 
 def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
     d, m = _devices(problem), problem.microbatches
-    v = len(problem.stages) // d
+    v = _chunks(problem)
     if not ceil(d / 2) <= g <= d:
         raise InputError(f"group = {g}: {name} on {d} devices takes {ceil(d / 2)} to {d}")
     groups = [range(first, first + g) for first in range(0, m, g)]  # the last one may count micro-batches that are not there
@@ -48,12 +54,125 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
     return in_order(problem, lists)
 
 
+def po_h(problem: Problem) -> Schedule:
+    """PO-H: half of the stages leave, ceil(v/2) on each device."""
+    return pipe_offload(problem, ceil(_chunks(problem) / 2))
+
+
+def po_f(problem: Problem) -> Schedule:
+    """PO-F: all stages leave."""
+    return pipe_offload(problem, _chunks(problem))
+
+
+def pipe_offload(problem: Problem, leaving: int) -> Schedule:
+    """PipeOffload (sections 2, 3.2, 4.2): GIS-H's block repeated uniformly; `leaving` stages of each device are offloaded.
+
+    Those with the longest lifespan are, of the ones that can leave; each activation of them, or each part of one, that finds no slot in
+    time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the transfers have their slots, so that
+    the links keep up; the programs that come of it run as soon as they can.
+    """
+    block, slot_ms = uniform_block(problem)
+    interval = slot_ms * _chunks(problem)
+    launches = [j * interval for j in range(problem.microbatches)]
+    lives = [(start + block.lasts[0], end) for start, end in zip(block.forward, block.backward, strict=True)]
+    leave = {
+        d: longest_lived([s for s in problem.stages_on(d) if problem.stages[s].can_offload], lives)[:leaving]
+        for d in range(len(problem.devices))
+    }
+    starts = slots(block, launches)
+    for sharers in _links(problem, leave):
+        for d, (offloads, reloads) in zip(sharers, _slots(problem, leave, sharers, lives, slot_ms), strict=True):
+            for s in leave[d]:
+                visits = [(j, part) for j in range(problem.microbatches) for part in range(problem.stages[s].offload_parts)]
+                stays = [(lives[s][0] + launches[j], lives[s][1] + launches[j]) for j, _ in visits]
+                for visit, found in zip(visits, fill(offloads, reloads, stays, interval, slot_ms), strict=True):
+                    if found:
+                        starts[Op(Kind.O, s, *visit)], starts[Op(Kind.R, s, *visit)] = found
+    return lift(problem, starts)
+
+
+def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -> list[int]:
+    """Selective offload (section 2): stages in the order in which they should leave, the longest time between forward and backward first:
+    the longer activations live, the more of them there are at a time."""
+    return sorted(stages, key=lambda s: lives[s][0] - lives[s][1])
+
+
+def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
+    """Figure 3: the bytes that the fullest device holds where none, one, up to all v stages of each device leave."""
+    schedules = [pipe_offload(problem, leaving) for leaving in range(_chunks(problem) + 1)]
+    return [max(peak.bytes for peak in certify(problem, schedule).device) for schedule in schedules]
+
+
+def uniform_block(problem: Problem) -> tuple[Block, float]:
+    """GIS-H's block, in ms, to be repeated every v slots, and how long a slot is: F, B and W of the longest stage.
+
+    Rank i computes in slots that begin i·x ms after rank 0's. To the next rank a forward needs x ms and a backward n·T - x, so that F, B
+    and W stand in the same places of all slots; n is 1 unless they are longer under way than W leaves time for. A stage takes its turn g
+    slots after the one before, the fewest in which forwards and backwards can pass all devices, ceil(d/2) where n is 1. Where this would
+    put two stages of a device in one slot, as g(c-c') is a multiple of v, the later one takes the next that is free (the paper's
+    minor modifications).
+    """
+    d, v = _devices(problem), _chunks(problem)
+    f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
+    if f + b + w == 0:
+        f = b = w = 1.0  # nothing lasts: any order of the paper's unit model will do
+    h, T = problem.p2p_ms if d > 1 else 0.0, f + b + w
+    n = _whole((f + b + 2 * h) / T)
+    g = _whole(max(d * (f + h) / T, d * (b + h) / T, (n * (d - 1) + (f + b + 2 * h) / T) / 2))
+    x = max(f + h, ((n * (d - 1) - g) * T + b + h) / max(1, d - 1))
+    there = _turns(0, v, g)
+    back = _turns(there[-1], v, g)[::-1]
+    forward = [there[c] * T + i * x for c in range(v) for i in range(d)]
+    backward = [(back[c] + n * (d - 1 - i)) * T + i * x + f for c in range(v) for i in range(d)]
+    return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
+
+
+def _whole(slots: float) -> int:
+    return ceil(slots - 1e-9)
+
+
+def _turns(first: int, v: int, g: int) -> list[int]:
+    """The slots in which v stages take their turns, at least g after each other, no two of them the same modulo v."""
+    turns = [first]
+    while len(turns) < v:
+        turns.append(next(slot for slot in count(turns[-1] + g) if all((slot - other) % v for other in turns)))
+    return turns
+
+
+def _links(problem: Problem, leave: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """The devices with stages that leave, by the link that they share."""
+    links: dict[int, list[int]] = {}
+    for d, link in enumerate(problem.costs.link.tolist()):
+        if leave[d]:
+            links.setdefault(link, []).append(d)
+    return list(links.values())
+
+
+def _slots(
+    problem: Problem, leave: Mapping[int, Sequence[int]], sharers: Sequence[int], lives: Sequence[tuple[float, float]], slot_ms: float
+) -> list[tuple[Slots, Slots]]:
+    """The slots of the devices that share a link: one each way for each slot of a device or, where activations leave in parts, for each
+    part; from where the first sharer's first forward ends."""
+    ms = problem.costs.ms
+    lengths = [(float(ms[Kind.O, leave[d]].max()), float(ms[Kind.R, leave[d]].max())) for d in sharers]
+    parts = max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
+    begin = min(lives[s][0] for s in leave[sharers[0]])
+    return staggered(lengths, begin, slot_ms / parts, problem.transfer_mode == "half_duplex")
+
+
 def _devices(problem: Problem) -> int:
     """d: of the devices there are those that run any stage."""
     return len({stage.device for stage in problem.stages})
 
 
+def _chunks(problem: Problem) -> int:
+    """v: the stages of each of these."""
+    return len(problem.stages) // _devices(problem)
+
+
 SYSTEMS = (
     System("gis", "PipeOffload, Wan et al. 2025, section 3.1", gis, most=None, chunks=2, parameters=("group",)),
     System("gis-h", "PipeOffload, Wan et al. 2025, section 3.2", gis_h, most=None, chunks=2, parameters=("group",)),
+    System("po-h", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", po_h, most=None, chunks=2),
+    System("po-f", "PipeOffload, Wan et al. 2025, sections 3.2 and 4.2", po_f, most=None, chunks=2),
 )
