@@ -28,14 +28,17 @@ class Costs:
     offload: Ints  # (S,) bytes of all parts
     parts: Ints  # (S,)
     checkpoint: Ints  # (S,) bytes
+    evict: Ints  # (S,) bytes
     can_offload: NDArray[np.bool_]  # (S,)
     can_recompute: NDArray[np.bool_]  # (S,)
+    can_evict: NDArray[np.bool_]  # (S,)
     route: Ints  # (m,) route of each micro-batch
     before: Ints  # (routes, S) the stage before on the route, -1 where it is the first, -2 where the stage is not on it
     after: Ints  # (routes, S) the stage after, likewise
     memory: Ints  # (D,) bytes
     host_memory: Ints  # (D,) bytes, 2^62 where nothing limits it
     link: Ints  # (D,) number of the link that each device uses
+    peer: Ints  # (D,) the device to which each may evict, -1 for none
 
     @classmethod
     def of(cls, problem: Problem) -> Costs:
@@ -47,6 +50,7 @@ class Costs:
             ms[Kind.C, s] = stage.recompute_ms or 0.0
             ms[Kind.O, s] = (stage.offload_ms or 0.0) / stage.offload_parts
             ms[Kind.R, s] = (stage.reload_ms or 0.0) / stage.offload_parts
+            ms[Kind.E, s], ms[Kind.L, s] = stage.evict_ms or 0.0, stage.load_ms or 0.0
         before = np.full((len(problem.all_routes), len(stages)), -2)
         after = before.copy()
         for r, route in enumerate(problem.all_routes):
@@ -62,14 +66,17 @@ class Costs:
             offload=np.array([stage.offload_bytes or 0 for stage in stages]),
             parts=np.array([stage.offload_parts for stage in stages]),
             checkpoint=np.array([stage.checkpoint_bytes or 0 for stage in stages]),
+            evict=np.array([stage.evict_bytes or 0 for stage in stages]),
             can_offload=np.array([stage.can_offload for stage in stages]),
             can_recompute=np.array([stage.can_recompute for stage in stages]),
+            can_evict=np.array([stage.can_evict for stage in stages]),
             route=np.array(problem.microbatch_routes or [0] * problem.microbatches),
             before=before,
             after=after,
             memory=np.array([device.memory_bytes for device in problem.devices]),
             host_memory=np.array([2**62 if d.host_memory_bytes is None else d.host_memory_bytes for d in problem.devices]),
             link=np.array([number[name] for name in names]),
+            peer=np.array([-1 if device.peer is None else device.peer for device in problem.devices]),
         )
 
     def part_bytes(self, stage: NDArray[np.int32], part: NDArray[np.int32]) -> Ints:

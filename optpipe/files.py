@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from optpipe.errors import InputError, input_error
-from optpipe.ops import Kind
+from optpipe.ops import MARKS, Kind
 from optpipe.placement import Placement
 from optpipe.problem import Problem, Record, TotalMs, read_file, write_file
 from optpipe.program import KIND, MICROBATCH, PART, STAGE
@@ -26,9 +26,9 @@ class DeviceProgram(Record):
 
 
 class TimedOp(Record):
-    """One op that takes time, on the nominal timeline; drops take none and are left out."""
+    """One op that takes time, on the nominal timeline; drops, accepts and vacates take none and are left out."""
 
-    kind: Literal["F", "B", "W", "BW", "C", "O", "R"]
+    kind: Literal["F", "B", "W", "BW", "C", "O", "R", "E", "L"]
     stage: Annotated[int, Field(strict=True, ge=0)]
     microbatch: Annotated[int, Field(strict=True, ge=0)]
     part: Annotated[int, Field(strict=True, ge=0)] | None = None
@@ -99,10 +99,10 @@ class ScheduleFile(Record):
 
 
 def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:
-    """Every op but the drops with its nominal start and end, ordered by start; `part` where the stage has several."""
+    """Every op that takes time with its nominal start and end, ordered by start; `part` where the stage has several."""
     timeline, parts = schedule.timeline, schedule.problem.costs.parts
     table = timeline.table
-    shown = np.flatnonzero(table[:, KIND] != Kind.D)
+    shown = np.flatnonzero(~np.isin(table[:, KIND], list(MARKS)))
     shown = shown[np.argsort(timeline.start[shown], kind="stable")]
     return [
         {

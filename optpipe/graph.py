@@ -1,7 +1,9 @@
 """Who waits for whom: a schedule's ops as rows of one table, the streams they stand on, and what each needs besides its stream's order.
 
-Compute ops and drops stand on their device's compute stream, transfers on their link: one stream a link where it is half duplex, one a
-direction where it is full duplex. The second op of a pair stands on no stream of its own: it starts and ends with the first.
+Compute ops, drops, accepts and vacates stand on their device's compute stream, offloads and reloads on their host link: one stream a link
+where it is half duplex, one a direction where it is full duplex. Evictions and loads stand on a stream of their own for each device that
+evicts: its link to its peer, one transfer at a time. The second op of a pair stands on no stream of its own: it starts and ends with the
+first.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import ScheduleError
-from optpipe.ops import Kind, Op
+from optpipe.ops import HOST_LINK, PEER_LINK, TRANSFERS, Kind, Op
 from optpipe.problem import Problem
 from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE
 
@@ -26,9 +28,9 @@ Flags = NDArray[np.bool_]
 
 # What an op needs besides the op before it on its stream: the columns of `dependencies`.
 OWN = 0  # the step before of the same stage and micro-batch
-ACROSS = 1  # the neighbour stage's forward or backward
-RESTORED = 2  # the reload or recompute that brings a backward's activation back
-ISSUED = 3  # the compute op or drop after which a transfer stands in its program
+ACROSS = 1  # the neighbour stage's forward or backward; of an eviction the room on the peer
+RESTORED = 2  # the reload, load or recompute that brings a backward's activation back
+ISSUED = 3  # the op on the compute stream after which a transfer stands in its program
 
 
 def flatten(schedule: Schedule) -> tuple[Table, Ints]:
@@ -44,8 +46,9 @@ def describe(row: Table) -> str:
 
 
 def require_known(problem: Problem, table: Table, device: Ints) -> None:
-    """Every op is of a stage on its device, of a micro-batch that passes it and of a part that it has; no pair without a factor."""
-    costs, stage, microbatch = problem.costs, table[:, STAGE], table[:, MICROBATCH]
+    """Every op is of a stage on its device (A and V: on a device whose peer it is), of a micro-batch that passes it and of a part that it
+    has; no pair without a factor."""
+    costs, kind, stage, microbatch = problem.costs, table[:, KIND], table[:, STAGE], table[:, MICROBATCH]
 
     def refuse(wrong: Flags, why: str) -> None:
         if wrong.any():
@@ -58,12 +61,15 @@ def require_known(problem: Problem, table: Table, device: Ints) -> None:
         raise ScheduleError(f"there is a program for device {device[-1]}, but the problem has {len(problem.devices)} devices")
     refuse(stage >= len(problem.stages), f"there are {len(problem.stages)} stages")
     refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
-    refuse(costs.device[stage] != device, "the stage is on another device")
+    evicting, accepting = np.isin(kind, [Kind.E, Kind.L, Kind.A, Kind.V]), np.isin(kind, [Kind.A, Kind.V])
+    refuse(evicting & ~costs.can_evict[stage], "the stage has no evict_ms")
+    refuse(accepting & (costs.peer[costs.device[stage]] != device), "the stage's device has another peer")
+    refuse(~accepting & (costs.device[stage] != device), "the stage is on another device")
     refuse(costs.before[costs.route[microbatch], stage] == -2, "the micro-batch does not pass this stage")
-    transfer = np.isin(table[:, KIND], [Kind.O, Kind.D, Kind.R])
-    refuse(transfer & ~costs.can_offload[stage], "the stage has no offload_ms")
+    refuse(np.isin(kind, [Kind.O, Kind.R]) & ~costs.can_offload[stage], "the stage has no offload_ms")
+    refuse((kind == Kind.D) & ~costs.can_offload[stage] & ~costs.can_evict[stage], "the stage has neither offload_ms nor evict_ms")
     refuse(table[:, PART] >= costs.parts[stage], "the stage has fewer parts")
-    refuse((table[:, KIND] == Kind.C) & ~costs.can_recompute[stage], "the stage has no recompute_ms")
+    refuse((kind == Kind.C) & ~costs.can_recompute[stage], "the stage has no recompute_ms")
     joined = table[:, JOINED] == 1
     refuse(joined & (problem.overlap_factor is None), "ops run together only where the problem has overlap_factor")
 
@@ -107,7 +113,8 @@ def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Fl
     where = Where(problem, table)
     forward, backward = where.of(Kind.F), where.of(Kind.B, Kind.BW)
     offload, drop = where.of_part(Kind.O), where.of_part(Kind.D)
-    restored = np.maximum(where.of(Kind.R), where.of(Kind.C))  # one of them at most; all parts' reloads stand on one stream, in order
+    offload[:, :, 0] = np.maximum(offload[:, :, 0], where.of(Kind.E))  # what a drop waits for
+    restored = where.of(Kind.R, Kind.C, Kind.L)  # one of them at most; all parts' reloads stand on one stream, in order
 
     def rows_of(*kinds: Kind) -> Ints:
         return np.flatnonzero(np.isin(kind, kinds))
@@ -118,12 +125,14 @@ def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Fl
             raise ScheduleError(f"{describe(table[i])} in the program of device {device[i]} has no {what}")
         needs[rows, column] = targets
 
-    after_forward, after_input = rows_of(Kind.B, Kind.BW, Kind.C, Kind.O), rows_of(Kind.W)
+    after_forward, after_input = rows_of(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), rows_of(Kind.W)
     put(after_forward, OWN, forward[stage[after_forward], microbatch[after_forward]], "forward")
     put(after_input, OWN, backward[stage[after_input], microbatch[after_input]], "input gradient")
-    dropped, reloaded = rows_of(Kind.D), rows_of(Kind.R)
-    put(dropped, OWN, offload[stage[dropped], microbatch[dropped], part[dropped]], "offload")
-    put(reloaded, OWN, drop[stage[reloaded], microbatch[reloaded], part[reloaded]], "drop")
+    dropped, brought, evicted, vacated = rows_of(Kind.D), rows_of(Kind.R, Kind.L), rows_of(Kind.E), rows_of(Kind.V)
+    put(dropped, OWN, offload[stage[dropped], microbatch[dropped], part[dropped]], "offload or eviction")
+    put(brought, OWN, drop[stage[brought], microbatch[brought], part[brought]], "drop")
+    put(evicted, ACROSS, where.of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
+    put(vacated, OWN, where.of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
 
     costs = problem.costs
     for rows, neighbours, found in ((rows_of(Kind.F), costs.before, forward), (rows_of(Kind.B, Kind.BW), costs.after, backward)):
@@ -148,26 +157,33 @@ def second_of_pair(table: Table) -> Flags:
 
 
 def is_transfer(table: Table) -> Flags:
-    return np.isin(table[:, KIND], [Kind.O, Kind.R])
+    """Marks what runs beside compute."""
+    return np.isin(table[:, KIND], list(TRANSFERS))
+
+
+def on_host_link(table: Table) -> Flags:
+    """Marks the transfers that devices with one `link` share."""
+    return np.isin(table[:, KIND], list(HOST_LINK))
 
 
 def streams(problem: Problem, schedule: Schedule, table: Table, device: Ints) -> tuple[Ints, Ints]:
     """Row numbers stream after stream, each in its order, and where each stream begins in that list (and, last, its length)."""
     devices, links = len(problem.devices), int(problem.costs.link.max()) + 1
     backwards = (table[:, KIND] == Kind.R) & (problem.transfer_mode == "full_duplex")
-    stream = np.where(is_transfer(table), devices + 2 * problem.costs.link[device] + backwards, device)
+    stream = np.where(on_host_link(table), devices + 2 * problem.costs.link[device] + backwards, device)
+    stream += np.where(np.isin(table[:, KIND], list(PEER_LINK)), devices + 2 * links, 0)
     position = np.arange(len(table))
     for link in problem.shared_links:
         ordered = _rows_on_link(problem, schedule, link, table, device)
         position[ordered] = np.arange(len(ordered))
     rows = np.flatnonzero(~second_of_pair(table))
     order = rows[np.lexsort((position[rows], stream[rows]))]
-    return order, np.searchsorted(stream[order], np.arange(devices + 2 * links + 1))
+    return order, np.searchsorted(stream[order], np.arange(2 * devices + 2 * links + 1))
 
 
 def _rows_on_link(problem: Problem, schedule: Schedule, link: str, table: Table, device: Ints) -> Ints:
     """The rows of a shared link's transfers in the order that the schedule gives, which keeps each device's program order."""
-    own = np.flatnonzero(is_transfer(table) & np.isin(device, problem.shared_links[link]))
+    own = np.flatnonzero(on_host_link(table) & np.isin(device, problem.shared_links[link]))
     if link not in schedule.links:
         if len(own) == 0:
             return own
@@ -176,13 +192,13 @@ def _rows_on_link(problem: Problem, schedule: Schedule, link: str, table: Table,
     named = schedule.links[link].table
     where = Where(problem, table)
     known = (
-        is_transfer(named)
+        on_host_link(named)
         & (named[:, STAGE] < len(problem.stages))
         & (named[:, MICROBATCH] < problem.microbatches)
         & (named[:, PART] < int(problem.costs.parts.max()))
     )
     rows = np.full(len(named), -1)
-    for kind in (Kind.O, Kind.R):
+    for kind in HOST_LINK:
         chosen = known & (named[:, KIND] == kind)
         rows[chosen] = where.of_part(kind)[named[chosen, STAGE], named[chosen, MICROBATCH], named[chosen, PART]]
     stray = ~np.isin(rows, own)

@@ -14,7 +14,7 @@ import numpy as np
 from optpipe.child import Objective
 from optpipe.graph import ACROSS, Flags, Floats, Ints, Table, dependencies, flatten, second_of_pair, streams
 from optpipe.jit import LazyJit
-from optpipe.ops import TRANSFERS, Kind
+from optpipe.ops import MARKS, TRANSFERS, Kind
 from optpipe.problem import Problem
 from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
@@ -53,7 +53,8 @@ class Noise:
         """(samples,) the objective under each sample of the noise, in ms."""
         device = schedule.timeline.device  # raises for a schedule that cannot run
         start, end = self.times(schedule)
-        together = [device == d for d in np.unique(device)] if objective == "span" else [slice(None)]
+        lasting = ~np.isin(schedule.timeline.table[:, KIND], list(MARKS))
+        together = [lasting & (device == d) for d in np.unique(device[lasting])] if objective == "span" else [slice(None)]
         lengths: Floats = np.max([end[own].max(axis=0) - start[own].min(axis=0) for own in together], axis=0)
         return lengths
 

@@ -2,8 +2,10 @@
 
 In list order: F allocates `activation_bytes`; after B `weight_grad_bytes` of them stay (where that is more, B allocates the rest); W
 frees what B left; BW frees all. O takes pinned host memory for its part until the backward of that micro-batch; D frees the part's
-device bytes, R allocates them again. With C only `checkpoint_bytes` stay after F, and C allocates the rest. What an op allocates
-counts from its start, what it frees counts until its end, so no jitter of any op or transfer leads to more bytes than the scan finds.
+device bytes, R allocates them again. With C only `checkpoint_bytes` stay after F, and C allocates the rest. Of what is evicted D frees
+`evict_bytes` and L allocates them again, while A takes as many on the peer, before the eviction begins, and V frees them there, after the
+load has ended. What an op allocates counts from its start, what it frees counts until its end, so no jitter of any op or transfer leads to
+more bytes than the scan finds, on either device.
 """
 
 from __future__ import annotations
@@ -77,17 +79,18 @@ def device_bytes(problem: Problem, table: Table) -> tuple[Ints, Ints]:
     """Bytes that each op takes at its start and frees at its end; a pair's stand on its first op."""
     costs, kind, stage, microbatch = problem.costs, table[:, KIND], table[:, STAGE], table[:, MICROBATCH]
     activation, kept = costs.activation[stage], costs.weight_grad[stage]
-    recomputed = (Where(problem, table).of(Kind.C) >= 0)[stage, microbatch]
-    part = costs.part_bytes(stage, table[:, PART])
+    where = Where(problem, table)
+    recomputed, evicted = ((where.of(kind) >= 0)[stage, microbatch] for kind in (Kind.C, Kind.E))
+    moved = np.where(evicted, costs.evict[stage], costs.part_bytes(stage, table[:, PART]))
     regained = activation - costs.checkpoint[stage]
     taken = np.select(
-        [kind == Kind.F, kind == Kind.B, kind == Kind.C, kind == Kind.R],
-        [activation, np.maximum(0, kept - activation), regained, part],
+        [kind == Kind.F, kind == Kind.B, kind == Kind.C, np.isin(kind, [Kind.R, Kind.L]), kind == Kind.A],
+        [activation, np.maximum(0, kept - activation), regained, moved, costs.evict[stage]],
         0,
     )
     freed = np.select(
-        [(kind == Kind.F) & recomputed, kind == Kind.B, kind == Kind.W, kind == Kind.BW, kind == Kind.D],
-        [regained, np.maximum(0, activation - kept), kept, activation, part],
+        [(kind == Kind.F) & recomputed, kind == Kind.B, kind == Kind.W, kind == Kind.BW, kind == Kind.D, kind == Kind.V],
+        [regained, np.maximum(0, activation - kept), kept, activation, moved, costs.evict[stage]],
         0,
     )
     return _together(table, taken), _together(table, freed)

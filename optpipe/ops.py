@@ -20,14 +20,21 @@ class Kind(IntEnum):
     O = 5  # offload to the host
     D = 6  # drop the device copy of what was offloaded
     R = 7  # reload from the host
+    E = 8  # evict to the peer device
+    L = 9  # load back from it
+    A = 10  # accept, on the peer: make room for what is evicted
+    V = 11  # vacate, on the peer: let that room go when the load has ended
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C})
 BACKWARD = frozenset({Kind.B, Kind.BW})
-TRANSFERS = frozenset({Kind.O, Kind.R})
+MARKS = frozenset({Kind.D, Kind.A, Kind.V})  # take no time: places on the compute stream where it waits, or memory changes
+HOST_LINK = frozenset({Kind.O, Kind.R})
+PEER_LINK = frozenset({Kind.E, Kind.L})
+TRANSFERS = HOST_LINK | PEER_LINK  # what runs beside compute
 
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
-OP = re.compile(rf"({_NUMBER})(?:(BW|[FBWC])({_NUMBER})|([ODR])({_NUMBER})(?:\.({_NUMBER}))?)")  # only O, D and R have parts
+OP = re.compile(rf"({_NUMBER})(?:(BW|[FBWCELAV])({_NUMBER})|([ODR])({_NUMBER})(?:\.({_NUMBER}))?)")  # only O, D and R have parts
 
 
 class Op(NamedTuple):
@@ -44,10 +51,11 @@ class Op(NamedTuple):
         match = OP.fullmatch(text)
         if not match:
             raise InputError(
-                f"op {text[:40]!r}: expected stage, kind (F, B, W, BW, C, O, D, R), micro-batch and, for O, D, R, a part, like 0F3 or 1O4.2"
+                f"op {text[:40]!r}: expected stage, kind ({', '.join(kind.name for kind in Kind)}), micro-batch and, for O, D, R, a part, "
+                "like 0F3 or 1O4.2"
             )
-        stage, compute, j, transfer, k, part = match.groups()
-        return cls(Kind[compute or transfer], int(stage), int(j or k), int(part or 0))
+        stage, whole, j, parted, k, part = match.groups()
+        return cls(Kind[whole or parted], int(stage), int(j or k), int(part or 0))
 
     def __str__(self) -> str:
         part = f".{self.part}" if self.part else ""

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from optpipe.costs import Floats
 from optpipe.errors import InputError, input_error
-from optpipe.problem import Problem, Record, StageCosts
+from optpipe.problem import EVICTION, Problem, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # routes over the devices, each with stages of its own
@@ -86,7 +86,7 @@ class Placement(Record):
             costs = [chunk[d] for d in row]
         else:
             costs = [together(problem.layers[a:b]) for a, b in pairwise((0, *accumulate(self._layers_of(problem, len(row)))))]
-        stages = [{"device": d, **cost} for d, cost in zip(order, costs * ways, strict=True)]
+        stages = [_on(problem, d, cost) for d, cost in zip(order, costs * ways, strict=True)]
         routes: dict[str, Any] = {"routes": None, "microbatch_routes": None}
         if ways > 1:
             numbers = np.arange(len(order)).reshape(ways, -1).tolist()
@@ -105,11 +105,18 @@ class Placement(Record):
         return self.layers
 
 
+def _on(problem: Problem, device: int, costs: dict[str, Any]) -> dict[str, Any]:
+    """A stage of such costs on a device; it can evict only where there is a peer."""
+    stuck = EVICTION if problem.devices[device].peer is None else ()
+    return {"device": device, **{name: value for name, value in costs.items() if name not in stuck}}
+
+
 def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     """The fields of a stage that is one of `shares` equal pieces of all this. Bytes are rounded up: the pieces hold no less than the whole.
 
-    What can leave leaves, and what can be recomputed is recomputed: the rest of the activation stays with the checkpoint. It leaves in as
-    many parts as each of `costs` could. A checkpoint is what goes into a piece, so a piece of one stage has the checkpoint of the whole.
+    What can leave leaves, to the host or the peer, and what can be recomputed is recomputed: the rest of the activation stays with the
+    checkpoint. It leaves in as many parts as each of `costs` could. A checkpoint is what goes into a piece, so a piece of one stage has the
+    checkpoint of the whole.
     """
 
     def ms(values: Sequence[float | None]) -> float:
@@ -118,9 +125,14 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     def size(values: Sequence[int | None]) -> int:
         return -(-sum(value or 0 for value in values) // shares)
 
+    def whole(gone: Sequence[int]) -> int:
+        """An activation of which no less stays than of all this when these bytes of it leave."""
+        return size(gone) + size([sum(c.activation_bytes for c in costs) - sum(gone)])
+
     leaving, again = [c for c in costs if c.can_offload], [c for c in costs if c.can_recompute]
-    offload = [c.offload_bytes or 0 for c in leaving]
-    activation = size(offload) + size([sum(c.activation_bytes for c in costs) - sum(offload)])
+    evicting = [c for c in costs if c.can_evict]
+    offload, evict = [c.offload_bytes or 0 for c in leaving], [c.evict_bytes or 0 for c in evicting]
+    activation = max(whole(offload), whole(evict))
     fields: dict[str, Any] = {
         "forward_ms": ms([c.forward_ms for c in costs]),
         "backward_input_ms": ms([c.backward_input_ms for c in costs]),
@@ -135,6 +147,9 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
         kept = size([c.checkpoint_bytes if c.can_recompute else c.activation_bytes for c in costs])
         kept = min(activation, max(kept, *(c.checkpoint_bytes or 0 for c in again)))
         fields |= {"recompute_ms": ms([c.recompute_ms for c in again]), "checkpoint_bytes": kept}
+    if evicting:
+        fields |= {"evict_ms": ms([c.evict_ms for c in evicting]), "load_ms": ms([c.load_ms for c in evicting])}
+        fields |= {"evict_bytes": size(evict)}
     return fields
 
 

@@ -23,6 +23,9 @@ Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
+EVICTION = ("evict_ms", "load_ms", "evict_bytes")
+TOGETHER = (("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes"), EVICTION)  # all of a stage's or none
+
 MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
 MAX_PARTS = 2**24  # the same times offload_parts: tables of that size are made even for a short schedule
 
@@ -34,15 +37,17 @@ class Record(BaseModel):
 
 
 class Device(Record):
-    """A GPU: its activation budget, the host link it shares, and its share of pinned host memory."""
+    """A GPU: its activation budget, the host link it shares, its share of pinned host memory, and the device to which it may evict."""
 
     memory_bytes: Bytes
     link: Name | None = None
     host_memory_bytes: Bytes | None = None
+    peer: Index | None = None
 
 
 class StageCosts(Record):
-    """What one stage (or one layer) costs per micro-batch. Only with `offload_ms` can it leave, only with `recompute_ms` be dropped."""
+    """What one stage (or one layer) costs per micro-batch. Only with `offload_ms` can its activation leave for the host, only with
+    `evict_ms` for its device's peer, only with `recompute_ms` be dropped."""
 
     forward_ms: Ms
     backward_input_ms: Ms
@@ -55,6 +60,9 @@ class StageCosts(Record):
     offload_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     recompute_ms: Ms | None = None
     checkpoint_bytes: Bytes | None = None
+    evict_ms: Ms | None = None
+    load_ms: Ms | None = None
+    evict_bytes: Bytes | None = None
 
     @property
     def can_offload(self) -> bool:
@@ -64,18 +72,21 @@ class StageCosts(Record):
     def can_recompute(self) -> bool:
         return self.recompute_ms is not None
 
+    @property
+    def can_evict(self) -> bool:
+        return self.evict_ms is not None
+
     def complaint(self) -> str | None:
         """The first thing wrong between the fields, as `field = value: what would be right`."""
-        offload = {"offload_ms": self.offload_ms, "reload_ms": self.reload_ms, "offload_bytes": self.offload_bytes}
-        recompute = {"recompute_ms": self.recompute_ms, "checkpoint_bytes": self.checkpoint_bytes}
-        for group in (offload, recompute):
-            missing = [name for name, value in group.items() if value is None]
+        for group in TOGETHER:
+            missing = [name for name in group if getattr(self, name) is None]
             if 0 < len(missing) < len(group):
                 given = next(name for name in group if name not in missing)
                 return f"{missing[0]} is missing: a stage with {given} needs {' and '.join(missing)}, too"
         if self.offload_parts > 1 and not self.can_offload:
             return f"offload_parts = {self.offload_parts}: only a stage with offload_ms can leave in parts"
-        for name, value in (("offload_bytes", self.offload_bytes), ("checkpoint_bytes", self.checkpoint_bytes)):
+        for name in ("offload_bytes", "checkpoint_bytes", "evict_bytes"):
+            value = getattr(self, name)
             if value is not None and value > self.activation_bytes:
                 return f"{name} = {value}: must be at most activation_bytes = {self.activation_bytes}"
         return None
@@ -110,6 +121,11 @@ class Problem(Record):
         return self
 
     def _stage_complaint(self) -> str | None:
+        for d, device in enumerate(self.devices):
+            if device.peer is not None and device.peer >= len(self.devices):
+                return f"devices[{d}].peer = {device.peer}: there are {len(self.devices)} devices, numbered from 0"
+            if device.peer == d:
+                return f"devices[{d}].peer = {d}: a device evicts to another one"
         for s, stage in enumerate(self.stages):
             if stage.device >= len(self.devices):
                 return f"stages[{s}].device = {stage.device}: there are {len(self.devices)} devices, numbered from 0"
@@ -117,6 +133,9 @@ class Problem(Record):
             for i, record in enumerate(records):
                 if complaint := record.complaint():
                     return f"{name}[{i}].{complaint}"
+        for s, stage in enumerate(self.stages):
+            if stage.can_evict and self.devices[stage.device].peer is None:
+                return f"stages[{s}].evict_ms = {stage.evict_ms}: its device {stage.device} needs a peer to evict to"
         return None
 
     def _route_complaint(self) -> str | None:

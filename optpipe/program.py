@@ -51,8 +51,8 @@ class Program:
         if _LIST.fullmatch(whole) is None or whole.count(" ") != len(texts) - 1:
             return cls.of(parse_item(text) for text in texts)  # the slow way finds the culprit
         rows = [
-            (_CODE[compute or transfer], int(stage), int(j or k), int(part or 0), plus == "+")
-            for stage, compute, j, transfer, k, part, plus in _PIECE.findall(whole)
+            (_CODE[name or parted], int(stage), int(j or k), int(part or 0), plus == "+")
+            for stage, name, j, parted, k, part, plus in _PIECE.findall(whole)
         ]
         program = cls(np.array(rows, dtype=np.int32))
         joined = program.table[:, JOINED]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from optpipe.deadlock import deadlock_error
 from optpipe.graph import Floats, Ints, Table, dependencies, durations, flatten, require_known, second_of_pair, streams
 from optpipe.jit import LazyJit
-from optpipe.ops import COMPUTE
+from optpipe.ops import COMPUTE, MARKS
 from optpipe.problem import Problem
 from optpipe.program import JOINED, KIND
 
@@ -53,9 +52,10 @@ class Timeline:
         busy = self.busy_ms()
         return 1.0 - sum(busy) / (len(busy) * self.makespan_ms) if busy and self.makespan_ms else 0.0
 
-    def _by_device(self) -> list[slice]:
-        starts = np.flatnonzero(np.diff(self.device, prepend=-1) != 0)
-        return [slice(a, b) for a, b in pairwise([*starts, len(self.device)])]
+    def _by_device(self) -> list[Ints]:
+        """Rows of each device that has ops, without marks: room that is made for a peer is no part of its own time."""
+        lasting = np.flatnonzero(~np.isin(self.table[:, KIND], list(MARKS)))
+        return np.split(lasting, np.flatnonzero(np.diff(self.device[lasting])) + 1) if len(lasting) else []
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:

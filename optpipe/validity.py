@@ -51,11 +51,15 @@ def _twice(table: Table) -> list[str]:
 
 
 def _missing(problem: Problem, table: Table) -> list[str]:
-    """Each micro-batch passes each stage of its route: one F, and B and W, or BW; O, D and R all or none; no C beside O."""
+    """Each micro-batch passes each stage of its route: one F, and B and W, or BW. O, D and R all or none; E, D, L, A and V all or none; of
+    these and C one at most."""
     costs, where = problem.costs, Where(problem, table)
     passes = (costs.before[costs.route] != -2).T  # (S, m)
-    has = {kind: where.of(kind) >= 0 for kind in (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C)}
+    has = {kind: where.of(kind) >= 0 for kind in Kind}
     offload, drop, reload = (where.of_part(kind) >= 0 for kind in (Kind.O, Kind.D, Kind.R))
+    left = offload.copy()
+    left[:, :, 0] |= has[Kind.E]
+    evicted = has[Kind.E]
 
     def name(found: Flags, text: str) -> list[str]:
         return [text.format(*(int(x) for x in place)) for place in np.argwhere(found)[:MOST]]
@@ -68,26 +72,36 @@ def _missing(problem: Problem, table: Table) -> list[str]:
         *name(has[Kind.W] & ~has[Kind.B], "{0}W{1} has no {0}B{1}"),
         *name(offload & ~drop, "{0}O{1}.{2} has no drop: its device copy is never let go"),
         *name(offload & ~reload, "{0}O{1}.{2} has no reload: the backward misses its bytes"),
-        *name(drop & ~offload, "{0}D{1}.{2} has no offload before it"),
+        *name(drop & ~left, "{0}D{1}.{2} has no offload or eviction before it"),
         *name(reload & ~offload, "{0}R{1}.{2} has no offload before it"),
+        *name(evicted & ~drop[:, :, 0], "{0}E{1} has no {0}D{1}: its device copy is never let go"),
+        *name(evicted & ~has[Kind.L], "{0}E{1} has no {0}L{1}: the backward misses its bytes"),
+        *name(evicted & ~has[Kind.A], "{0}E{1} has no {0}A{1} on the peer: nothing makes room for it there"),
+        *name(has[Kind.A] & ~has[Kind.V], "{0}A{1} has no {0}V{1}: its room is never let go"),
+        *(text for kind in "LAV" for text in name(has[Kind[kind]] & ~evicted, f"{{0}}{kind}{{1}} has no {{0}}E{{1}}: nothing is evicted")),
         *name(has[Kind.C] & offload.any(axis=2), "{0}C{1}: an activation is offloaded or recomputed, not both"),
+        *name(evicted & (has[Kind.C] | offload.any(axis=2)), "{0}E{1}: an activation is offloaded, evicted or recomputed, one of them"),
     ]
 
 
 def _out_of_order(problem: Problem, table: Table) -> list[str]:
-    """In each program F stands before O, D, R, C and these before B, B before W."""
+    """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V."""
     where = Where(problem, table)
-    before_backward = np.maximum(where.of(Kind.R), where.of(Kind.C))
-    forward, backward, weight = where.of(Kind.F), where.of(Kind.B, Kind.BW), where.of(Kind.W)
-    parts = [where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R)]
+    at = {kind: where.of(kind) for kind in Kind}
+    forward, backward = at[Kind.F], where.of(Kind.B, Kind.BW)
+    offload, drop, reload = (where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R))
     steps = [
-        (forward, where.of(Kind.C)),
+        (forward, at[Kind.C]),
         (forward, backward),
-        (before_backward, backward),
-        (backward, weight),
-        (np.broadcast_to(forward[:, :, None], parts[0].shape), parts[0]),
-        (parts[0], parts[1]),
-        (parts[1], parts[2]),
+        *((at[kind], backward) for kind in (Kind.R, Kind.C, Kind.L)),
+        (backward, at[Kind.W]),
+        (np.broadcast_to(forward[:, :, None], offload.shape), offload),
+        (offload, drop),
+        (drop, reload),
+        (forward, at[Kind.E]),
+        (at[Kind.E], drop[:, :, 0]),
+        (drop[:, :, 0], at[Kind.L]),
+        (at[Kind.A], at[Kind.V]),
     ]
     wrong = []
     for first, second in steps:

@@ -36,6 +36,8 @@ def shape(problem: Problem) -> str:
         "can_recompute": costs.can_recompute.tolist(),
         "pairs": problem.overlap_factor is not None,
     }
+    if costs.can_evict.any():  # what most problems lack is not said of them, so that what older releases kept is still found
+        content |= {"can_evict": costs.can_evict.tolist(), "peer": costs.peer.tolist()}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -64,6 +66,8 @@ def features(problem: Problem) -> Features:
         "offload_bytes": costs.offload / activation,
         "checkpoint": costs.checkpoint / activation,
     }
+    if costs.can_evict.any():
+        proportions |= {"evict": costs.ms[Kind.E] / work, "load": costs.ms[Kind.L] / work, "evict_bytes": costs.evict / activation}
     return {name: [round(GRID * min(MOST, float(value))) for value in values] for name, values in proportions.items()}
 
 

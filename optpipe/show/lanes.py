@@ -9,7 +9,7 @@ import numpy as np
 
 from optpipe.graph import is_transfer
 from optpipe.memory import device_bytes
-from optpipe.ops import Kind, Op
+from optpipe.ops import MARKS, Kind, Op
 from optpipe.program import KIND
 from optpipe.schedule import Schedule
 
@@ -22,6 +22,8 @@ COLOURS = {
     Kind.C: "#9AA5B1",
     Kind.O: "#B65FCF",
     Kind.R: "#2FA7A0",
+    Kind.E: "#C2557A",
+    Kind.L: "#5B8F3C",
 }
 NAMES = {
     Kind.F: "forward",
@@ -31,6 +33,8 @@ NAMES = {
     Kind.C: "recompute",
     Kind.O: "offload",
     Kind.R: "reload",
+    Kind.E: "evict",
+    Kind.L: "load",
 }
 
 
@@ -52,7 +56,7 @@ def blocks(schedule: Schedule) -> Iterator[Block]:
         timeline.table.tolist(), timeline.device.tolist(), transfer.tolist(), timeline.start.tolist(), timeline.end.tolist(), strict=True
     )
     for (kind, stage, microbatch, part, _), device, on_link, start, end in rows:
-        if kind != Kind.D:
+        if kind not in MARKS:
             yield Block(Op(Kind(kind), stage, microbatch, part), device, on_link, start, end)
 
 

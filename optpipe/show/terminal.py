@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from optpipe.memory import certify
+from optpipe.ops import COMPUTE
 from optpipe.schedule import Schedule
 from optpipe.show.lanes import COLOURS, NAMES, blocks, kinds_in
 from optpipe.show.svg import bytes_text
@@ -34,7 +35,7 @@ def chart(schedule: Schedule, width: int = 100) -> Text:
         text.append(f"  {bytes_text(peaks[device].bytes)} of {bytes_text(peaks[device].limit or 0)}\n", "dim")
     text.append(" " * LABEL)
     for kind in kinds_in(schedule):
-        if kind.name in ("F", "B", "W", "BW", "C"):
+        if kind in COMPUTE:
             text.append("  ", f"on {COLOURS[kind]}")
             text.append(f" {NAMES[kind]}   ")
     return text

@@ -14,7 +14,7 @@ from optpipe.child import Objective
 from optpipe.graph import Flags, Floats
 from optpipe.ops import Kind
 from optpipe.problem import Problem, Stage
-from optpipe_solver.floor import part_bytes
+from optpipe_solver.floor import part_bytes, without_evictions
 
 
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
@@ -43,6 +43,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     most 1, hence the values of all that is held, summed up over time, add up to at most T. f(x) = x / memory is one of them. What cannot
     be in use right after the start and right before the end comes on top (`_unused`). A makespan has the `deferral_bound`, too.
     """
+    problem = without_evictions(problem)
     ways, ms = _ways(problem), _shortest(problem)
     work = _work(problem, (Kind.B, Kind.W))
     passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()

@@ -2,7 +2,8 @@
 
 When the forward of stage b runs, every stage a before it on the route and on the same device is open, and holds at least its residual:
 its activation, or what offload or recompute leave of it. So every schedule needs max over b of activation_b + the residuals before b,
-and one micro-batch at a time needs no more. What remains is the choice per stage, under the limit of pinned host memory.
+and one micro-batch at a time needs no more. What remains is the choice per stage, under the limit of pinned host memory. What may be
+evicted to a peer is taken to need no room there (`relaxed`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from optpipe.problem import Problem, Stage
+from optpipe.problem import Problem, Stage, StageCosts
 
 MOST_STATES = 20_000  # of the search over the choices, looked at for one stage; equal stages need a handful
 
@@ -24,6 +25,9 @@ class Relief:
 
     parts: tuple[int, ...] = ()
     recompute: bool = False
+
+
+Costs = TypeVar("Costs", bound=StageCosts)
 
 
 class _State(NamedTuple):
@@ -44,8 +48,27 @@ class _State(NamedTuple):
         return tuple(reversed(found))
 
 
+def relaxed(costs: Costs) -> Costs:
+    """What is no dearer and has a schedule no longer for every schedule: instead of being evicted an activation leaves as much for nothing
+    and is back at once, as a recompute that takes no time has it. So what holds for all schedules of this holds for evictions, too."""
+    if not costs.can_evict:
+        return costs
+    stays = costs.activation_bytes - (costs.evict_bytes or 0)
+    kept = stays if costs.checkpoint_bytes is None else min(stays, costs.checkpoint_bytes)
+    return costs.model_copy(update={"recompute_ms": 0.0, "checkpoint_bytes": kept, "evict_ms": None, "load_ms": None, "evict_bytes": None})
+
+
+def without_evictions(problem: Problem) -> Problem:
+    """The problem with `relaxed` stages and layers: a bound on its schedules is one on those of the problem."""
+    if not any(costs.can_evict for costs in (*problem.stages, *(problem.layers or ()))):
+        return problem
+    layers = problem.layers and tuple(map(relaxed, problem.layers))
+    return problem.model_copy(update={"stages": tuple(map(relaxed, problem.stages)), "layers": layers})
+
+
 def least_memory(problem: Problem) -> list[int]:
     """(D,) the bytes below which no schedule exists, per device."""
+    problem = without_evictions(problem)
     return [max((_least(problem, d, route, host=True) for route in used_routes(problem)), default=0) for d in range(len(problem.devices))]
 
 
@@ -53,7 +76,7 @@ def infeasibility(problem: Problem) -> str | None:
     """Which device cannot hold even one micro-batch, what it needs and what it has; None where a schedule exists."""
     for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
         if needed > device.memory_bytes:
-            without_limit = max(_least(problem, d, route, host=False) for route in used_routes(problem))
+            without_limit = max(_least(without_evictions(problem), d, route, host=False) for route in used_routes(problem))
             why = f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload" if without_limit < needed else ""
             return f"device {d} needs at least {needed} bytes for one micro-batch at a time and has {device.memory_bytes}{why}"
     return None

@@ -15,7 +15,7 @@ from optpipe.errors import OptPipeError
 from optpipe.placement import Placement, Shape
 from optpipe.problem import Problem, StageCosts
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.floor import infeasibility
+from optpipe_solver.floor import infeasibility, without_evictions
 from optpipe_solver.heuristics import STREAMS, value
 
 POLICIES = 6  # of AdaOffload that judge a partition
@@ -110,6 +110,7 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
     passes all layers and all devices there and back. What layers hold over time has to fit into all devices' memory, each left to its own
     best choice (`_held`, 0 where activations do not leave in equally many parts).
     """
+    problem = without_evictions(problem)
     layers, m, hop = problem.layers or (), problem.microbatches, problem.p2p_ms
     p = len({problem.stages[s].device for s in problem.all_routes[0]})
     if p > len(layers):
@@ -169,6 +170,7 @@ def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backw
 
 def no_partition_fits(problem: Problem) -> str | None:
     """Why memory admits no schedule of any partition of the layers, where that can be shown at once."""
+    problem = without_evictions(problem)
     devices = {stage.device for stage in problem.stages}
     memory = [problem.devices[d].memory_bytes for d in devices]
     layers = problem.layers or ()

@@ -15,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.graph import ACROSS, ISSUED, Ints, Table, dependencies, flatten, is_transfer, require_known, second_of_pair
+from optpipe.graph import ACROSS, ISSUED, Ints, Table, dependencies, flatten, on_host_link, require_known, second_of_pair
 from optpipe.memory import device_bytes, host_bytes
-from optpipe.ops import BACKWARD, Kind
+from optpipe.ops import BACKWARD, HOST_LINK, Kind
 from optpipe.problem import Problem
 from optpipe.program import JOINED, KIND, PART, STAGE, Program
 from optpipe.schedule import Schedule
@@ -55,8 +55,9 @@ def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
 
     def able(program: Program) -> Program:
         kind, stage, part = program.table[:, KIND], program.table[:, STAGE], program.table[:, PART]
-        leaves = np.isin(kind, [Kind.O, Kind.D, Kind.R])
-        known = (~leaves | (costs.can_offload[stage] & (part < costs.parts[stage]))) & ((kind != Kind.C) | costs.can_recompute[stage])
+        offloaded, dropped = np.isin(kind, [Kind.O, Kind.R]), kind == Kind.D
+        leaves = costs.can_offload[stage] | (dropped & costs.can_evict[stage]) | ~(offloaded | dropped)
+        known = leaves & (part < costs.parts[stage]) & ((kind != Kind.C) | costs.can_recompute[stage])
         table = program.table[known].copy()
         if problem.overlap_factor is None:
             table[:, JOINED] = 0
@@ -149,7 +150,7 @@ def _in_order(schedule: Schedule, leads: Ints) -> Schedule:
     rows = np.repeat(leads, 1 + paired)
     rows[np.cumsum(1 + paired)[paired] - 1] += 1
     table, device = timeline.table[rows], timeline.device[rows]
-    links = {link: Program(table[is_transfer(table) & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()}
+    links = {link: Program(table[on_host_link(table) & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()}
     programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
     return replace(schedule, programs=programs, links={link: order for link, order in links.items() if len(order)})
 
@@ -170,7 +171,7 @@ def _lightened(schedule: Schedule) -> Schedule:
         programs.append(Program(np.array([row for *_, row in rows], dtype=np.int32).reshape(-1, 5)))
         now = 0.0
         for n, (i, what, row) in enumerate(rows):
-            if row[KIND] in (Kind.O, Kind.R):
+            if row[KIND] in HOST_LINK:
                 now = max(now, end[i] if what == OFFLOAD else start[i])
                 moments.append((now, d, n, row))
     links = {}
@@ -226,7 +227,7 @@ class _Scan:
     def _stays(self) -> Iterator[_Stay]:
         at = {(kind, s, j): i for i, (kind, s, j) in reversed(list(enumerate(self.table[:, :PART].tolist())))}
         for (kind, s, j), i in at.items():
-            if kind == Kind.F and (Kind.O, s, j) not in at and (Kind.C, s, j) not in at:
+            if kind == Kind.F and not any((away, s, j) in at for away in (Kind.O, Kind.C, Kind.E)):
                 backward = next(self.lead[at[b, s, j]] for b in BACKWARD if (b, s, j) in at)
                 yield _Stay(s, j, i, backward, list(range(len(self.size[s])))[::-1])
 

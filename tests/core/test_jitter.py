@@ -16,7 +16,7 @@ from optpipe.ops import Kind
 from optpipe.program import JOINED
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 @settings(max_examples=60)
 def test_every_sample_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
@@ -33,7 +33,7 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
         assert spans[sample] <= makespans[sample] + 1e-9
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 @settings(max_examples=40)
 def test_without_noise_it_is_the_nominal_time(pair):
     _, schedule = pair

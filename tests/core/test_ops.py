@@ -7,8 +7,10 @@ from optpipe.ops import parse_item
 
 numbers = st.integers(0, 10**9 - 1)
 compute = st.builds(Op, st.sampled_from([Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C]), numbers, numbers, st.just(0))
-transfers = st.builds(Op, st.sampled_from([Kind.O, Kind.D, Kind.R]), numbers, numbers, st.integers(0, 63))
-items = st.one_of(compute, transfers, st.builds(Pair, compute, compute))
+PARTED = [Kind.O, Kind.D, Kind.R]
+parted = st.builds(Op, st.sampled_from(PARTED), numbers, numbers, st.integers(0, 63))
+whole = st.builds(Op, st.sampled_from([kind for kind in Kind if kind not in PARTED]), numbers, numbers, st.just(0))
+items = st.one_of(whole, parted, st.builds(Pair, compute, compute))
 
 
 @given(items)
@@ -25,11 +27,16 @@ def test_a_program_reads_back_what_it_prints(listed):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "0F", "0X0", "00F1", "0F01", "-1F0", "0F3.1", "0f3", "0F3 ", "0F3+", "0F3+0B1+0F2", "0O1.", "٣F0"]
+    "text", ["", "F0", "0F", "0X0", "00F1", "0F01", "-1F0", "0F3.1", "0E3.1", "0f3", "0F3 ", "0F3+", "0F3+0B1+0F2", "0O1.", "٣F0"]
 )
 def test_what_is_no_op_is_refused_by_name(text):
     with pytest.raises(InputError, match=r"op '|program entry"):
         Program.parse(["0F0", text])
+
+
+def test_the_kinds_are_listed():
+    with pytest.raises(InputError, match=r"op '0X0': expected stage, kind \(F, B, W, BW, C, O, D, R, E, L, A, V.*\), micro-batch and"):
+        Op.parse("0X0")
 
 
 def test_the_entry_at_fault_is_named():

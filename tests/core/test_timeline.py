@@ -22,7 +22,7 @@ def chain(devices: int = 2, microbatches: int = 2, **changes: object) -> Problem
     )
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_it_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
@@ -35,7 +35,7 @@ def test_it_agrees_with_an_independent_event_clock(pair):
     assert timeline.span_ms <= timeline.makespan_ms
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 @settings(max_examples=60)
 def test_compiled_and_plain_loops_are_one(pair):
     problem, schedule = pair

@@ -7,6 +7,7 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.child import Bound
+from optpipe.ops import MARKS
 
 
 def items(schedule: Schedule) -> list[list[Op | Pair]]:
@@ -17,7 +18,7 @@ def rebuilt(problem: Problem, programs: list[list[Op | Pair]], schedule: Schedul
     return Schedule(problem, tuple(Program.of(program) for program in programs), schedule.links)
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_what_check_accepts_survives_simulation(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
@@ -25,7 +26,7 @@ def test_what_check_accepts_survives_simulation(pair):
     assert certify(problem, schedule).fits
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_schedule_files_read_back(pair):
     _, schedule = pair
     file = ScheduleFile.of(schedule)
@@ -33,7 +34,7 @@ def test_schedule_files_read_back(pair):
     assert again == file
     assert again.schedule() == schedule
     assert again.schedule().makespan_ms == file.makespan_ms
-    assert len(file.ops) == sum(op.kind is not Kind.D for program in schedule.programs for op in program.ops())
+    assert len(file.ops) == sum(op.kind not in MARKS for program in schedule.programs for op in program.ops())
 
 
 def test_the_longest_ops_make_a_file_and_a_bound():
@@ -58,10 +59,16 @@ DEPENDENT = [
     ("F", "C"),
     ("C", "B"),
     ("C", "BW"),
+    ("F", "E"),
+    ("E", "D"),
+    ("D", "L"),
+    ("L", "B"),
+    ("L", "BW"),
+    ("A", "V"),
 ]
 
 
-@given(problems_with_schedules(), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
 def test_two_dependent_ops_swapped_are_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)
@@ -79,7 +86,7 @@ def test_two_dependent_ops_swapped_are_caught(pair, random: Random):
     assert check(problem, rebuilt(problem, programs, schedule))
 
 
-@given(problems_with_schedules(), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
 def test_an_op_removed_or_doubled_is_caught(pair, random: Random):
     problem, schedule = pair
     for change in ("remove", "double"):
@@ -95,7 +102,7 @@ def test_an_op_removed_or_doubled_is_caught(pair, random: Random):
         assert check(problem, rebuilt(problem, programs, schedule))
 
 
-@given(problems_with_schedules(), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
 def test_a_reload_removed_is_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)
@@ -123,7 +130,7 @@ def test_a_drop_behind_the_forward_that_needs_its_bytes_is_caught():
     assert check(problem, late) == ["device 0 needs 20 bytes during 0F1 and has 10"]
 
 
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_less_memory_than_certified_is_caught(pair):
     problem, schedule = pair
     certificate = certify(problem, schedule)

@@ -37,7 +37,7 @@ def pipeline(
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_no_schedule_is_shorter(pair):
     problem, schedule = pair
     assert trivial_bound(problem, "makespan") <= schedule.makespan_ms + 1e-9
@@ -85,7 +85,7 @@ def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     problem, schedule = pair
     devices = [

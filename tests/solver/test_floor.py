@@ -25,7 +25,7 @@ def offload(size: int, parts: int = 1) -> dict[str, object]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(problems_with_schedules())
+@given(problems_with_schedules(beyond=True))
 def test_no_schedule_needs_less(pair):
     problem, schedule = pair
     for needed, held in zip(least_memory(problem), certify(problem, schedule).device, strict=True):
@@ -33,7 +33,7 @@ def test_no_schedule_needs_less(pair):
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems_with_schedules(), st.data())
+@given(problems_with_schedules(beyond=True), st.data())
 def test_no_schedule_that_keeps_the_host_limit_needs_less(pair, data):
     problem, schedule = pair
     certificate = certify(problem, schedule)

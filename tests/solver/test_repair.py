@@ -27,7 +27,7 @@ def pipeline(devices: int, microbatches: int, memory: int, size: int = 500, **co
 @st.composite
 def drifted(draw: Any) -> tuple[Problem, Schedule]:
     """A problem, and a schedule of one with other times and bytes, more memory and perhaps other abilities."""
-    before = draw(problems())
+    before = draw(problems(beyond=True))
     schedule = draw(schedules(before))
     content = before.to_dict()
     for stage in content["stages"]:
@@ -40,6 +40,9 @@ def drifted(draw: Any) -> tuple[Problem, Schedule]:
                 stage.pop(name, None)
         if draw(st.booleans()):
             for name in ("recompute_ms", "checkpoint_bytes"):
+                stage.pop(name, None)
+        if draw(st.booleans()):
+            for name in ("evict_ms", "load_ms", "evict_bytes"):
                 stage.pop(name, None)
     if draw(st.booleans()):
         content.pop("overlap_factor", None)

@@ -42,6 +42,8 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
     compute_free = [0.0] * len(programs)
     transfer_free: dict[tuple[str, Kind | None], float] = {}
     waiting: list[list[tuple[Op, float]]] = [[] for _ in programs]  # transfers issued, not yet run, with the moment of their issue
+    evicting: list[list[Op]] = [[] for _ in programs]  # the same on each device's way to its peer
+    peer_free = [0.0] * len(programs)
     issued: dict[Op, float] = {}
     moved = True
     while moved:
@@ -50,7 +52,10 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
             while program:
                 item = program[0]
                 ops = list(item) if isinstance(item, Pair) else [item]
-                if ops[0].kind in (Kind.O, Kind.R):
+                if ops[0].kind in (Kind.E, Kind.L):
+                    issued[ops[0]] = compute_free[d]
+                    evicting[d].append(ops[0])
+                elif ops[0].kind in (Kind.O, Kind.R):
                     issued[ops[0]] = compute_free[d]
                     waiting[d].append((ops[0], compute_free[d]))
                 else:
@@ -58,7 +63,7 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                     if None in needs:
                         break
                     begin = max([compute_free[d], *(need for need in needs if need is not None)])
-                    length = 0.0 if ops[0].kind is Kind.D else _length(problem, ops, duration)
+                    length = 0.0 if ops[0].kind in (Kind.D, Kind.A, Kind.V) else _length(problem, ops, duration)
                     for op in ops:
                         clock.start[op], clock.end[op] = begin, begin + length
                     compute_free[d] = begin + length
@@ -82,7 +87,17 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                 if link in shared:
                     order.remove(op)
                 moved = True
+        for d, line in enumerate(evicting):
+            while line:
+                room = 0.0 if line[0].kind is Kind.L else clock.end.get(Op(Kind.A, line[0].stage, line[0].microbatch))
+                if room is None:
+                    break
+                op = line.pop(0)
+                clock.start[op] = max(peer_free[d], issued[op], room)
+                clock.end[op] = peer_free[d] = clock.start[op] + duration(op)
+                moved = True
     assert not any(programs), "the programs got stuck"
+    assert not any(evicting), "evictions got stuck"
     assert not any(waiting), "transfers got stuck"
     _book(problem, clock, issued)
     return clock
@@ -98,8 +113,12 @@ def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float])
     stage, j = op.stage, op.microbatch
     route = problem.route(j)
     k = route.index(stage)
+    if op.kind is Kind.A:
+        return []
+    if op.kind is Kind.V:
+        return [clock.end.get(Op(Kind.L, stage, j))]
     if op.kind is Kind.D:
-        return [clock.end.get(Op(Kind.O, stage, j, op.part))]
+        return [clock.end.get(Op(Kind.O, stage, j, op.part), clock.end.get(Op(Kind.E, stage, j)))]
     needs: list[float | None] = []
     if op.kind is Kind.F and k > 0:
         needs.append(_message(problem, clock, route[k - 1], op, (Kind.F,), delay))
@@ -108,7 +127,8 @@ def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float])
             needs.append(_message(problem, clock, route[k + 1], op, BACKWARD, delay))
         for part in range(problem.stages[stage].offload_parts):
             if Op(Kind.O, stage, j, part) in clock.end or Op(Kind.D, stage, j, part) in clock.end:
-                needs.append(clock.end.get(Op(Kind.R, stage, j, part)))
+                back = Kind.L if Op(Kind.E, stage, j) in clock.end else Kind.R
+                needs.append(clock.end.get(Op(back, stage, j, part)))
     return needs
 
 
@@ -131,6 +151,8 @@ def _book(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
         if stage.offload_bytes is not None:
             n = stage.offload_parts
             size = stage.offload_bytes * (op.part + 1) // n - stage.offload_bytes * op.part // n
+        if Op(Kind.E, op.stage, op.microbatch) in clock.end:
+            size = stage.evict_bytes or 0
         if op.kind is Kind.F:
             device.append((begin, stage.activation_bytes))
             if recomputed:
@@ -146,8 +168,12 @@ def _book(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
             device.append((end, -stage.activation_bytes))
         elif op.kind is Kind.D:
             device.append((end, -size))
-        elif op.kind is Kind.R:
+        elif op.kind in (Kind.R, Kind.L):
             device.append((begin, size))
+        elif op.kind in (Kind.A, Kind.V):
+            peer = problem.devices[stage.device].peer
+            assert peer is not None
+            clock.device_events[peer].append((begin, stage.evict_bytes or 0) if op.kind is Kind.A else (end, -(stage.evict_bytes or 0)))
         elif op.kind is Kind.O:
             host.append((begin, size))
             last = [Op(kind, op.stage, op.microbatch) for kind in BACKWARD]

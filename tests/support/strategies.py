@@ -13,7 +13,7 @@ AMPLE = 10**6
 
 
 @st.composite
-def stages(draw: Any, device: int) -> Stage:
+def stages(draw: Any, device: int, evicting: bool = False) -> Stage:
     activation = draw(st.integers(0, 20))
     extra: dict[str, Any] = {}
     if draw(st.booleans()):
@@ -21,6 +21,8 @@ def stages(draw: Any, device: int) -> Stage:
         extra["offload_parts"] = draw(st.integers(1, 3))
     if draw(st.booleans()):
         extra |= {"recompute_ms": draw(times), "checkpoint_bytes": draw(st.integers(0, activation))}
+    if evicting and draw(st.booleans()):
+        extra |= {"evict_ms": draw(times), "load_ms": draw(times), "evict_bytes": draw(st.integers(0, activation))}
     return Stage(
         device=device,
         forward_ms=draw(times),
@@ -33,13 +35,15 @@ def stages(draw: Any, device: int) -> Stage:
 
 
 @st.composite
-def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4) -> Problem:
-    """Any placement, one or two routes, shared links, parts, recompute; memory is ample."""
+def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4, beyond: bool = False) -> Problem:
+    """Any placement, one or two routes, shared links, parts, recompute; memory is ample. With `beyond` also what the core knows beyond the
+    solver: evictions to peers."""
     count = draw(st.integers(1, max_devices))
     placement = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=max_stages))
     m = draw(st.integers(1, max_microbatches))
     links = draw(st.sampled_from([None, "pcie0"]))
-    devices = [Device(memory_bytes=AMPLE, link=links if draw(st.booleans()) else None) for _ in range(count)]
+    peers = [draw(st.sampled_from([None, *(e for e in range(count) if e != d)])) if beyond else None for d in range(count)]
+    devices = [Device(memory_bytes=AMPLE, link=links if draw(st.booleans()) else None, peer=peer) for peer in peers]
     routes: dict[str, Any] = {}
     if draw(st.booleans()):
         routes = {
@@ -51,7 +55,7 @@ def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatc
         p2p_ms=draw(times),
         transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
         devices=devices,
-        stages=[draw(stages(device)) for device in placement],
+        stages=[draw(stages(device, evicting=peers[device] is not None)) for device in placement],
         overlap_factor=draw(st.sampled_from([None, 0.75])),
         **routes,
     )
@@ -75,13 +79,17 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
         for s in reversed(route):
             stage = problem.stages[s]
             ready = [forwards[s]]
-            choice = draw(st.sampled_from(["keep", "offload", "recompute"]))
+            choice = draw(st.sampled_from(["keep", "offload", "recompute", *(["evict"] if stage.can_evict else [])]))
             if choice == "offload" and stage.can_offload:
                 for part in draw(st.sets(st.integers(0, stage.offload_parts - 1))):
                     out = add(Op(Kind.O, s, j, part), forwards[s])
                     ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
             elif choice == "recompute" and stage.can_recompute:
                 ready.append(add(Op(Kind.C, s, j), forwards[s]))
+            elif choice == "evict":
+                gone = add(Op(Kind.D, s, j), add(Op(Kind.E, s, j), forwards[s], add(Op(Kind.A, s, j))))
+                ready.append(add(Op(Kind.L, s, j), gone))
+                add(Op(Kind.V, s, j), ready[-1])
             if draw(st.booleans()):
                 upstream = add(Op(Kind.BW, s, j), upstream, *ready)
             else:
@@ -102,7 +110,7 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
     programs: list[list[Op | Pair]] = [[] for _ in problem.devices]
     previous: Op | None = None
     for op in order:
-        own = programs[problem.stages[op.stage].device]
+        own = programs[where(problem, op)]
         if problem.overlap_factor and own and own[-1] is previous and previous is not None and _may_join(previous, op):
             own[-1] = Pair(previous, op)
             previous = None
@@ -116,12 +124,21 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
     return Schedule(problem, tuple(Program.of(items) for items in programs), links)
 
 
+def where(problem: Problem, op: Op) -> int:
+    """The device in whose program an op stands."""
+    device = problem.stages[op.stage].device
+    if op.kind in (Kind.A, Kind.V):
+        assert problem.devices[device].peer is not None
+        return problem.devices[device].peer
+    return device
+
+
 def _may_join(a: Op, b: Op) -> bool:
     kinds = {a.kind, b.kind}
     return Kind.F in kinds and bool(kinds & {Kind.B, Kind.BW}) and a.microbatch != b.microbatch
 
 
 @st.composite
-def problems_with_schedules(draw: Any, **limits: int) -> tuple[Problem, Schedule]:
+def problems_with_schedules(draw: Any, **limits: Any) -> tuple[Problem, Schedule]:
     problem = draw(problems(**limits))
     return problem, draw(schedules(problem))

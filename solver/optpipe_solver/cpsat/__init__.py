@@ -11,8 +11,9 @@ MOST_FORWARDS = 200  # beyond them CP-SAT on the whole problem neither proves an
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the problem is small enough; it may be of any sort."""
-    return sum(len(problem.route(j)) for j in range(problem.microbatches)) <= MOST_FORWARDS
+    """Whether the problem is small enough, and the models describe it: nothing may be evicted, which a proof would have to know."""
+    passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
+    return passes <= MOST_FORWARDS and not problem.costs.can_evict.any()
 
 
 def run(request: Request, emit: Callable[[Frame], None]) -> None:

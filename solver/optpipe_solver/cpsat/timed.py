@@ -9,7 +9,7 @@ from optpipe.ops import Kind, Op
 from optpipe.program import JOINED, KIND, STAGE
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.paths import apart, stands, tails
+from optpipe_solver.paths import apart, familiar, stands, tails
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Timed:
 
 
 def covers(schedule: Schedule) -> bool:
-    """Whether every op of the schedule is one that the models here know: no pairs, and BW only where it needs less memory than B and W."""
+    """Whether every op of the schedule is one that the models here know: no evictions, no pairs, and BW only where it needs less memory
+    than B and W."""
     table, _ = flatten(schedule)
     dispensable = (table[:, KIND] == Kind.BW) & ~_needed(schedule)[table[:, STAGE]]
-    return not dispensable.any() and not table[:, JOINED].any()
+    return familiar(schedule) and not dispensable.any() and not table[:, JOINED].any()
 
 
 def _needed(schedule: Schedule) -> Flags:

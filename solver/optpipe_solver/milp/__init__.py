@@ -16,6 +16,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver.milp.switches import ALL, Order, Switches
+from optpipe_solver.paths import familiar
 
 if TYPE_CHECKING:
     from optpipe.child import Frame
@@ -34,9 +35,10 @@ def applies(problem: Problem) -> bool:
 
 def improves(problem: Problem) -> bool:
     """Whether the model describes the problem, so that windows of a schedule can be solved, whatever its size: every compute op takes time
-    (two that take none could stand in either order at one moment), and host memory holds all that could be offloaded."""
+    (two that take none could stand in either order at one moment), nothing is evicted to a peer, and host memory holds all that could be
+    offloaded."""
     costs, passes = problem.costs, [problem.route(j) for j in range(problem.microbatches)]
-    if not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
+    if costs.can_evict.any() or not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
         return False
     pinned = [0] * len(problem.devices)
     for s in (s for route in passes for s in route if costs.can_offload[s]):
@@ -74,7 +76,7 @@ class _Search:
                 warm = request.warm_start.schedule(self._problem, METHOD)
             except InputError:
                 return
-            if not check(self._problem, warm):
+            if familiar(warm) and not check(self._problem, warm):
                 self.best, self.best_ms = warm, self._value(warm)
 
     def whole(self, limits: Limits, switches: Switches) -> None:

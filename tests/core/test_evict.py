@@ -1,0 +1,187 @@
+"""Evictions to a peer device: their times, their memory on both devices, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import clock
+from support.strategies import problems_with_schedules, stages
+
+from optpipe import DeadlockError, Device, InputError, Kind, Op, Problem, Schedule, ScheduleError, ScheduleFile, certify, check, simulate
+from optpipe.jitter import Noise
+from optpipe.placement import together
+from optpipe.show.lanes import blocks, kinds_in
+from optpipe.show.svg import gantt
+
+STAGE = {"forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+EVICT = {"evict_ms": 1.0, "load_ms": 3.0, "evict_bytes": 8}
+
+
+def pair(m: int = 2, memory: int = 100, **changes: Any) -> Problem:
+    """Two stages on two devices; the first evicts to the second."""
+    fields = {
+        "microbatches": m,
+        "devices": [{"memory_bytes": memory, "peer": 1}, {"memory_bytes": memory}],
+        "stages": [{"device": 0, **STAGE, **EVICT}, {"device": 1, **STAGE}],
+    }
+    return Problem.from_dict(fields | changes)
+
+
+FIRST = "0F0 0E0 0D0 0F1 0L0 0BW0 0BW1"
+SECOND = "0A0 1F0 1BW0 1F1 0V0 1BW1"
+
+
+def parse(problem: Problem, first: str = FIRST, second: str = SECOND) -> Schedule:
+    return Schedule.parse(problem, [first.split(), second.split()])
+
+
+def starts(schedule: Schedule) -> dict[str, float]:
+    ops = [str(op) for program in schedule.programs for op in program.ops()]
+    return dict(zip(ops, schedule.timeline.start.tolist(), strict=True))
+
+
+def test_times_by_hand():
+    schedule = parse(pair())
+    assert check(pair(), schedule) == []
+    at = starts(schedule)
+    assert (at["0E0"], at["0D0"], at["0F1"]) == (2.0, 3.0, 3.0)  # the second forward waits for the eviction
+    assert (at["0L0"], at["0BW0"], at["0BW1"]) == (5.0, 8.0, 12.0)  # issued after 0F1, back in three ms
+    assert (at["1BW0"], at["1F1"], at["0V0"], at["1BW1"]) == (4.0, 7.0, 9.0, 9.0)
+    assert schedule.makespan_ms == 15.0
+
+
+def test_room_is_made_before_the_eviction_begins_and_let_go_when_the_load_has_ended():
+    late = starts(parse(pair(), second="1F0 0A0 1BW0 1F1 0V0 1BW1"))
+    assert (late["0A0"], late["0E0"], late["0F1"]) == (4.0, 4.0, 5.0)
+    slow = pair(stages=[{"device": 0, **STAGE, **EVICT, "load_ms": 30.0}, {"device": 1, **STAGE}])
+    at = starts(parse(slow))
+    assert (at["0L0"], at["0V0"], at["1BW1"], at["0BW0"]) == (5.0, 35.0, 35.0, 35.0)
+
+
+def test_memory_of_both_devices_by_hand():
+    problem = pair()
+    one, other = certify(problem, parse(problem)).device
+    assert (one.bytes, one.at) == (20, "0L0")  # 2 stay of the first, 10 of the second, 8 come back
+    assert (other.bytes, other.at) == (18, "1F0")  # 8 for the peer beside its own 10
+    early = "0A0 1F0 1BW0 0V0 1F1 1BW1"  # compute waits for the load, the room is free sooner
+    assert certify(problem, parse(problem, second=early)).device[1].at == "1F0"
+    tight = pair(memory=17)
+    assert check(tight, parse(tight, first="0F0 0E0 0D0 0F1 0BW1 0L0 0BW0", second="0A0 1F0 1F1 1BW1 1BW0 0V0")) == [
+        "device 1 needs 28 bytes during 1F1 and has 17"
+    ]
+
+
+def test_evictions_have_a_link_of_their_own():
+    """Offloads and evictions at one time; evictions and loads of one device one after the other, in program order."""
+    stage = {**STAGE, **EVICT, "offload_ms": 5.0, "reload_ms": 5.0, "offload_bytes": 8}
+    problem = pair(3, stages=[{"device": 0, **stage}, {"device": 1, **STAGE}])
+    first = "0F0 0O0 0F1 0E1 0F2 0E2 0D0 0D1 0D2 0R0 0L1 0L2 0BW0 0BW1 0BW2"
+    at = starts(parse(problem, first, "0A1 0A2 1F0 1BW0 1F1 1BW1 1F2 1BW2 0V1 0V2"))
+    assert (at["0O0"], at["0E1"], at["0E2"]) == (2.0, 4.0, 6.0)
+    assert (at["0R0"], at["0L1"], at["0L2"]) == (7.0, 7.0, 10.0)
+    turned = parse(problem, first.replace("0E1 0F2 0E2", "0F2 0E2 0E1"), "0A1 0A2 1F0 1BW0 1F1 1BW1 1F2 1BW2 0V1 0V2")
+    assert (starts(turned)["0E2"], starts(turned)["0E1"]) == (6.0, 7.0)
+
+
+def test_a_circle_through_a_peers_room_is_shown():
+    stuck = parse(pair(), second="1F0 1BW0 1F1 1BW1 0A0 0V0")
+    with pytest.raises(DeadlockError, match="0A0") as caught:
+        simulate(pair(), stuck)
+    assert Op(Kind.E, 0, 0) in caught.value.cycle
+    assert len(check(pair(), stuck)) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (FIRST.replace("0D0 ", ""), SECOND, "0E0 has no 0D0: its device copy is never let go"),
+        (FIRST.replace("0L0 ", ""), SECOND, "0E0 has no 0L0: the backward misses its bytes"),
+        (FIRST, SECOND.replace("0A0 ", ""), "0E0 has no 0A0 on the peer: nothing makes room for it there"),
+        (FIRST, SECOND.replace("0V0 ", ""), "0A0 has no 0V0: its room is never let go"),
+        (FIRST.replace("0E0 0D0 ", "").replace("0L0 ", ""), SECOND, "0A0 has no 0E0: nothing is evicted"),
+        (FIRST.replace("0E0 0D0 ", "").replace("0L0 ", ""), SECOND, "0V0 has no 0E0: nothing is evicted"),
+        (FIRST.replace("0E0 ", ""), SECOND, "0L0 has no 0E0: nothing is evicted"),
+        (FIRST.replace("0E0 ", ""), SECOND, "0D0.0 has no offload or eviction before it"),
+        (FIRST.replace("0E0", "0E0 0E0"), SECOND, "0E0 stands 2 times"),
+        (FIRST.replace("0L0 0BW0", "0BW0 0L0"), SECOND, "0L0 stands after 0BW0"),
+        (FIRST.replace("0E0 0D0", "0D0 0E0"), SECOND, "0E0 stands after 0D0"),
+        (FIRST.replace("0D0 0F1 0L0", "0L0 0F1 0D0"), SECOND, "0D0 stands after 0L0"),
+        (FIRST.replace("0F0 0E0", "0E0 0F0"), SECOND, "0F0 stands after 0E0"),
+        (FIRST, "0V0 1F0 1BW0 1F1 1BW1 0A0", "0A0 stands after 0V0"),
+        (FIRST.replace("0F1 0L0", "0C0 0F1 0L0"), SECOND, "0E0: an activation is offloaded, evicted or recomputed, one of them"),
+        (FIRST.replace("0F1", "0O0 0R0 0F1"), SECOND, "0E0: an activation is offloaded, evicted or recomputed, one of them"),
+        ("0A0 " + FIRST, SECOND.replace("0A0 ", ""), "0A0 in the program of device 0: the stage's device has another peer"),
+        (FIRST, SECOND.replace("0A0", "0A0 0E1"), "0E1 in the program of device 1: the stage is on another device"),
+        (FIRST.replace("0F1", "0F1 1A0"), SECOND, "1A0 in the program of device 0: the stage has no evict_ms"),
+    ],
+)
+def test_what_is_wrong_is_said(first, second, message):
+    more = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 8, "recompute_ms": 1.0, "checkpoint_bytes": 1}
+    problem = pair(stages=[{"device": 0, **STAGE, **EVICT, **more}, {"device": 1, **STAGE}])
+    assert message in check(problem, parse(problem, first, second))
+
+
+def test_what_simulate_cannot_time_is_refused():
+    for first, second, message in (
+        (FIRST, SECOND.replace("0A0 ", ""), "0E0 in the program of device 0 has no room on the peer"),
+        (FIRST.replace("0L0 ", ""), SECOND, "0V0 in the program of device 1 has no load"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            simulate(pair(), parse(pair(), first, second))
+
+
+def test_a_device_that_only_accepts_has_no_span_of_its_own():
+    problem = pair(
+        devices=[{"memory_bytes": 100, "peer": 1}, {"memory_bytes": 100}], stages=[{"device": 0, **STAGE, **EVICT}], microbatches=1
+    )
+    schedule = parse(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
+    assert check(problem, schedule) == []
+    assert schedule.span_ms == schedule.makespan_ms == 2 + 1 + 3 + 3
+    assert len(schedule.timeline.busy_ms()) == 1
+    assert Noise(problem, 0.0).percentile_ms(schedule, "span") == schedule.span_ms
+
+
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_no_jitter_breaks_the_certificate_on_either_device(pair, random):
+    problem, schedule = pair
+    certificate = certify(problem, schedule)
+    for _ in range(10):
+        seen = clock.run(problem, schedule, lambda op: random.choice([0.0, random.expovariate(0.2)]), lambda op: random.uniform(0, 30))
+        for d in range(len(problem.devices)):
+            assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
+
+
+def test_files_and_pictures_know_them():
+    schedule = parse(pair())
+    file = ScheduleFile.from_json(ScheduleFile.of(schedule).to_json())
+    assert file.schedule() == schedule
+    assert [op.kind for op in file.ops if op.kind in "EL"] == ["E", "L"]
+    assert {Kind.E, Kind.L} <= set(kinds_in(schedule))
+    assert [str(block.op) for block in blocks(schedule) if block.transfer] == ["0E0", "0L0"]
+    assert "evict" in gantt(schedule)
+
+
+@settings(deadline=None)
+@given(st.lists(stages(0, evicting=True), min_size=1, max_size=4), st.integers(1, 4))
+def test_pieces_hold_no_less_and_leave_no_less_on_either_device(costs, shares):
+    piece = together(costs, shares)
+    able = [stage for stage in costs if stage.can_evict]
+    assert ("evict_ms" in piece) == bool(able)
+    if able:
+        assert shares * piece["evict_bytes"] >= sum(stage.evict_bytes for stage in able)
+        stays = sum(stage.activation_bytes for stage in costs) - sum(stage.evict_bytes for stage in able)
+        assert shares * (piece["activation_bytes"] - piece["evict_bytes"]) >= stays
+        assert piece["evict_ms"] * shares == pytest.approx(sum(stage.evict_ms for stage in able))
+
+
+def test_a_stage_evicts_only_where_its_device_has_a_peer():
+    both_ways = pair().rechunk(1, "bidirectional")
+    assert [stage.can_evict for stage in both_ways.stages] == [True, False, False, False]
+    chunks = pair().rechunk(2)
+    assert [stage.evict_bytes for stage in chunks.stages] == [4, None, 4, None]
+    with pytest.raises(InputError, match=r"stages\[0\]\.evict_ms = 1\.0: its device 0 needs a peer"):
+        pair(devices=[Device(memory_bytes=9)] * 2)

@@ -1,0 +1,113 @@
+"""Evictions to peers, which no engine makes: nothing of the solver or the cache breaks them, forgets them or claims what they disprove."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from support.strategies import problems_with_schedules
+from support.units import ACTIVATION, units
+
+from optpipe import Problem, Schedule, ScheduleError, check, simulate
+from optpipe.child import Bound, Incumbent, Infeasible, Programs, Request
+from optpipe_cache import Cache, distance, features
+from optpipe_cache.features import shape
+from optpipe_runtime.layout import Layout
+from optpipe_runtime.lowering import prepare
+from optpipe_solver import cpsat, milp
+from optpipe_solver.bounds import memory_bound
+from optpipe_solver.cpsat.timed import covers
+from optpipe_solver.floor import infeasibility
+from optpipe_solver.paths import familiar, stands, tails
+from optpipe_solver.placements import PlacementSearch
+from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.prune import prune
+from optpipe_solver.repair import repair
+
+EVICT = {"evict_ms": 0.25, "load_ms": 0.25, "evict_bytes": ACTIVATION}
+
+
+def paired(memory: int, m: int = 2, **changes: Any) -> Problem:
+    """Two devices; the first may evict to the second."""
+    plain = units(2, m)
+    first, last = (stage.model_dump(exclude_none=True) for stage in plain.stages)
+    devices = [{"memory_bytes": memory, "peer": 1}, {"memory_bytes": 3 * ACTIVATION}]
+    return plain.replace(stages=[first | EVICT, last], devices=devices, **changes)
+
+
+def evicting(problem: Problem) -> Schedule:
+    """The first activation leaves before the second forward, which one activation of memory does not allow otherwise."""
+    first, second = "0F0 0E0 0D0 0F1 0BW1 0L0 0BW0", "0A0 1F0 1F1 1BW1 1BW0 0V0"
+    return Schedule.parse(problem, [first.split(), second.split()], method="by hand")
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems_with_schedules(beyond=True))
+def test_what_works_on_schedules_keeps_them_valid(pair):
+    problem, schedule = pair
+    for changed in (prune(schedule), repair(problem, schedule)):
+        assert check(problem, changed) == []
+    if problem.overlap_factor is None:
+        assert max(tails(schedule)) == pytest.approx(schedule.makespan_ms)
+    assert (stands(schedule.timeline) <= schedule.timeline.start).all()
+    assert familiar(schedule) == (not any(op.kind.name in "ELAV" for program in schedule.programs for op in program.ops()))
+    assert familiar(schedule) or not covers(schedule)
+
+
+def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
+    problem = paired(ACTIVATION)
+    schedule = evicting(problem)
+    assert check(problem, schedule) == []
+    plain = problem.replace(devices=[{"memory_bytes": ACTIVATION}, {"memory_bytes": 3 * ACTIVATION}], stages=units(2, 2).stages)
+    assert memory_bound(plain) == 10.0  # one micro-batch at a time
+    assert memory_bound(problem) <= schedule.makespan_ms == 9.5
+    assert infeasibility(problem) is None
+    assert not cpsat.applies(problem)
+    assert not milp.improves(problem)
+
+
+@pytest.mark.parametrize("search", [Portfolio, PlacementSearch])
+def test_a_search_keeps_an_eviction_that_is_the_best_it_knows(search):
+    problem = paired(ACTIVATION)
+    heard: list[Any] = []
+    request = Request(problem=problem, time_limit_s=4.0, warm_start=Programs.of(evicting(problem)))
+    search(request, heard.append).run()
+    found = [frame.schedule.schedule(problem, frame.method) for frame in heard if isinstance(frame, Incumbent)]
+    best = min(found, key=lambda schedule: schedule.makespan_ms)
+    assert best.makespan_ms <= evicting(problem).makespan_ms
+    assert check(best.problem, best) == []
+    bounds = [frame.lower_bound_ms for frame in heard if isinstance(frame, Bound)]
+    assert max(bounds) <= best.makespan_ms + 1e-9
+    assert not any(isinstance(frame, Infeasible) for frame in heard)
+
+
+def test_repair_keeps_what_is_evicted_and_gives_up_where_that_is_not_possible_any_more():
+    schedule = evicting(paired(ACTIVATION))
+    slower = paired(ACTIVATION, p2p_ms=2.0)
+    found = repair(slower, schedule)
+    assert found is not None
+    assert found.programs == schedule.programs
+    assert repair(paired(3 * ACTIVATION).replace(stages=units(2, 2).stages), schedule) is None
+
+
+def test_the_cache_tells_them_apart(tmp_path):
+    problem = paired(ACTIVATION)
+    plain = problem.replace(stages=units(2, 2).stages)
+    assert shape(plain) == shape(units(2, 2)) != shape(problem)
+    assert features(plain).keys() < features(problem).keys()
+    cache = Cache(tmp_path / "cache.db")
+    cache.add(evicting(problem), "feasible")
+    assert cache.lookup(plain) is None
+    slower = paired(ACTIVATION, p2p_ms=0.5)
+    hit = cache.lookup(slower)
+    assert hit is not None
+    assert hit.schedule.makespan_ms == simulate(slower, evicting(slower)).makespan_ms
+    costly = problem.replace(stages=[problem.stages[0].model_dump(exclude_none=True) | {"evict_ms": 1.0}, problem.stages[1]])
+    assert distance(features(problem), features(costly)) == pytest.approx(0.125, abs=0.05)
+
+
+def test_the_runtime_refuses_them_in_one_sentence():
+    problem = paired(ACTIVATION)
+    with pytest.raises(ScheduleError, match=r"^0E0 in the program of device 0: this executor runs F, B, W, BW, C, O, D, R, not E$"):
+        prepare(evicting(problem), 0, Layout.of(problem))
