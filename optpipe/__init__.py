@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optpipe.anytime import Result, improve, solve
+    from optpipe.comparison import Comparison, compare
     from optpipe.deadlock import DeadlockError
     from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
     from optpipe.files import ScheduleFile
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Each name with its module: imported when first used, so that `optpipe --help` does not wait for numpy.
 _HOME = {
     "Certificate": "memory",
+    "Comparison": "comparison",
     "DeadlockError": "deadlock",
     "Device": "problem",
     "InputError": "errors",
@@ -46,6 +48,7 @@ _HOME = {
     "Timeline": "timeline",
     "certify": "memory",
     "check": "validity",
+    "compare": "comparison",
     "estimated_offload_ratio": "offload",
     "improve": "anytime",
     "offload_ratio": "offload",
@@ -54,6 +57,7 @@ _HOME = {
 }
 __all__ = [
     "Certificate",
+    "Comparison",
     "DeadlockError",
     "Device",
     "InputError",
@@ -72,6 +76,7 @@ __all__ = [
     "Timeline",
     "certify",
     "check",
+    "compare",
     "estimated_offload_ratio",
     "improve",
     "offload_ratio",

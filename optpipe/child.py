@@ -114,6 +114,7 @@ class Note(Record):
 
     type: Literal["note"] = "note"
     text: str
+    method: str = ""  # the one that it is about, where several are asked for (`optpipe.comparison`)
 
 
 class End(Record):

@@ -198,11 +198,15 @@ class Portfolio:
         work, most_work = 0, share * self.seconds * OPS_PER_S
         each = 3 * len(self.request.problem.stages) * self.request.problem.microbatches * (NOISY if self.noise else 1)
         own_ms = dict.fromkeys(streams, float("inf"))  # each one's best
+
+        def spent() -> bool:
+            return self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work))
+
         for turn in count():
             ahead_ms = min((own_ms[name] for name in streams), default=0.0)
             for name in [name for name in streams if turn % BEHIND == 0 or own_ms[name] <= ahead_ms]:
-                if self.best is not None and (time.monotonic() > until or (self.one_thread and work > most_work)):
-                    return
+                if spent():
+                    break
                 work += each
                 schedule = self.tried(name, streams[name])
                 if schedule:
@@ -216,7 +220,7 @@ class Portfolio:
                     yield
                     if self.time_left < self.seconds / 2:
                         break
-            if not streams:
+            if spent() or not streams:
                 return
 
     def tried(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:

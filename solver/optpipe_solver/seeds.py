@@ -1,29 +1,44 @@
-"""The published schedules in a search: which of them are for a problem's own stages."""
+"""The published schedules in a search: which of them are for a problem's own stages, and with what parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from math import ceil
 
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import SYSTEMS, parse
 
+MOST = 10  # choices of one parameter, evenly spread where there are more
+
+CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
+    "gis": ("group", lambda p, _: range(ceil(p / 2), p + 1)),
+    "chronos-recomp": ("recomputed", lambda _, v: range(1, v + 1)),
+    "chronos-zero2": ("group", lambda p, _: range(2, p + 1)),
+    "1f1b-recompute": ("every", lambda p, _: range(1, p + 1)),
+}
+
 
 def is_system(method: str) -> bool:
-    """Whether the method names a published schedule, whatever its parameters. Raises `InputError` for what is no method at all."""
-    name = method.partition(":")[0]
-    if method not in METHODS and name not in SYSTEMS:
+    """Whether the method is a published schedule, with its parameters. Raises `InputError` for what is no method at all."""
+    if method in METHODS:
+        return False
+    if method.partition(":")[0] not in SYSTEMS:
         raise InputError(f"method = {method!r}: the methods are {', '.join(dict.fromkeys((*METHODS, *SYSTEMS)))}")
-    if method not in METHODS:
-        parse(method)
-    return method not in METHODS
+    parse(method)
+    return True
 
 
 def seeds(problem: Problem) -> Iterator[str]:
-    """The systems that run on the problem's own stages, each with every choice of its parameters that is its paper's."""
+    """The systems that run on the problem's own stages, as they are and with other choices of their parameters."""
+    devices = len({stage.device for stage in problem.stages})
     for name, system in SYSTEMS.items():
         with suppress(InputError):
             system.placement(problem, "keep")
             yield name
+            if name in CHOICES:
+                parameter, values = CHOICES[name]
+                choices = list(values(devices, len(problem.stages) // devices))
+                yield from (f"{name}:{parameter}={value}" for value in choices[:: -(-len(choices) // MOST) or 1])

@@ -1,0 +1,180 @@
+"""`optpipe compare`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe.cli.output import Json, print_json
+from optpipe.cli.solve import Placements
+from optpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from optpipe.comparison import Comparison, Row
+    from optpipe.problem import Problem
+
+WIDTH = 150  # characters, where the output is no terminal
+Methods = Annotated[str | None, typer.Option(help="Some of them, e.g. 1f1b,gis:group=5,auto; auto is what solve finds. Default: all.")]
+
+
+def compare(
+    problem: Annotated[Path, typer.Argument(help="A problem file.")],
+    methods: Methods = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each search of the solver's.")] = 10.0,
+    threads: Annotated[int | None, typer.Option(help="Of the solver. Default: all cores.")] = None,
+    placements: Annotated[
+        Placements, typer.Option(help="all: each system on the stages that it is for, the solver on any. keep: on the stages as given.")
+    ] = Placements.all,
+    pictures: Annotated[Path | None, typer.Option(help="Write a picture of each schedule into this folder.")] = None,
+    json: Json = False,
+) -> None:
+    """Put every published schedule, every heuristic and the solver's answer side by side, or say why one does not fit."""
+    from optpipe.problem import Problem
+
+    what, asked = Problem.load(problem), None if methods is None else names(methods)
+    if pictures:
+        _require_folder(pictures)
+    found = watched(what, asked, time_limit, threads, placements.value, quiet=json)
+    if pictures:
+        _draw(found, pictures)
+    if json:
+        print_json({"problem": what.name, "k": _json_safe(_ratios(what)), "rows": [figures(row) for row in found.rows]})
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(f"{what.name or problem.stem}: {_sizes(what)}", highlight=False)
+    console.print(table(found))
+
+
+def names(methods: str) -> list[str]:
+    """What stands between commas, but for those between the parameters of one method."""
+    return [name.strip() for name in re.split(r",(?![a-z]+=)", methods)]
+
+
+def watched(
+    problem: Problem, methods: list[str] | None, time_limit: float, threads: int | None, placements: Any, quiet: bool
+) -> Comparison:
+    """`optpipe.compare`; meanwhile a line on stderr says what has been found."""
+    from rich.console import Console
+
+    from optpipe.comparison import compare
+
+    console = Console(stderr=True)
+    if quiet or not sys.stderr.isatty():
+        return compare(problem, methods, time_limit, threads=threads, placements=placements)
+    with console.status("comparing") as status:
+
+        def tell(row: Row) -> None:
+            value = f"{row.makespan_ms:.6g} ms" if row.makespan_ms is not None else row.reason
+            status.update(f"comparing, after {label(row)}: {value}")
+
+        return compare(problem, methods, time_limit, threads=threads, placements=placements, told=tell)
+
+
+def figures(row: Row) -> dict[str, Any]:
+    """For programs; what is not known is None."""
+    schedule, certificate = row.schedule, row.certificate
+    placement = schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
+    return {
+        "method": row.method,
+        "placements": row.placements,
+        "found_by": schedule.method if schedule else None,
+        "fits": row.fits,
+        "makespan_ms": row.makespan_ms,
+        "span_ms": row.span_ms,
+        "bubble": row.bubble,
+        "lower_bound_ms": row.lower_bound_ms,
+        "gap": row.gap,
+        "placement": placement,
+        "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
+        "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
+        "reason": row.reason,
+    }
+
+
+def table(found: Comparison) -> Table:
+    """For people: figures of those that do not fit are what they would be."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("method", "makespan", "span", "bubble", "peak", "gap"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "method" else "right")
+    table.add_column("stages", overflow="fold")
+    for row in found.rows:
+        table.add_row(*_cells(row), style=None if row.fits else "dim")
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    from optpipe.show.svg import bytes_text
+
+    if row.schedule is None:
+        return [label(row), *[""] * 5, row.reason or ""]
+    assert row.peak is not None
+    stages = str(row.schedule.placement).replace("chunk", "stage") if row.schedule.placement else "as given"
+    return [
+        label(row),
+        f"{row.makespan_ms:.6g}",
+        f"{row.span_ms:.6g}",
+        f"{row.bubble:.1%}",
+        bytes_text(row.peak[1].bytes),
+        "" if row.gap is None else f"{row.gap:.1%}",
+        stages if row.fits else f"{row.reason}, {stages}",
+    ]
+
+
+def label(row: Row) -> str:
+    """`auto, any stages (lns)`: the solver's rows name what found them."""
+    from optpipe.comparison import SOLVER
+
+    if row.method != SOLVER:
+        return row.method
+    free = ", any stages" if row.placements == "all" else ""
+    return f"{row.method}{free} ({row.schedule.method})" if row.schedule else f"{row.method}{free}"
+
+
+def _sizes(problem: Problem) -> str:
+    devices, stages = len(problem.devices), len(problem.stages)
+    known = sorted({round(ratio, 9) for ratio in _ratios(problem) if ratio is not None})
+    k = (
+        ", no stage can be offloaded"
+        if not known
+        else f", k = {' to '.join(f'{ratio:.3g}' for ratio in dict.fromkeys((known[0], known[-1])))}"
+    )
+    return f"{devices} devices, {stages} stages, {problem.microbatches} micro-batches{k}; ms, peak of the device whose memory is fullest"
+
+
+def _ratios(problem: Problem) -> list[float | None]:
+    from optpipe.offload import offload_ratio
+
+    return offload_ratio(problem)
+
+
+def _json_safe(ratios: list[float | None]) -> list[float | None]:
+    """JSON has no infinity."""
+    return [None if ratio == float("inf") else ratio for ratio in ratios]
+
+
+def _require_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+
+
+def _draw(found: Comparison, folder: Path) -> None:
+    from optpipe.comparison import SOLVER
+    from optpipe.problem import write_file
+    from optpipe.show.svg import gantt
+
+    for row in found.rows:
+        if row.schedule:
+            name = re.sub(r"[:,=]", "-", row.method) + ("-any-stages" if row.method == SOLVER and row.placements == "all" else "")
+            write_file(folder / f"{name}.svg", gantt(row.schedule, f"{found.problem.name} · {label(row)}".lstrip(" ·")))

@@ -1,0 +1,169 @@
+"""`compare`: every published schedule, every heuristic and the solver's own answer on one problem, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from optpipe.anytime import solve
+from optpipe.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
+from optpipe.errors import InputError
+from optpipe.memory import Certificate, Peak, certify
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+
+MAKER = "optpipe_solver.compare"
+SOLVER = "auto"  # among the methods: what `solve` finds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method: its schedule, also where it needs more memory than there is, and why it is none that could run. Times in ms."""
+
+    method: str
+    placements: Placements = "all"  # whether it was free to choose its stages
+    schedule: Schedule | None = None
+    lower_bound_ms: float | None = None  # of schedules on the same stages; of the solver's row on all that it was free to choose
+    reason: str | None = None  # why it does not fit, or is not for the problem
+
+    @property
+    def fits(self) -> bool:
+        return self.schedule is not None and self.reason is None
+
+    @property
+    def makespan_ms(self) -> float | None:
+        return self.schedule.makespan_ms if self.schedule else None
+
+    @property
+    def span_ms(self) -> float | None:
+        return self.schedule.span_ms if self.schedule else None
+
+    @property
+    def bubble(self) -> float | None:
+        return self.schedule.timeline.bubble if self.schedule else None
+
+    @property
+    def gap(self) -> float | None:
+        """How much shorter a schedule could at most be, as a share of this one; None where it does not fit."""
+        if not self.fits or self.lower_bound_ms is None or not self.makespan_ms:
+            return None
+        return max(0.0, 1.0 - self.lower_bound_ms / self.makespan_ms)
+
+    @cached_property
+    def certificate(self) -> Certificate | None:
+        return certify(self.schedule.problem, self.schedule) if self.schedule else None
+
+    @property
+    def peak(self) -> tuple[int, Peak] | None:
+        """The device whose memory is fullest, and its peak."""
+        return _fullest(self.certificate.device) if self.certificate else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Those that fit, the shortest first, then those that do not, then those that are not for the problem."""
+
+    problem: Problem
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Sequence[Row]) -> Comparison:
+        """What the solver has proven of the stages as given holds for all others on these."""
+
+        def place(row: Row) -> tuple[bool, bool, float, bool]:
+            return row.schedule is None, not row.fits, row.makespan_ms or 0.0, row.method != SOLVER
+
+        proven = max((row.lower_bound_ms or 0.0 for row in rows if row.method == SOLVER and row.placements == "keep"), default=0.0)
+        return cls(problem, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
+
+
+def _bounded(row: Row, proven_ms: float) -> Row:
+    own = row.method != SOLVER and row.schedule is not None and row.schedule.placement is None
+    return replace(row, lower_bound_ms=max(row.lower_bound_ms or 0.0, proven_ms)) if own else row
+
+
+def compare(
+    problem: Problem,
+    methods: Sequence[str] | None = None,
+    time_limit: float = 10.0,
+    *,
+    threads: int | None = None,
+    placements: Placements = "all",
+    told: Callable[[Row], None] | None = None,
+) -> Comparison:
+    """Every published schedule and every heuristic, or the methods named, at the problem's memory, and `auto`, what `solve` finds.
+
+    With `placements="all"` each system runs on the stages that it is for, and `solve` searches both for the stages as given and for any;
+    each search takes up to `time_limit` seconds. `told` hears of each row as it comes. Raises `InputError` for what is no method.
+    """
+    rows = []
+    for row in _rows(problem, methods, time_limit, threads, placements):
+        rows.append(row)
+        if told:
+            told(row)
+    return Comparison.of(problem, rows)
+
+
+def _rows(problem: Problem, methods: Sequence[str] | None, time_limit: float, threads: int | None, placements: Placements) -> Iterator[Row]:
+    names = None if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
+    if names is None or names:
+        yield from _made(problem, names, placements)
+    if methods is None or SOLVER in methods:
+        for free in ("keep", "all") if placements == "all" else ("keep",):
+            yield _solved(problem, time_limit, threads, free)
+
+
+def _made(problem: Problem, names: Sequence[str] | None, placements: Placements) -> Iterator[Row]:
+    """From one process that makes them all."""
+    for name in names or ():
+        if not name or len(name.split()) != 1:
+            raise InputError(f"methods: {name!r} is no method's name")
+    request = Request(problem=problem, method=SOLVER if names is None else " ".join(names), placements=placements)
+    with contextlib.closing(Child(MAKER, request)) as child:
+        bounds: dict[str, float] = {}
+        for frame in child.frames():
+            if isinstance(frame, Refused):
+                raise InputError(frame.reason)
+            if isinstance(frame, Bound):
+                bounds[frame.method] = frame.lower_bound_ms
+            elif isinstance(frame, Note):
+                yield Row(frame.method, placements, reason=frame.text)
+            elif isinstance(frame, Incumbent):
+                yield _verified(frame, problem, placements, bounds.get(frame.method))
+
+
+def _verified(found: Incumbent, problem: Problem, placements: Placements, lower_bound_ms: float | None) -> Row:
+    schedule = found.schedule.schedule(problem, found.method)
+    row = Row(found.method, placements, schedule, lower_bound_ms)
+    wrong = check(schedule.problem, schedule)
+    if not wrong:
+        return row
+    assert row.certificate is not None
+    if wrong != row.certificate.complaints():
+        return Row(found.method, placements, reason=f"is no schedule: {wrong[0]}")
+    return replace(row, reason=_why_not(row.certificate))
+
+
+def _why_not(certificate: Certificate) -> str:
+    of, peaks = ("", certificate.device) if not all(peak.fits for peak in certificate.device) else (" of host memory", certificate.host)
+    device, peak = _fullest(peaks)
+    return f"needs {peak.bytes} of {peak.limit} bytes{of} on device {device}"
+
+
+def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
+    """By what each may hold."""
+
+    def share(device: int) -> float:
+        peak = peaks[device]
+        return 0.0 if peak.limit is None else peak.bytes / peak.limit if peak.limit else (float("inf") if peak.bytes else 0.0)
+
+    device = max(range(len(peaks)), key=share)
+    return device, peaks[device]
+
+
+def _solved(problem: Problem, time_limit: float, threads: int | None, placements: Placements) -> Row:
+    result = solve(problem, method=SOLVER, time_limit=time_limit, threads=threads, placements=placements)
+    return Row(SOLVER, placements, result.schedule, result.lower_bound_ms, None if result.schedule else result.reason)

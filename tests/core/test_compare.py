@@ -1,0 +1,153 @@
+"""`compare`: every method on one problem, verified, in order, and with a reason where one could not run."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.chain import chain, gpipe, one_by_one
+
+import optpipe
+from optpipe import Device, InputError, Problem, Stage, check, comparison
+from optpipe_solver.compare import EVERY
+
+TESTS = Path(__file__).parents[1]
+
+
+def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 15, **changes: object) -> Problem:
+    costs = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    offload = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
+    return Problem(
+        microbatches=microbatches,
+        p2p_ms=1.0,
+        devices=[Device(memory_bytes=memory)] * devices,
+        stages=[Stage(device=d, **costs, **offload) for d in range(devices)],
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> optpipe.Comparison:
+    return optpipe.compare(pipeline(), time_limit=2.5)
+
+
+def test_every_method_has_its_row_and_the_solver_one_for_the_given_stages_and_one_for_any(found):
+    names = [(row.method, row.placements) for row in found.rows]
+    assert sorted(names) == sorted([*((name, "all") for name in EVERY), ("auto", "keep"), ("auto", "all")])
+
+
+def test_what_fits_comes_first_the_shortest_ahead_and_nothing_is_ahead_of_the_solver(found):
+    ranks = [0 if row.fits else 1 if row.schedule else 2 for row in found.rows]
+    assert ranks == sorted(ranks)
+    assert set(ranks) == {0, 1, 2}  # without recompute_ms two systems are not for the problem
+    for rank in (0, 1):
+        values = [row.makespan_ms for row, own in zip(found.rows, ranks, strict=True) if own == rank]
+        assert values == sorted(values)
+    assert found.rows[0].method == "auto"
+    kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
+    assert all(kept.makespan_ms <= row.makespan_ms for row in found.rows if row.fits and row.schedule.placement is None and row is not kept)
+
+
+def test_each_row_is_what_its_schedule_says(found):
+    for row in found.rows:
+        if row.schedule is None:
+            continue
+        placed = row.schedule.problem
+        assert placed == (row.schedule.placement.apply(found.problem) if row.schedule.placement else found.problem)
+        wrong = check(placed, row.schedule)
+        assert row.fits == (wrong == [])
+        device, peak = row.peak
+        if row.fits:
+            assert row.reason is None
+            assert peak.bytes <= 15
+            assert 0 <= row.gap < 1
+            assert row.lower_bound_ms <= row.makespan_ms * (1 + 1e-9)
+        else:
+            assert row.reason == f"needs {peak.bytes} of 15 bytes on device {device}"
+            assert f"device {device} needs {peak.bytes} bytes during" in " ".join(wrong)
+            assert row.gap is None
+        assert row.span_ms <= row.makespan_ms
+
+
+def test_what_is_proven_of_the_given_stages_holds_for_all_on_these(found):
+    kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
+    for row in found.rows:
+        if row.fits and row.schedule.placement is None and row.method != "auto":
+            assert row.lower_bound_ms >= kept.lower_bound_ms
+
+
+def test_stages_that_are_kept_are_not_for_every_system():
+    told: list[str] = []
+    rows = optpipe.compare(pipeline(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)).rows
+    assert told == ["interleaved", "1f1b"]
+    assert [row.method for row in rows] == ["1f1b", "interleaved"]
+    assert rows[0].reason == "needs 20 of 15 bytes on device 0"
+    assert rows[1].reason == (
+        "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements it is given them)"
+    )
+
+
+def test_parameters_make_another_row():
+    rows = optpipe.compare(pipeline(memory=100).rechunk(2), ["gis:group=2", "gis:group=4"]).rows
+    assert all(row.fits for row in rows)
+    peaks = {row.method: row.peak[1].bytes for row in rows}
+    assert peaks["gis:group=2"] < peaks["gis:group=4"]
+
+
+def test_memory_that_admits_nothing_is_said_of_each():
+    rows = optpipe.compare(pipeline(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
+    assert {row.method: row.reason for row in rows} == {
+        "gpipe": "needs 40 of 4 bytes on device 0",
+        "naive": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
+        "adaoffload": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
+        "auto": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("methods", "told"),
+    [
+        (["2f2b"], r"method = '2f2b': the methods are auto, naive, "),
+        (["gpipe", "lns"], r"method = 'lns': those to compare are auto, naive, "),
+        (["gis:size=5"], r"method = 'gis:size=5': gis has no parameter size \(its parameters: group\)"),
+        (["gpipe 1f1b"], r"methods: 'gpipe 1f1b' is no method's name"),
+        ([""], r"methods: '' is no method's name"),
+    ],
+)
+def test_what_is_no_method_is_one_sentence(methods, told):
+    with pytest.raises(InputError, match=f"^{told}"):
+        optpipe.compare(pipeline(), methods)
+
+
+def test_what_is_made_is_verified(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setattr(comparison, "MAKER", "support.lying_maker")
+    problem = chain(m=3)
+    honest, greedy, *rest = optpipe.compare(problem, ["any"]).rows
+    assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == ("honest", one_by_one(problem).makespan_ms, 3.0)
+    assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(problem).makespan_ms)
+    assert greedy.reason == "needs 3000 of 2000 bytes on device 0"
+    assert {row.method: row.reason for row in rest}["shy"] == "not for this problem"
+    assert re.match("is no schedule: .*0F1", {row.method: row.reason for row in rest}["liar"])
+
+
+def test_host_memory_that_is_short_is_named():
+    problem = pipeline().replace(devices=[Device(memory_bytes=15, host_memory_bytes=4)] * 4)
+    (row,) = optpipe.compare(problem, ["po-h"]).rows
+    peaks = [peak.bytes for peak in row.certificate.host]
+    assert row.reason == f"needs {max(peaks)} of 4 bytes of host memory on device {peaks.index(max(peaks))}"
+
+
+def test_rows_are_ordered_whatever_comes_first():
+    problem = chain(m=3)
+    rows = [
+        comparison.Row("none", reason="no"),
+        comparison.Row("long", schedule=one_by_one(problem)),
+        comparison.Row("large", schedule=gpipe(problem), reason="needs more"),
+        comparison.Row("auto", schedule=one_by_one(problem)),
+    ]
+    for turned in (rows, rows[::-1]):
+        assert [row.method for row in comparison.Comparison.of(problem, turned).rows] == ["auto", "long", "large", "none"]
+    assert all(a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(problem, rows).rows))

@@ -1,0 +1,127 @@
+"""Published schedules as seeds: which run on a problem's own stages, and that none that fits is ever better than the answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from support.strategies import problems
+from support.units import units
+
+from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
+from optpipe.child import Bound, Incumbent, Note, Request
+from optpipe_solver import plan, portfolio, seeds, systems
+from optpipe_solver.placements import PlacementSearch
+from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.systems import SYSTEMS
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch):
+    """What seeds alone bring, and the first schedule of each heuristic."""
+    monkeypatch.setattr(plan, "AUTO", ())
+    monkeypatch.setattr(portfolio, "OPS_PER_S", 1)
+
+
+def answer(problem: Problem, **asked: Any) -> tuple[Schedule | None, float]:
+    """The best incumbent and the best bound of a search in this process."""
+    request = Request(problem=problem, **{"threads": 1, "time_limit_s": 60.0, **asked})
+    frames: list[object] = []
+    search = PlacementSearch if request.placements == "all" else Portfolio
+    search(request, frames.append).run()
+    assert not any("gives no schedule" in frame.text for frame in frames if isinstance(frame, Note))
+    found = [frame for frame in frames if isinstance(frame, Incumbent)]
+    bounds = [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)]
+    return (found[-1].schedule.schedule(problem, found[-1].method) if found else None), max(bounds, default=0.0)
+
+
+def fitting(problem: Problem, placements: str) -> list[Schedule]:
+    """Of every system, with every choice of its parameters that a search tries."""
+    found = []
+    for name in SYSTEMS:
+        try:
+            plain = systems.generate(name, problem, placements)
+        except OptPipeError:
+            continue
+        for method in seeds.seeds(plain.problem):
+            if method.partition(":")[0] == name:
+                try:
+                    found.append(systems.generate(method, problem, placements))
+                except InputError:
+                    continue
+    return [schedule for schedule in found if check(schedule.problem, schedule) == []]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.json")), ids=lambda path: path.stem)
+def test_no_system_that_fits_is_better_than_the_answer(path):
+    problem = Problem.load(path)
+    ample = problem.replace(devices=[device.model_copy(update={"memory_bytes": 10**15}) for device in problem.devices])
+    for one in (problem, ample):
+        best, _ = answer(one)
+        assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in fitting(one, "keep"))
+
+
+@pytest.mark.parametrize("name", ["fastlink-4x8", "figure4-4x6", "vshape-4x8", "recompute-4x12"])
+@pytest.mark.parametrize("factor", [None, 0.8])
+def test_nor_on_the_stages_that_it_needs_where_placements_are_free(name, factor):
+    problem = Problem.load(EXAMPLES / f"{name}.json").replace(overlap_factor=factor)
+    for one in (problem, problem.replace(devices=[device.model_copy(update={"memory_bytes": 10**15}) for device in problem.devices])):
+        best, bound = answer(one, placements="all")
+        rivals = fitting(one, "all")
+        if factor is None:  # one chunk each way is a placement to search only where forwards run beside backwards
+            rivals = [schedule for schedule in rivals if schedule.placement is None or schedule.placement.shape != "bidirectional"]
+        assert len(rivals) > 0
+        assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in rivals)
+        assert all(bound <= schedule.makespan_ms * (1 + 1e-9) for schedule in rivals)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(max_devices=4, max_stages=4, max_microbatches=6))
+def test_nor_on_any_problem(problem):
+    rivals = fitting(problem, "keep")
+    assume(rivals)
+    best, _ = answer(problem)
+    assert all(best.makespan_ms <= schedule.makespan_ms + 1e-6 for schedule in rivals)
+
+
+def test_each_runs_on_the_stages_it_is_for_with_its_parameters():
+    row, looped, back = units(4, 8), units(4, 8, v=2), units(4, 8, v=2, shape="v")
+    assert {"gpipe", "1f1b", "zb-h1", "zb-h2"} <= set(seeds.seeds(row))
+    assert "interleaved" not in set(seeds.seeds(row))
+    assert {"interleaved", "chronos", "gis", "gis:group=2", "gis:group=3", "gis:group=4"} <= set(seeds.seeds(looped))
+    assert {"zb-v", "v-half", "v-min", "dualpipe-v"} <= set(seeds.seeds(back))
+    assert not {"zb-v", "gpipe"} & set(seeds.seeds(looped))
+    for problem in (row, looped, back):
+        for method in seeds.seeds(problem):
+            systems.parse(method)
+
+
+def test_of_many_choices_some_are_tried():
+    groups = [method for method in seeds.seeds(units(32, 8, v=2)) if method.startswith("gis:")]
+    assert groups[0] == "gis:group=16"
+    assert groups[-1] == "gis:group=32"
+    assert len(groups) <= seeds.MOST
+
+
+def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():
+    problem = units(4, 8)
+    schedule, bound = answer(problem, placements="all", method="zb-v")
+    assert str(schedule.placement) == "2 chunks a device, V-shaped"
+    assert (schedule.method, schedule.makespan_ms) == ("zb-v", systems.generate("zb-v", problem, "all").makespan_ms)
+    assert certify(schedule.problem, schedule).fits
+    assert 0 < bound <= min(other.makespan_ms for other in fitting(problem, "all"))
+
+
+def test_one_that_does_not_fit_its_stages_says_what_it_lacks():
+    tight = units(4, 8).replace(devices=[{"memory_bytes": 1500}] * 4)
+    frames: list[object] = []
+    PlacementSearch(Request(problem=tight, method="zb-v", placements="all", time_limit_s=5.0), frames.append).run()
+    (note,) = (frame.text for frame in frames if isinstance(frame, Note))
+    assert note.startswith("2 chunks a device, V-shaped: zb-v gives no schedule: device ")
+    assert note.endswith(" and has 1500")
+    with pytest.raises(InputError, match=r"^method = 'zb-w': the methods are auto, naive, "):
+        PlacementSearch(Request(problem=tight, method="zb-w", placements="all"), frames.append)

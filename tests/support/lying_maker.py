@@ -1,0 +1,20 @@
+"""Stands where the maker of schedules to compare stands; not all that it makes are schedules."""
+
+from __future__ import annotations
+
+from optpipe.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
+from support.chain import gpipe, one_by_one
+
+
+def main() -> None:
+    request = read_request()
+    write_frame(Bound(method="honest", lower_bound_ms=3.0))
+    write_frame(Incumbent(method="honest", schedule=Programs.of(one_by_one(request.problem))))
+    write_frame(Incumbent(method="greedy", schedule=Programs.of(gpipe(request.problem))))
+    write_frame(Incumbent(method="liar", schedule=Programs(programs=("0F0", "1F0"))))
+    write_frame(Note(method="shy", text="not for this problem"))
+    write_frame(End())
+
+
+if __name__ == "__main__":
+    main()
