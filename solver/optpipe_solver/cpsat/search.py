@@ -1,5 +1,9 @@
 """The engine: the whole problem from a schedule that is known, first with the micro-batches in order, which finds good schedules soon;
-where that may lose something, then without names for them, which proves bounds, and then in any order, which proves all there is."""
+where that may lose something, then without names for them, which proves bounds, and then in any order, which proves all there is.
+
+Two grids: schedules are found sooner in coarse ticks, rounded up, and proofs want times as they are or, where these have too many decimals,
+rounded down. Then what a model finds need not fit, so the keeper looks at it, as at everything.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from optpipe.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat.ticks import Ticks
+from optpipe_solver.cpsat.ticks import LONGEST, Ticks
 from optpipe_solver.cpsat.timed import timed
 from optpipe_solver.cpsat.whole import Order, Starts, WindowModel, everything, order_is_free
 from optpipe_solver.keeper import Keeper
@@ -25,6 +29,8 @@ from optpipe_solver.prune import prune
 
 METHOD = "cpsat"
 IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8  # of the time, and of what is left then
+STEPS = 4  # of the way from the bound to the best schedule is tried first, then steps that double
+NEAR = 10_000  # of the makespan: where nameless micro-batches are shorter than all that is known, how short need not be known better
 
 
 class Search:
@@ -32,7 +38,7 @@ class Search:
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
-        self.problem, self.ticks = request.problem, Ticks.of(request.problem)
+        self.problem, self.ticks, self.finest = request.problem, Ticks.of(request.problem), Ticks.of(request.problem, LONGEST)
         self.budget = Budget(request.time_limit_s, request.threads)
         self.keeper = Keeper(request, emit)
         self._bound = max(trivial_bound(self.problem, request.objective), memory_bound(self.problem, request.objective))
@@ -41,61 +47,72 @@ class Search:
     def run(self) -> None:
         """Ends when time is up or the best is proven to be it."""
         self.keeper.heuristic()
-        if self.keeper.start is not None and self.keeper.value > self._bound * (1 + 1e-9):
-            free = order_is_free(self.problem, self.request.objective)
-            self.solve("stages", self.budget.left() * (1.0 if free else IN_ORDER_SHARE))
-            if not free and self.request.objective == "makespan":
-                self.raise_bound(RANKS_SHARE * self.budget.left())
-            if not free and self.keeper.value > self._bound * (1 + 1e-9):
-                self.solve("entry", self.budget.left())
-
-    def _model(self, order: Order) -> WindowModel:
-        assert self.keeper.start
-        known = timed(self.ticks, numbered(self.keeper.start))
-        model = WindowModel(self.ticks, known, everything(known), order, self.request.objective)
-        model.model.add(model.objective >= self._least)
-        return model
+        if self.keeper.start is None or self._proven:
+            return
+        free = order_is_free(self.problem, self.request.objective)
+        at_once = free and self.ticks.lossless
+        self.solve(self.ticks, "stages", self.budget.left() * (1.0 if at_once else IN_ORDER_SHARE))
+        if not at_once and self.request.objective == "makespan":
+            self.raise_bound(RANKS_SHARE * self.budget.left())
+        if not at_once and not self._proven:
+            self.solve(self.finest.relaxed, "stages" if free else "entry", self.budget.left())
 
     @property
-    def _least(self) -> int:
-        """Ticks, by the bound."""
-        return ceil(self._bound / float(self.ticks.tick) * (1 - 1e-12))
+    def _proven(self) -> bool:
+        return self.keeper.value <= self._bound * (1 + 1e-9)
+
+    def _model(self, ticks: Ticks, order: Order) -> WindowModel:
+        assert self.keeper.start
+        known = timed(ticks, numbered(self.keeper.start))
+        return WindowModel(ticks, known, everything(known), order, self.request.objective)
 
     def raise_bound(self, seconds: float) -> None:
-        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that double."""
-        until = self.budget.left() - seconds
-        most = ceil(self.keeper.value / float(self.ticks.tick) * (1 - 1e-12)) - 1
-        end, step = self._least, 1
-        while self._least <= end and self.budget.left() > until:
-            model = self._model("ranks")
-            if not model.is_bound:
-                return
+        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that double.
+
+        By the grid's own bound: rounded down, there may be schedules that are shorter than any of the problem.
+        """
+        until, ticks = self.budget.left() - seconds, self.finest.relaxed
+        least = ceil(max(trivial_bound(ticks.rounded), memory_bound(ticks.rounded)) * (1 - 1e-12))
+        model = self._model(ticks, "ranks")
+        known = model.incumbent.end
+        most = known - 1
+        step = max(1, (most - least) // STEPS)
+        end = least + step - 1
+        while model.is_bound and least <= min(end, most) and self.budget.left() > until:
+            model.model.add(model.end >= least)
             model.model.add(model.end <= end)
             answer = model.solve(self.budget, self.request.seed, self.budget.left() - until, any_will_do=True)
             if answer.proven and answer.starts is None:
-                self._tell_bound(end + 1)
+                least = end + 1
+                self._tell_bound(ticks.ms(least))
                 end, step = min(most, end + step), 2 * step
             else:
                 most = end - 1
-                end = (self._least + most) // 2
+                end = (least + most) // 2
+            if most < known - 1 and most - least < known // NEAR:
+                return
+            model = self._model(ticks, "ranks")
 
-    def _tell_bound(self, bound: int) -> None:
+    def _tell_bound(self, ms: float) -> None:
         with self._telling:
-            ms = self.ticks.ms(bound)
             if ms > self._bound * (1 + 1e-9):
                 self._bound = ms
                 self._emit(Bound(method=METHOD, lower_bound_ms=ms))
 
-    def solve(self, order: Order, seconds: float) -> None:
+    def solve(self, ticks: Ticks, order: Order, seconds: float) -> None:
         """Tells of better schedules and, where the model's bounds hold for every schedule, of those."""
-        model = self._model(order)
+        model = self._model(ticks, order)
+        if not ticks.down:  # else there may be shorter solutions, of which schedules are no shorter than the bound
+            model.model.add(model.objective >= ceil(self._bound / float(ticks.tick) * (1 - 1e-12)))
 
         def on_better(starts: Starts) -> None:
-            self.keeper.offer(prune(lift(self.problem, self.ticks.starts_ms(starts), METHOD)))
+            self.keeper.offer(prune(lift(self.problem, ticks.starts_ms(starts), METHOD)))
 
-        on_bound = self._tell_bound if model.is_bound else None
-        answer = model.solve(self.budget, self.request.seed, seconds, on_better=on_better, on_bound=on_bound)
-        if on_bound:
+        def on_bound(bound: int) -> None:
+            self._tell_bound(ticks.ms(bound))
+
+        answer = model.solve(self.budget, self.request.seed, seconds, on_better=on_better, on_bound=on_bound if model.is_bound else None)
+        if model.is_bound:
             on_bound(answer.bound)
 
 

@@ -1,23 +1,24 @@
-"""A problem in integers, for CP-SAT: times in ticks, sizes in grains, both chosen from the data and rounded to the safe side."""
+"""A problem in integers, for CP-SAT: times in ticks, sizes in grains, both chosen from the data and rounded to the safe side: up for
+schedules, down for bounds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import ceil, gcd, lcm
+from math import ceil, floor, gcd, lcm
 
 from optpipe.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.problem import Problem, Stage
 
-FINEST = 2000  # ticks that the busiest device's work on one micro-batch may last before times are rounded
+FINEST = 2000  # ticks that the busiest device's work on one micro-batch may last before times are rounded: in more, windows gain less
 LONGEST = 2**40  # ticks that everything, one after the other, may last: what CP-SAT adds up stays far below 2^63
 FULL = 100_000  # grains of the roomiest device before sizes are rounded
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One stage's memory on one micro-batch, in grains; each figure is rounded up on its own, the last of `parts` stays on the device.
+    """One stage's memory on one micro-batch, in grains; each figure is rounded on its own, the last of `parts` stays on the device.
 
     `parts` are there from F to B: first those that may leave, then what stays. From B to W there is `kept`, and during B the greater.
     Where it is recomputed, `checkpoint` is all that is there between F and C.
@@ -35,31 +36,50 @@ class Activation:
 
 @dataclass(frozen=True)
 class Ticks:
-    """`problem` on a grid. Durations are never rounded down, needs of memory neither, capacities never up."""
+    """`problem` on a grid. Durations are never rounded down, needs of memory neither, capacities never up, so what fits on the grid fits.
+
+    If `down`, durations and needs are never rounded up: every program of the problem fits on the grid and has no longer makespan there, so
+    a bound on the grid's makespan is one on the problem's. (Not on the span: a device whose work comes sooner starts sooner, too.)
+    """
 
     problem: Problem
     tick: Fraction  # ms
     exact: bool  # no duration was rounded
+    down: bool = False
 
     @classmethod
-    def of(cls, problem: Problem) -> Ticks:
-        """Ticks in which every duration is whole where that is cheap, otherwise so many that rounding costs little."""
+    def of(cls, problem: Problem, finest: int = FINEST) -> Ticks:
+        """Ticks in which every duration is whole where `finest` of them suffice for the busiest device's work on one micro-batch, otherwise
+        that many."""
         times = [_exact(problem.p2p_ms), *(ms for stage in problem.stages for ms in _durations(stage).values())]
         denominator = lcm(*(ms.denominator for ms in times))
         unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
         if not unit:
             return cls(problem, Fraction(1), False)  # nothing takes any time
-        coarsest = max(max(_work(problem)) / FINEST, _serial(problem) / LONGEST)
+        coarsest = max(max(_work(problem)) / finest, _serial(problem) / LONGEST)
         exact = unit >= coarsest and all(ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE)
         return cls(problem, max(unit, coarsest), exact)
 
     @cached_property
+    def relaxed(self) -> Ticks:
+        """The same grid for bounds."""
+        return self if self.lossless else replace(self, down=True)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing was rounded."""
+        return self.exact and self.grain == max(self._common, 1)
+
+    @cached_property
     def _ticks(self) -> list[dict[Kind, int]]:
-        """Compute takes a tick at least: of ops that take no time, starts would not tell the order."""
+        """Rounded up, compute takes a tick at least: of ops that take no time, starts would not tell the order."""
         return [
-            {kind: max(ceil(ms / self.tick), int(kind in COMPUTE)) for kind, ms in _durations(stage).items()}
+            {kind: max(self._whole(ms), int(kind in COMPUTE and not self.down)) for kind, ms in _durations(stage).items()}
             for stage in self.problem.stages
         ]
+
+    def _whole(self, ms: Fraction) -> int:
+        return floor(ms / self.tick) if self.down else ceil(ms / self.tick)
 
     @cached_property
     def rounded(self) -> Problem:
@@ -98,7 +118,7 @@ class Ticks:
 
     @cached_property
     def p2p(self) -> int:
-        return ceil(_exact(self.problem.p2p_ms) / self.tick)
+        return self._whole(_exact(self.problem.p2p_ms))
 
     def delay(self, stage: int, other: int) -> int:
         """Ticks from one stage to another."""
@@ -114,10 +134,6 @@ class Ticks:
     def grain(self) -> int:
         """Bytes in which needs are counted: as many as divide every need, or a small share of the roomiest device."""
         return max(self._common, int(self.problem.costs.memory.max()) // FULL, 1)
-
-    @property
-    def exact_sizes(self) -> bool:
-        return self.grain == max(self._common, 1)
 
     @cached_property
     def _common(self) -> int:
@@ -139,17 +155,17 @@ class Ticks:
         """By stage."""
         return [
             Activation(
-                tuple(self._up(size) for size in parts),
-                self._up(stage.activation_bytes - sum(parts)),
-                self._up(stage.weight_grad_bytes),
-                self._up(stage.checkpoint_bytes or 0),
+                tuple(self._grains(size) for size in parts),
+                self._grains(stage.activation_bytes - sum(parts)),
+                self._grains(stage.weight_grad_bytes),
+                self._grains(stage.checkpoint_bytes or 0),
             )
             for stage, parts in zip(self.problem.stages, self._part_bytes, strict=True)
         ]
 
-    def _up(self, size: int) -> int:
+    def _grains(self, size: int) -> int:
         """What no device has room for need not be counted further."""
-        return min(-(-size // self.grain), int(self.problem.costs.memory.max()) // self.grain + 1)
+        return min(size // self.grain if self.down else -(-size // self.grain), int(self.problem.costs.memory.max()) // self.grain + 1)
 
     def capacity(self, device: int) -> int:
         return self.problem.devices[device].memory_bytes // self.grain

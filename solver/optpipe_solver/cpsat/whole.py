@@ -103,12 +103,13 @@ class WindowModel:
 
     @property
     def is_bound(self) -> bool:
-        """Whether its bound holds for every schedule of the problem: all is free, nothing is rounded, pairs are none, and if
-        micro-batches keep their order in all stages, that loses nothing."""
+        """Whether its bound holds for every schedule of the problem: all is free, nothing is rounded, or of a makespan nothing but down,
+        pairs are none, and if micro-batches keep their order in all stages, that loses nothing."""
         ticks, known = self.ticks, self.incumbent
         free = self.window.begin == 0 and self.window.end > known.end and self.window.devices is None
         any_order = self.order != "stages" or order_is_free(self.problem, self.minimizes)
-        return free and ticks.exact and ticks.exact_sizes and self.problem.overlap_factor is None and any_order
+        no_longer = ticks.lossless or (ticks.down and self.minimizes == "makespan")
+        return free and no_longer and self.problem.overlap_factor is None and any_order
 
     # --- when
 
