@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optpipe.comparison import Comparison, Row
     from optpipe.problem import Problem
 
-WIDTH = 150  # characters, where the output is no terminal
+WIDTH = 250  # characters, where the output is no terminal: nothing is wrapped
 Methods = Annotated[str | None, typer.Option(help="Some of them, e.g. 1f1b,gis:group=5,auto; auto is what solve finds. Default: all.")]
 
 

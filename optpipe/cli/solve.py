@@ -36,7 +36,11 @@ class Placements(StrEnum):
 def solve(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
     method: Annotated[
-        str, typer.Option(help="auto, an engine (cyclic, lns, cpsat, milp) or one heuristic (naive, gpipe, 1f1b, po-f, zb, adaoffload).")
+        str,
+        typer.Option(
+            help="auto, an engine (cyclic, lns, cpsat, milp), a heuristic (naive, zb-auto, adaoffload) or a published schedule"
+            " such as 1f1b or gis:group=5 (`optpipe compare` lists them)."
+        ),
     ] = "auto",
     time_limit: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
     threads: Annotated[int | None, typer.Option(help="Default: all cores.")] = None,

@@ -1,0 +1,91 @@
+"""`optpipe compare`: a table for people, JSON for programs, a picture of each schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from optpipe.cli import main as cli
+from optpipe.cli.compare import names
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
+PROBLEM = str(EXAMPLES / "fastlink-4x8.json")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["optpipe", "compare", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return command
+
+
+def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
+    code, out, err = run(PROBLEM, "--methods", "gpipe,1f1b-recompute,naive,zb-v,auto", "--placements", "all", "--time-limit", "2")
+    assert (code, err) == (0, "")
+    head, columns, *rows = [line.rstrip() for line in out.splitlines()]
+    assert head == "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857; ms, peak of the device whose memory is fullest"
+    assert columns.split() == ["method", "makespan", "span", "bubble", "peak", "gap", "stages"]
+    assert all(re.match(r"auto(, any stages)? \(\S+\) ", row) for row in rows[:2])
+    assert [row.split()[0] for row in rows[2:]] == ["naive", "zb-v", "gpipe", "1f1b-recompute"]
+    assert re.search(r"15 GB +[\d.]+%  (as given|\d stages? a device)", rows[0])
+    assert re.search(r"40 GB +needs 40000000000 of 15000000000 bytes on device 0, as given$", rows[-2])
+    assert "stages[0].recompute_ms is missing" in rows[-1]
+
+
+def test_as_json_with_pictures(run, tmp_path):
+    words = ("--methods", "gis:group=2,gpipe,chronos-recomp", "--json", "--pictures", "pictures/of/all")
+    code, out, _ = run(PROBLEM, *words)
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["problem"] == "fastlink-4x8"
+    assert answer["k"] == pytest.approx([24 / 28] * 4)
+    rows = {row["method"]: row for row in answer["rows"]}
+    assert list(rows) == ["gis:group=2", "gpipe", "chronos-recomp"]
+    assert rows["gpipe"]["fits"] is False
+    assert rows["gpipe"]["reason"] == "needs 40000000000 of 15000000000 bytes on device 0"
+    assert rows["gpipe"]["peak_bytes"] == [40 * 10**9] * 4
+    assert rows["gpipe"]["found_by"] == "gpipe"
+    assert rows["chronos-recomp"]["makespan_ms"] is None
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "pictures" / "of" / "all").iterdir()}
+    assert set(drawn) == {"gis-group-2.svg", "gpipe.svg"}
+    assert "fastlink-4x8 · gpipe" in drawn["gpipe.svg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("nothing.json",), "error: nothing.json: No such file or directory"),
+        ((PROBLEM, "--methods", "gpipe,2f2b"), "error: method = '2f2b': the methods are auto, naive, "),
+        ((PROBLEM, "--methods", ""), "error: methods: '' is no method's name"),
+        ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: improve: time_limit_s = -1.0: "),
+        ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be made: "),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(run, words, told):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(told)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("methods", "apart"),
+    [
+        ("1f1b", ["1f1b"]),
+        ("gis:group=5,1f1b, auto", ["gis:group=5", "1f1b", "auto"]),
+        ("x:a=1,b=2,y:c=3,auto", ["x:a=1,b=2", "y:c=3", "auto"]),
+    ],
+)
+def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
+    assert names(methods) == apart
