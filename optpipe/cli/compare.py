@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe.comparison import Comparison, Row
+    from optpipe.placement import Placement
     from optpipe.problem import Problem
 
 WIDTH = 250  # characters, where the output is no terminal: nothing is wrapped
@@ -104,9 +105,9 @@ def table(found: Comparison) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("method", "makespan", "span", "bubble", "peak", "gap"):
-        table.add_column(name, no_wrap=True, justify="left" if name == "method" else "right")
-    table.add_column("stages", overflow="fold")
+    for name in ("method", "makespan", "span", "bubble", "peak", "gap", "stages"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
+    table.add_column()  # why not
     for row in found.rows:
         table.add_row(*_cells(row), style=None if row.fits else "dim")
     return table
@@ -116,9 +117,8 @@ def _cells(row: Row) -> list[str]:
     from optpipe.show.svg import bytes_text
 
     if row.schedule is None:
-        return [label(row), *[""] * 5, row.reason or ""]
+        return [label(row), *[""] * 6, row.reason or ""]
     assert row.peak is not None
-    stages = str(row.schedule.placement).replace("chunk", "stage") if row.schedule.placement else "as given"
     return [
         label(row),
         f"{row.makespan_ms:.6g}",
@@ -126,17 +126,27 @@ def _cells(row: Row) -> list[str]:
         f"{row.bubble:.1%}",
         bytes_text(row.peak[1].bytes),
         "" if row.gap is None else f"{row.gap:.1%}",
-        stages if row.fits else f"{row.reason}, {stages}",
+        _stages(row.schedule.placement),
+        row.reason or "",
     ]
 
 
+def _stages(placement: Placement | None) -> str:
+    """In two words: how many a device and how they lie."""
+    from optpipe.placement import NAMES
+
+    if placement is None:
+        return "as given"
+    return f"{placement.chunks} {NAMES[placement.shape]}" if placement.chunks > 1 or placement.shape == "bidirectional" else "1"
+
+
 def label(row: Row) -> str:
-    """`auto, any stages (lns)`: the solver's rows name what found them."""
+    """`auto, any (lns)`: the solver's rows say whether stages were free, and what found them."""
     from optpipe.comparison import SOLVER
 
     if row.method != SOLVER:
         return row.method
-    free = ", any stages" if row.placements == "all" else ""
+    free = ", any" if row.placements == "all" else ""
     return f"{row.method}{free} ({row.schedule.method})" if row.schedule else f"{row.method}{free}"
 
 
@@ -176,5 +186,5 @@ def _draw(found: Comparison, folder: Path) -> None:
 
     for row in found.rows:
         if row.schedule:
-            name = re.sub(r"[:,=]", "-", row.method) + ("-any-stages" if row.method == SOLVER and row.placements == "all" else "")
+            name = re.sub(r"[:,=]", "-", row.method) + ("-any" if row.method == SOLVER and row.placements == "all" else "")
             write_file(folder / f"{name}.svg", gantt(row.schedule, f"{found.problem.name} · {label(row)}".lstrip(" ·")))
