@@ -84,8 +84,9 @@ def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
     """The slots after the paper's reordering, which fills the bubbles of warm-up and cool-down and holds no more than before.
 
     In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F only as far as no
-    device then holds more activations, each from its F to its W, than the fullest did. Behind a device's last F nothing is allocated:
-    its weight gradients wait there until the input gradients, which others wait for, have chosen.
+    device then holds more activations, each from its F to its W, than the fullest did. From the first B of stage 0 to its last F the
+    pipeline is full: ops overtake none there, since the block's own order is what other times than these fit in as well. Behind a device's
+    last F nothing is allocated: its weight gradients wait there until the input gradients, which others wait for, have chosen.
 
     Stages are one row, backwards are split, slots are whole, every op lasts one.
     """
@@ -102,6 +103,7 @@ def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
             changes[device[op.stage], slot + 1] -= 1
     held = changes.cumsum(axis=1)
     most = held.max()
+    full = range(before[Op(Kind.B, 0, 0)], before[Op(Kind.F, 0, problem.microbatches - 1)] + 1)
 
     waiting = [op for op, slot in before.items() if op.kind == Kind.W and slot > last[device[op.stage]]]
     others = before.keys() - set(waiting)
@@ -109,21 +111,24 @@ def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
     for op in others:
         taken[device[op.stage]][before[op]] = True
     moved: dict[Op, int] = {}
+    reached = [0] * len(problem.devices)  # the slot behind the last op that has moved
     for op in (*sorted(others, key=before.__getitem__), *sorted(waiting, key=before.__getitem__)):
-        own, holds, was = taken[device[op.stage]], held[device[op.stage]], before[op]
-        needs = _needs(problem, op)
+        d, was, needs = device[op.stage], before[op], _needs(problem, op)
         slot = moved[needs] + 1 if needs else 0
+        if was in full:
+            slot = max(slot, reached[d])
         if op.kind == Kind.F:
-            full = np.flatnonzero(holds[slot:was] == most)
-            slot += int(full[-1]) + 1 if len(full) else 0
+            too_much = np.flatnonzero(held[d, slot:was] == most)
+            slot += int(too_much[-1]) + 1 if len(too_much) else 0
         if op in others:
-            own[was] = False
-        slot = moved[op] = own.index(False, slot)
-        own[slot] = True
+            taken[d][was] = False
+        slot = moved[op] = taken[d].index(False, slot)
+        taken[d][slot] = True
+        reached[d] = max(reached[d], slot + 1)
         if op.kind == Kind.F:
-            holds[slot:was] += 1
+            held[d, slot:was] += 1
         elif op.kind == Kind.W:
-            holds[slot + 1 : was + 1] -= 1
+            held[d, slot + 1 : was + 1] -= 1
     return moved
 
 

@@ -34,8 +34,9 @@ def zb_v(problem: Problem) -> Schedule:
 def v_half(problem: Problem) -> Schedule:
     """V-Half: two slots there, one back hold 2·floor(p/2) + 2 chunks, about M/2.
 
-    From m = p on (3 for p = 2) the bubble is 3p - 4 for odd p and 3p - 7 for even p, none where that is negative: half 1F1B's, the
-    paper's p/2m.
+    From m = p on the bubble is 3p - 4 for odd p and 3p - 7 for even p (0 for p = 1, 1 for p = 2): half 1F1B's, the paper's p/2m. For other
+    times as well, no micro-batch adds to it as long as W + 2B >= 2F and W + 2F >= 2B.
+
     Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2 modulo 3, those that
     go the same way where they differ at all; hence the turns.
     """
@@ -45,9 +46,10 @@ def v_half(problem: Problem) -> Schedule:
 def v_min(problem: Problem) -> Schedule:
     """V-Min: one slot either way, the least there is, holds 2·floor((p+4)/3) chunks, about M/3.
 
-    From m = p on the bubble is 4p - 5, 4p - 6 or 4p - 7 where p leaves 1, 2 or 0 divided by 3 (none where p = 1): two thirds of 1F1B's,
-    the paper's 2p/3m. Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the
-    same way as long as the 2p slots between them are no multiple of six, else with two more.
+    From m = p on the bubble is 4p - 5, where 3 divides p 4p - 7 (0 for p = 1): two thirds of 1F1B's, the paper's 2p/3m.
+
+    Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the same way as long as
+    the 2p slots between them are no multiple of six, else with two more.
     """
     return _v_schedule(problem, 1, 1, (1, 1 if _devices(problem) % 3 else 3, 1))
 
