@@ -35,7 +35,7 @@ def peaks(problem, schedule):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("p", PS)
 def test_v_schedules_have_their_bubbles_and_peaks(name, p):
-    for m in sorted({2 * p - 1, 2 * p, 3 * p + 1} if name == "zb-v" else {max(p, 3), p + 4, 2 * p + 1}):
+    for m in sorted({2 * p - 1, 2 * p, 3 * p + 1} if name == "zb-v" else {max(p, 4), p + 4, 2 * p + 1}):
         problem = units(p, m, v=2, shape="v")
         schedule = generate(name, problem)
         assert check(problem, schedule) == []

@@ -34,8 +34,8 @@ def zb_v(problem: Problem) -> Schedule:
 def v_half(problem: Problem) -> Schedule:
     """V-Half: two slots there, one back hold 2·floor(p/2) + 2 chunks, about M/2.
 
-    From m = p on the bubble is 3p - 4 for odd p and 3p - 7 for even p (0 for p = 1, 1 for p = 2): half 1F1B's, the paper's p/2m. For other
-    times as well, no micro-batch adds to it as long as W + 2B >= 2F and W + 2F >= 2B.
+    From m = p on the bubble is 3p - 4 for odd p and 3p - 7 for even p (0 for p = 1; 1 for p = 2, from m = 4 on): half 1F1B's, the paper's
+    p/2m. For other times as well, no micro-batch adds to it as long as W + 2B >= 2F and W + 2F >= 2B.
 
     Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2 modulo 3, those that
     go the same way where they differ at all; hence the turns.
