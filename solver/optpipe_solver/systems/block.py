@@ -91,36 +91,34 @@ def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
     Stages are one row, backwards are split, slots are whole, every op lasts one.
     """
     device = [stage.device for stage in problem.stages]
-    before = {op: int(slot) for op, slot in placed.items()}
-    end = max(before.values()) + 2
-    last = [0] * len(problem.devices)
-    changes = np.zeros((len(problem.devices), end), dtype=np.int64)
-    for op, slot in before.items():
+    end = int(max(placed.values())) + 2
+    last, changes = [0] * len(problem.devices), np.zeros((len(problem.devices), end), dtype=np.int64)
+    for op, at in placed.items():
+        d, slot = device[op.stage], int(at)
         if op.kind == Kind.F:
-            changes[device[op.stage], slot] += 1
-            last[device[op.stage]] = max(last[device[op.stage]], slot)
+            last[d] = max(last[d], slot)
+            changes[d, slot] += 1
         elif op.kind == Kind.W:
-            changes[device[op.stage], slot + 1] -= 1
+            changes[d, slot + 1] -= 1
     held = changes.cumsum(axis=1)
     most = held.max()
-    full = range(before[Op(Kind.B, 0, 0)], before[Op(Kind.F, 0, problem.microbatches - 1)] + 1)
+    full = range(int(placed[Op(Kind.B, 0, 0)]), int(placed[Op(Kind.F, 0, problem.microbatches - 1)]) + 1)
 
-    waiting = [op for op, slot in before.items() if op.kind == Kind.W and slot > last[device[op.stage]]]
-    others = before.keys() - set(waiting)
+    in_turn = sorted((op.kind == Kind.W and at > last[device[op.stage]], int(at), op) for op, at in placed.items())
     taken = [bytearray(end) for _ in problem.devices]
-    for op in others:
-        taken[device[op.stage]][before[op]] = True
+    for waits, was, op in in_turn:
+        taken[device[op.stage]][was] = not waits
     moved: dict[Op, int] = {}
     reached = [0] * len(problem.devices)  # the slot behind the last op that has moved
-    for op in (*sorted(others, key=before.__getitem__), *sorted(waiting, key=before.__getitem__)):
-        d, was, needs = device[op.stage], before[op], _needs(problem, op)
+    for waits, was, op in in_turn:
+        d, needs = device[op.stage], _needs(problem, op)
         slot = moved[needs] + 1 if needs else 0
         if was in full:
             slot = max(slot, reached[d])
-        if op.kind == Kind.F:
+        if op.kind == Kind.F and slot < was:
             too_much = np.flatnonzero(held[d, slot:was] == most)
             slot += int(too_much[-1]) + 1 if len(too_much) else 0
-        if op in others:
+        if not waits:
             taken[d][was] = False
         slot = moved[op] = taken[d].index(False, slot)
         taken[d][slot] = True
