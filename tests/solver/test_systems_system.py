@@ -49,6 +49,16 @@ def test_what_it_is_given_is_its_own():
         assert system.placement(placement.apply(PROBLEMS["row"]), "keep") is None
 
 
+def test_where_it_may_choose_it_takes_as_many_chunks_as_it_would_if_the_layers_allow():
+    system = System("any", "", one_f_one_b, most=None, chunks=2)
+    row = PROBLEMS["row"]
+    assert system.placement(row, "keep") is None
+    assert system.placement(row, "all") == Placement(chunks=2)
+    assert system.placement(units(4, 6, v=3), "all") is None
+    layers = [stage.model_dump(exclude={"device"}, exclude_none=True) for stage in row.stages]
+    assert system.placement(row.replace(layers=layers), "all") is None
+
+
 def test_of_two_ways_no_other_stages_are_made():
     with pytest.raises(InputError, match=r"^routes: there are 2, a placement is for one route only"):
         LOOPED.placement(PROBLEMS["two-ways"], "all").apply(PROBLEMS["two-ways"])

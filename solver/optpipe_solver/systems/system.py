@@ -29,21 +29,29 @@ class System:
     parameters: tuple[str, ...] = ()  # keywords of `build`, whole numbers
 
     def placement(self, problem: Problem, placements: Placements) -> Placement | None:
-        """How the problem's work becomes stages for this system; None where its own stages are."""
-        if self._runs_on(problem):
+        """How the problem's work becomes stages for this system; None where its own stages are, unless they are fewer than it would take
+        and it may choose."""
+        own = self._own_chunks(problem)
+        if own and (placements == "keep" or own >= self.chunks):
             return None
         if placements == "keep":
             raise InputError(f"{self.name} needs {self._stages()}: the problem has other stages (with all placements it is given them)")
-        return Placement.balanced(problem, self.chunks, self.shape)
+        try:
+            return Placement.balanced(problem, self.chunks, self.shape)
+        except InputError:  # fewer layers than stages
+            if own:
+                return None
+            raise
 
-    def _runs_on(self, problem: Problem) -> bool:
-        """The devices and routes are what this shape makes of them; which micro-batch takes which route is free."""
+    def _own_chunks(self, problem: Problem) -> int | None:
+        """How many stages a device has, each way, where devices and routes are what this shape makes of them; which micro-batch takes which
+        route is free."""
         own, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
         length, chunks = len(own) // ways, len(own) // ways // len(set(own))
         rows = tuple(tuple(range(w * length, (w + 1) * length)) for w in range(ways))
         if problem.all_routes != rows or not self.least <= chunks <= (self.most or MOST_CHUNKS):
-            return False
-        return own == Placement(chunks=chunks, shape=self.shape).along(own[:length])
+            return None
+        return chunks if own == Placement(chunks=chunks, shape=self.shape).along(own[:length]) else None
 
     def _stages(self) -> str:
         if self.shape == "bidirectional":
