@@ -38,6 +38,17 @@ def units(
     return row.replace(stages=[{"device": d, **stage, **costs} for d in order])
 
 
+def paired(problem: Problem, evict_ms: float, load_ms: float) -> Problem:
+    """The same, where the device of each stage of the first half may evict whole activations to that of stage p - 1 - s (BPipe)."""
+    stages, half = problem.stages, len(problem.stages) // 2
+    eviction = {"evict_ms": evict_ms, "load_ms": load_ms, "evict_bytes": ACTIVATION}
+    peers = {stages[s].device: stages[-1 - s].device for s in range(half)}
+    return problem.replace(
+        devices=[device.model_copy(update={"peer": peers.get(d)}) for d, device in enumerate(problem.devices)],
+        stages=[stage.model_copy(update=eviction if s < half else {}) for s, stage in enumerate(stages)],
+    )
+
+
 def unevenly(draw: Any, problem: Problem) -> Problem:
     """The same stages with times of their own, some of them 0, and messages that may take time; `draw` is hypothesis'."""
     names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")

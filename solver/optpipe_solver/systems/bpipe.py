@@ -1,0 +1,120 @@
+"""BPipe: 1F1B whose early stages keep some of their activations on the devices of late ones, so that all devices hold alike."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from optpipe.errors import InputError
+from optpipe.ops import BACKWARD, COMPUTE, Kind, Op
+from optpipe.problem import Problem
+from optpipe.program import KIND, STAGE
+from optpipe.schedule import Schedule
+from optpipe_solver.systems.classic import one_f_one_b
+from optpipe_solver.systems.order import in_order
+from optpipe_solver.systems.system import System
+
+
+def bpipe(problem: Problem) -> Schedule:
+    """BPipe (Kim et al. 2023): stage s evicts to the device of stage p - 1 - s, and no device holds more than ⌈(p+2)/2⌉ activations.
+
+    Compute is 1F1B's, and waits for no transfer where an eviction and a load together last no longer than a forward. The paper says which
+    stages make a pair, and its figure what leaves in one example. Here those leave that are needed last (Belady 1966), no more of them
+    than the limit asks for. An eviction runs beside the op before the one that needs its place, a load beside the op before its backward.
+    Room for the first evictions is made at the start, for each further one where the load that frees it has ended: as many rooms as the
+    limit leaves, so that a peer holds ⌈(p+2)/2⌉, too, where the paper's figure shows one less.
+
+    Raises `InputError` where a stage that must evict has no `evict_ms`, or its device another `peer`.
+    """
+    p = len(problem.stages)
+    limit = (p + 3) // 2  # ⌈(p+2)/2⌉
+    lists = [program.ops() for program in one_f_one_b(problem).programs]
+    pairs = [(s, p - 1 - s) for s in range(p // 2) if min(problem.microbatches, p - s) > limit]
+    marks: dict[int, list[tuple[Op, Op | None]]] = {}
+    for evictor, acceptor in pairs:
+        home, peer = _devices(problem, evictor, acceptor)
+        lists[home] = _evicting(lists[home], limit)
+        marks[peer] = _rooms(lists[home], limit - (evictor + 1))
+    plain = {peer: lists[peer] for peer in marks}
+    for peer, rooms in marks.items():  # room for all of them, as long as it takes: when each load ends then
+        lists[peer] = [*(accept for accept, _ in rooms), *plain[peer], *(Op(Kind.V, *accept[1:]) for accept, _ in rooms)]
+    if marks:
+        timeline = in_order(problem, lists).timeline
+        kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
+        for (evictor, _), (peer, rooms) in zip(pairs, marks.items(), strict=True):
+            starts = timeline.start[(device == peer) & np.isin(kind, list(COMPUTE))]
+            ends = timeline.end[(kind == Kind.L) & (stage == evictor)]
+            loads = [op for op in lists[problem.stages[evictor].device] if op.kind == Kind.L]
+            places = dict(zip(loads, np.searchsorted(starts, ends).tolist(), strict=True))
+            lists[peer] = _accepting(plain[peer], rooms, places)
+    return in_order(problem, lists)
+
+
+def _devices(problem: Problem, evictor: int, acceptor: int) -> tuple[int, int]:
+    """Those of the two stages, which must be peers."""
+    home, peer = problem.stages[evictor].device, problem.stages[acceptor].device
+    if problem.devices[home].peer != peer:
+        given = problem.devices[home].peer
+        said = f"devices[{home}].peer is missing" if given is None else f"devices[{home}].peer = {given}"
+        raise InputError(f"{said}: bpipe evicts from stage {evictor} to stage {acceptor}, which is on device {peer}")
+    if not problem.stages[evictor].can_evict:
+        raise InputError(f"stages[{evictor}].evict_ms is missing: bpipe evicts activations of this stage to device {peer}")
+    return home, peer
+
+
+def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
+    """One stage's compute ops with what keeps `limit` activations on its device at most: evictions, drops and loads."""
+    begins = {op.microbatch: i for i, op in enumerate(ops) if op.kind == Kind.F}
+    needed = {op.microbatch: i for i, op in enumerate(ops) if op.kind in BACKWARD}
+    first_of_cool_down = ops[max(begins.values()) + 2].microbatch  # rather stays: others leave while it would have to come back
+    before: list[list[Op]] = [[] for _ in ops]
+    here: list[int] = []  # micro-batches whose activation is on the device, the newest last
+    away: set[int] = set()
+    for i, (kind, stage, j, _) in enumerate(ops):
+        if kind == Kind.F:
+            here.append(j)
+        coming = [op.microbatch for op in ops[i + 1 : i + 2] if op.microbatch in away]
+        away.difference_update(coming)
+        here = coming + here  # the oldest comes back first
+        gone = []
+        while len(here) > limit:
+            free = [k for k in here if begins[k] < i - 1 and needed[k] > i + 1]
+            gone.append(max(free, key=lambda k: (k != first_of_cool_down, k)))
+            here.remove(gone[-1])
+        away.update(gone)
+        before[i] = [*(Op(Kind.D, stage, k) for k in gone), *(Op(Kind.L, stage, k) for k in coming)]
+        before[max(0, i - 1)] += [Op(Kind.E, stage, k) for k in gone]
+        if kind in BACKWARD:
+            here.remove(j)
+    return [op for transfers, then in zip(before, ops, strict=True) for op in (*transfers, then)]
+
+
+def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
+    """The peer's accept for each eviction, in order, with the load that frees its room; None where it is one of the first."""
+    free: deque[Op | None] = deque([None] * rooms)
+    found = []
+    for op in ops:
+        if op.kind == Kind.E:
+            found.append((op._replace(kind=Kind.A), free.popleft()))
+        elif op.kind == Kind.L:
+            free.append(op)
+    return found
+
+
+def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places: dict[Op, int]) -> list[Op]:
+    """The peer's ops with its accepts and vacates. `places`: before which of its ops each load has ended.
+
+    Nothing waits in a circle: what stands before such a place begins before the load has ended, and so before the eviction that gets its
+    room, which stands behind the load on the way between the devices.
+    """
+    before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]
+    before[0] = [accept for accept, load in rooms if load is None]
+    follows = {load: accept for accept, load in rooms if load is not None}
+    for load, place in places.items():
+        before[place] += [load._replace(kind=Kind.V), *([follows[load]] if load in follows else [])]
+    return [*(op for marks, then in zip(before, ops, strict=False) for op in (*marks, then)), *before[-1]]
+
+
+SYSTEMS = (System("bpipe", "Kim et al. 2023", bpipe),)

@@ -1,0 +1,118 @@
+"""BPipe: 1F1B's time on balanced memory, for any number of stages and micro-batches."""
+
+from __future__ import annotations
+
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.pages import table
+from support.units import ACTIVATION, paired, unevenly, units
+
+from optpipe import InputError, Kind, Op, Problem, Schedule, certify, check
+from optpipe_solver.systems import generate
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "problems" / "bpipe-8x16.json"
+
+
+def peaks(schedule: Schedule) -> list[float]:
+    return [peak.bytes / ACTIVATION for peak in certify(schedule.problem, schedule).device]
+
+
+def moves(schedule: Schedule, kind: Kind) -> list[Op]:
+    return [op for program in schedule.programs for op in program.ops() if op.kind is kind]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize(("times", "transfer"), [((1, 1, 1), 0.5), ((2, 1, 2), 0.25), ((1, 2, 3), 0.0)])
+def test_all_devices_hold_the_published_number_of_activations_in_1f1bs_time(p, rounds, times, transfer):
+    limit = ceil((p + 2) / 2)
+    for m in {p, 2 * p + 1, rounds * p, 3 * p - 1}:
+        problem = paired(units(p, m, times=times), transfer, transfer)
+        schedule, plain = generate("bpipe", problem), generate("1f1b", problem)
+        assert check(problem, schedule) == []
+        assert schedule.makespan_ms == plain.makespan_ms == (m + p - 1) * sum(times)
+        held = peaks(schedule)
+        assert max(held) <= limit
+        evictors = [s for s in range(p) if p - s > limit]
+        assert all(held[s] == limit and p - limit <= held[p - 1 - s] - 1 for s in evictors)  # all p + 1 of the pair are somewhere
+        assert [held[s] for s in range(p) if s not in evictors and p - 1 - s not in evictors] == list(range(p, 0, -1))[
+            len(evictors) : p - len(evictors)
+        ]
+        if p > 3 and m >= 2 * p:
+            assert held[0] == held[p - 1] == limit  # without, 1F1B holds p and 1
+
+
+@pytest.mark.parametrize("p", [4, 7, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 7])
+def test_few_micro_batches_hold_no_more_than_1f1b(p, m):
+    problem = paired(units(p, m), 0.5, 0.5)
+    schedule, plain = generate("bpipe", problem), generate("1f1b", problem)
+    assert check(problem, schedule) == []
+    assert peaks(schedule)[: (p + 1) // 2] == [min(held, ceil((p + 2) / 2)) for held in peaks(plain)[: (p + 1) // 2]]
+    assert max(peaks(schedule)) <= ceil((p + 2) / 2)
+    assert bool(moves(schedule, Kind.E)) == (m > ceil((p + 2) / 2))
+
+
+def test_no_more_leaves_than_has_to():
+    """Of the eight activations that stage 0 of eight has under way, three have to be away, each for twelve ops at most."""
+    problem = paired(units(8, 512), 0.5, 0.5)
+    evicted = [op for op in moves(generate("bpipe", problem), Kind.E) if op.stage == 0]
+    assert len(evicted) <= 512 / 2
+    assert len(evicted) == len({op.microbatch for op in evicted})
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 11), st.integers(1, 30))
+def test_uneven_stages_and_slow_links_are_valid_too(data, p, m):
+    draw: Any = data.draw
+    problem = paired(unevenly(draw, units(p, m)), draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])), draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])))
+    schedule = generate("bpipe", problem)
+    assert check(problem, schedule) == []
+    assert max(peaks(schedule)) <= ceil((p + 2) / 2)
+    assert schedule.makespan_ms >= generate("1f1b", problem).makespan_ms - 1e-9
+
+
+def test_the_papers_example():
+    """Figure of section "Solution": four stages; stage 0 would hold four activations and stage 3 one. Stage 0 holds three."""
+    schedule = generate("bpipe", paired(units(4, 8), 0.5, 0.5))
+    assert {op.stage for op in moves(schedule, Kind.E)} == {0}
+    assert peaks(schedule) == [3, 3, 2, 3]
+    first = schedule.programs[0].texts()
+    assert first[:12] == ["0F0", "0F1", "0E1", "0F2", "0D1", "0F3", "0E3", "0BW0", "0D3", "0L1", "0F4", "0BW1"]
+
+
+def test_any_order_of_devices_will_do():
+    turned = [2, 0, 3, 1]
+    row = units(4, 6)
+    problem = paired(row.replace(stages=[stage.model_copy(update={"device": turned[s]}) for s, stage in enumerate(row.stages)]), 0.5, 0.5)
+    schedule = generate("bpipe", problem)
+    assert check(problem, schedule) == []
+    assert [op.kind.name for op in schedule.programs[1].ops() if op.kind in (Kind.A, Kind.V)][:2] == ["A", "A"]
+
+
+def test_what_is_missing_is_one_sentence():
+    row = units(4, 6)
+    with pytest.raises(InputError, match=r"^devices\[0\]\.peer is missing: bpipe evicts from stage 0 to stage 3, which is on device 3$"):
+        generate("bpipe", row)
+    peers = [{"memory_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
+    with pytest.raises(InputError, match=r"^devices\[0\]\.peer = 1: bpipe evicts from stage 0 to stage 3, which is on device 3$"):
+        generate("bpipe", row.replace(devices=peers))
+    peers[0]["peer"] = 3
+    with pytest.raises(InputError, match=r"^stages\[0\]\.evict_ms is missing: bpipe evicts activations of this stage to device 3$"):
+        generate("bpipe", row.replace(devices=peers))
+    assert check(units(3, 6), generate("bpipe", units(3, 6))) == []  # three stages hold no more than the limit anyway
+
+
+def test_the_page_says_what_the_example_shows():
+    problem = Problem.load(EXAMPLE)
+    shown = {}
+    for name in ("1f1b", "bpipe"):
+        schedule = generate(name, problem)
+        held = [peak.bytes / 1e9 for peak in certify(problem, schedule).device]
+        shown[name] = [f"{schedule.makespan_ms:g}", " ".join(f"{size:g}" for size in held)]
+    assert {row[0]: row[1:] for row in table("systems/bpipe.md", "bpipe-8x16")} == shown
