@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.bench_milp import milp
+from optpipe.cli.bench_pareto import pareto
 from optpipe.cli.bench_solver import jitter, solver
 from optpipe.cli.output import Json, print_json
 
@@ -28,6 +29,7 @@ def bench() -> None:
 app.command()(milp)
 app.command()(solver)
 app.command()(jitter)
+app.command()(pareto)
 
 
 @app.command()

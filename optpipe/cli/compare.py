@@ -141,13 +141,17 @@ def _stages(placement: Placement | None) -> str:
 
 
 def label(row: Row) -> str:
-    """`auto, any (lns)`: the solver's rows say whether stages were free, and what found them."""
+    """`auto, any (lns)`: the solver's rows also say what found them."""
     from optpipe.comparison import SOLVER
 
-    if row.method != SOLVER:
-        return row.method
-    free = ", any" if row.placements == "all" else ""
-    return f"{row.method}{free} ({row.schedule.method})" if row.schedule else f"{row.method}{free}"
+    return f"{title(row)} ({row.schedule.method})" if row.schedule and row.method == SOLVER else title(row)
+
+
+def title(row: Row) -> str:
+    """The method; of the solver's rows, whether stages were free."""
+    from optpipe.comparison import SOLVER
+
+    return f"{row.method}, any" if row.method == SOLVER and row.placements == "all" else row.method
 
 
 def _sizes(problem: Problem) -> str:
@@ -180,11 +184,10 @@ def _require_folder(folder: Path) -> None:
 
 
 def _draw(found: Comparison, folder: Path) -> None:
-    from optpipe.comparison import SOLVER
     from optpipe.problem import write_file
     from optpipe.show.svg import gantt
 
     for row in found.rows:
         if row.schedule:
-            name = re.sub(r"[:,=]", "-", row.method) + ("-any" if row.method == SOLVER and row.placements == "all" else "")
+            name = re.sub(r"[^a-z0-9]+", "-", title(row))
             write_file(folder / f"{name}.svg", gantt(row.schedule, f"{found.problem.name} · {label(row)}".lstrip(" ·")))

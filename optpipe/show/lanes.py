@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.graph import is_transfer
+from optpipe.graph import is_transfer, second_of_pair
 from optpipe.memory import device_bytes
 from optpipe.ops import MARKS, Kind, Op
+from optpipe.problem import Problem
 from optpipe.program import KIND
 from optpipe.schedule import Schedule
 
@@ -38,26 +39,53 @@ NAMES = {
 }
 
 
+DARKEST = 0.42  # of a device's stages the last one's colours are mixed with so much black
+
+
 class Block(NamedTuple):
-    """One op on a lane; times in ms."""
+    """One op on a lane; times in ms. Of two that run together one takes the upper half of the lane, one the lower."""
 
     op: Op
     device: int
     transfer: bool
     start: float
     end: float
+    colour: str
+    half: Literal["", "upper", "lower"] = ""
 
 
 def blocks(schedule: Schedule) -> Iterator[Block]:
     """Every op that takes time, device after device."""
-    timeline = schedule.timeline
-    transfer = is_transfer(timeline.table)
-    rows = zip(
-        timeline.table.tolist(), timeline.device.tolist(), transfer.tolist(), timeline.start.tolist(), timeline.end.tolist(), strict=True
-    )
-    for (kind, stage, microbatch, part, _), device, on_link, start, end in rows:
+    timeline, depth = schedule.timeline, _depths(schedule.problem)
+    table = timeline.table
+    columns = (table, timeline.device, is_transfer(table), second_of_pair(table), timeline.start, timeline.end)
+    for (kind, stage, microbatch, part, joined), device, on_link, second, start, end in zip(*(c.tolist() for c in columns), strict=True):
         if kind not in MARKS:
-            yield Block(Op(Kind(kind), stage, microbatch, part), device, on_link, start, end)
+            colour = _darker(COLOURS[Kind(kind)], depth[stage])
+            yield Block(
+                Op(Kind(kind), stage, microbatch, part),
+                device,
+                on_link,
+                start,
+                end,
+                colour,
+                "upper" if joined else "lower" if second else "",
+            )
+
+
+def several_stages(problem: Problem) -> bool:
+    """Whether some device runs more than one, so that a legend has to say which is which."""
+    return any(_depths(problem))
+
+
+def _depths(problem: Problem) -> list[float]:
+    """(S,) how dark a stage is: of a device's stages the first is not, the last one most."""
+    own = [problem.stages_on(stage.device) for stage in problem.stages]
+    return [DARKEST * stages.index(s) / max(1, len(stages) - 1) for s, stages in enumerate(own)]
+
+
+def _darker(colour: str, share: float) -> str:
+    return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * (1 - share)):02X}" for i in (1, 3, 5))
 
 
 def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:

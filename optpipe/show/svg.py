@@ -7,7 +7,7 @@ from html import escape
 
 from optpipe.memory import certify
 from optpipe.schedule import Schedule
-from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time
+from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time, several_stages
 
 LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 74, 58, 24, 12, 26, 12
 MOST_TITLES = 20_000  # blocks with a tooltip; beyond it the file would be too large to open
@@ -50,7 +50,8 @@ def _head(schedule: Schedule, title: str, width: int) -> Iterator[str]:
         yield f'<text x="{x + 16}" y="40" fill="#333">{NAMES[kind]}</text>'
         x += 30 + 6.4 * len(NAMES[kind])
     yield f'<rect x="{x}" y="32" width="11" height="8" fill="#DCE3EA"/>'
-    yield f'<text x="{x + 16}" y="40" fill="#333">activation memory, limit dashed</text>'
+    darker = "; the later of a device's stages are darker" if several_stages(schedule.problem) else ""
+    yield f'<text x="{x + 16}" y="40" fill="#333">activation memory, limit dashed{darker}</text>'
 
 
 def _axis(horizon: float, scale: float, height: int) -> Iterator[str]:
@@ -67,16 +68,17 @@ def _axis(horizon: float, scale: float, height: int) -> Iterator[str]:
 
 def _block(block: Block, scale: float, top: float, titled: bool) -> str:
     x, width = LEFT + block.start * scale, max((block.end - block.start) * scale, 0.3)
-    height = TRANSFER if block.transfer else COMPUTE
+    height = TRANSFER if block.transfer else COMPUTE // 2 if block.half else COMPUTE
+    top += height if block.half == "lower" else 0
     hint = f"<title>{block.op}: {block.start:.6g} – {block.end:.6g} ms</title>" if titled else ""
     shape = (
-        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{COLOURS[block.op.kind]}"'
+        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{block.colour}"'
         f' stroke="#fff" stroke-width="{0.6 if width > 3 else 0}">{hint}</rect>'
     )
     label = str(block.op.microbatch)
     if width < 6.5 * len(label) + 1:
         return shape
-    size = 8 if block.transfer else 11
+    size = 8 if block.transfer or block.half else 11
     return shape + (
         f'<text x="{x + width / 2:.1f}" y="{top + height / 2 + size * 0.36:.1f}" font-size="{size}"'
         f' text-anchor="middle" fill="#fff" pointer-events="none">{label}</text>'

@@ -25,7 +25,7 @@ def chart(schedule: Schedule, width: int = 100) -> Text:
         for column in range(int(block.start / cell), min(columns - 1, int(block.end / cell)) + 1):
             share = min(block.end, (column + 1) * cell) - max(block.start, column * cell)
             if share > shares[block.device][column][0]:
-                shares[block.device][column] = (share, str(block.op.microbatch % 10), f"white on {COLOURS[block.op.kind]}")
+                shares[block.device][column] = (share, str(block.op.microbatch % 10), f"white on {block.colour}")
     text = Text(no_wrap=True)
     peaks = certify(schedule.problem, schedule).device
     for device, row in enumerate(shares):
