@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HEURISTICS = ("naive", "po-f", "zb-auto", "adaoffload")
+HEURISTICS = ("naive", "zb-auto", "adaoffload")
 WITHIN_MEMORY = ("adaoffload", "zb-auto", "naive")  # those that fit wherever any schedule does, the most promising first
 ENGINES = ("cyclic", "lns", "cpsat", "milp")
 ON_CPSAT = ("cyclic", "lns", "cpsat")  # engines that need ortools; where it is missing, the MILP solves windows, too

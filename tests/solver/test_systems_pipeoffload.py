@@ -8,6 +8,7 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.strategies import looped
 from support.units import ACTIVATION, units
 
 from optpipe import InputError, Kind, Problem, Schedule, certify, check
@@ -15,8 +16,6 @@ from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import collisions, slots
 from optpipe_solver.systems.pipeoffload import longest_lived, peaks_by_stages_offloaded, pipe_offload, uniform_block
 from optpipe_solver.systems.slots import fill, staggered
-
-TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 7.25])
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 5, 8])
@@ -207,28 +206,7 @@ def test_parts_leave_one_by_one():
     assert {round(end - start, 6) for start, end, _, _ in transfers(parts)} == {per_part}
 
 
-@st.composite
-def looped(draw) -> Problem:
-    """Uneven stages, looped, some of which can leave; any links and times, none at all among them."""
-    d, v, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    stages = []
-    for s in range(d * v):
-        ms = {name: draw(TIMES) for name in ("forward_ms", "backward_input_ms", "backward_weight_ms")}
-        leave = {"offload_ms": draw(TIMES), "reload_ms": draw(TIMES), "offload_bytes": 900, "offload_parts": draw(st.integers(1, 3))}
-        held = {"activation_bytes": 1000, "weight_grad_bytes": draw(st.integers(0, 1500))}
-        stages.append({"device": s % d, **ms, **held, **(leave if draw(st.booleans()) else {})})
-    return Problem.from_dict(
-        {
-            "microbatches": m,
-            "p2p_ms": draw(TIMES),
-            "transfer_mode": draw(st.sampled_from(["half_duplex", "full_duplex"])),
-            "devices": [{"memory_bytes": 10**9, "link": draw(st.sampled_from([None, "a", "b"]))} for _ in range(d)],
-            "stages": stages,
-        }
-    )
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(looped())
 def test_any_stages_have_a_schedule_and_transfers_delay_nothing_beyond_the_block(problem):
     for name in ("gis", "gis-h", "po-h", "po-f"):

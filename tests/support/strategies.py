@@ -62,6 +62,27 @@ def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatc
 
 
 @st.composite
+def looped(draw: Any) -> Problem:
+    """One to three uneven stages a device, looped, some of which can leave; any links; memory is ample."""
+    d, v, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    stages = []
+    for s in range(d * v):
+        ms = {name: draw(times) for name in ("forward_ms", "backward_input_ms", "backward_weight_ms")}
+        leave = {"offload_ms": draw(times), "reload_ms": draw(times), "offload_bytes": 900, "offload_parts": draw(st.integers(1, 3))}
+        held = {"activation_bytes": 1000, "weight_grad_bytes": draw(st.integers(0, 1500))}
+        stages.append({"device": s % d, **ms, **held, **(leave if draw(st.booleans()) else {})})
+    return Problem.from_dict(
+        {
+            "microbatches": m,
+            "p2p_ms": draw(times),
+            "transfer_mode": draw(st.sampled_from(["half_duplex", "full_duplex"])),
+            "devices": [{"memory_bytes": AMPLE, "link": draw(st.sampled_from([None, "a", "b"]))} for _ in range(d)],
+            "stages": stages,
+        }
+    )
+
+
+@st.composite
 def schedules(draw: Any, problem: Problem) -> Schedule:
     """Ops in a random order that keeps every dependency, dealt out to the devices: valid whatever the durations are."""
     after: dict[Op, set[Op]] = {}

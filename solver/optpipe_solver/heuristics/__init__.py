@@ -19,7 +19,7 @@ TRIES = 50  # likewise, of small schedules
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
     """A heuristic's best schedule with little effort."""
-    tries = min(TRIES, max(1, ENOUGH // (3 * len(problem.stages) * problem.microbatches)))
+    tries = min(TRIES, max(2, ENOUGH // (3 * len(problem.stages) * problem.microbatches)))
     found = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
     return min(found, key=lambda schedule: value(schedule, objective))
 

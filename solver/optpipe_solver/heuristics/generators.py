@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from math import ceil
+from time import monotonic
 from typing import Protocol
 
 from optpipe.child import Objective
 from optpipe.errors import InputError
 from optpipe.memory import certify
+from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver import systems
-from optpipe_solver.heuristics.listed import MANY, listed
+from optpipe_solver.heuristics.listed import MANY
 from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.search import descend, value
+from optpipe_solver.heuristics.tolerance import tolerated
 
 Shares = tuple[float, ...]
 NEVER = float("inf")
@@ -40,32 +43,17 @@ def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER)
     gradients fill what is idle. Never worse than the handcrafted ZB-H1 and ZB-H2 where these fit."""
     aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0), "alike": (False, True)}
     descent = descend(problem, objective, _starts(problem, [Policy()]), aspects, "zb-auto", deadline)
-    if begin := [*islice(descent, 1), *_handcrafted(problem)]:
+    if begin := [*islice(descent, 1), *_published(problem, ("zb-h1", "zb-h2"), "zb-auto", deadline)]:
         yield min(begin, key=lambda schedule: value(schedule, objective))
     yield from descent
 
 
-def _handcrafted(problem: Problem) -> Iterator[Schedule]:
-    for name in ("zb-h1", "zb-h2"):
-        with suppress(InputError):  # other stages than they are for
-            schedule = replace(systems.generate(name, problem), method="zb-auto")
-            if certify(problem, schedule).fits:
-                yield schedule
-
-
-def pipe_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """PO-F, PipeOffload with every activation offloaded (Wan et al. 2025): it leaves after its forward and comes back for its backward,
-    which is not split; as many micro-batches in flight as in 1F1B."""
-    yield from _one(problem, _everything_leaves(problem), "po-f", deadline)
-
-
 def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """AdaOffload (OptPipe, Algorithm 1): forwards as dense as memory and transfers allow, before the first backward and beyond what it
-    would wait for; then an offload after each forward and a reload before its backward, as in PipeOffload (Wan et al. 2025).
+    """AdaOffload (OptPipe, Algorithm 1): before its first backward a stage runs the forwards that memory admits, as many as delay that
+    backward by the tolerance T at most; then an offload after each forward and a reload before its backward, as in PipeOffload.
 
-    The tolerance T of the paper, which says how far forwards may delay the first backward, is the limit of what is in flight here. That,
-    the share of activations that leave or are computed again, and how early a reload starts are searched by simulation, from PO-F's own
-    policy as well, so that it is never worse.
+    T (`tolerated`), what may be in flight, the share of activations that leave or are computed again, and how early a reload starts are
+    searched by simulation. Where PO-H and PO-F (Wan et al. 2025) are for these stages and fit, it is never worse than they are.
     """
     can_offload, can_recompute = problem.costs.can_offload.tolist(), problem.costs.can_recompute.tolist()
     offloads, recomputes = _shares(problem, can_offload), _shares(problem, can_recompute)
@@ -80,27 +68,37 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
         "patience": (0.0, 0.5, 1.0),
         "eager": (1.0, 1.5, 2.5),
         "alike": (False, True),
+        "before": _tolerances(problem),
     }
-    yield from descend(problem, objective, _starts(problem, starts or [Policy()]), aspects, "adaoffload", deadline)
+    descent = descend(problem, objective, _starts(problem, starts or [Policy()]), aspects, "adaoffload", deadline)
+    for first in islice(descent, 1):
+        yield first
+        others = sorted(_published(problem, ("po-h", "po-f"), "adaoffload", deadline), key=lambda schedule: value(schedule, objective))
+        yield from (schedule for schedule in others[:1] if value(schedule, objective) < value(first, objective))
+    yield from descent
 
 
 STREAMS: dict[str, Stream] = {
     "naive": naive,
-    "po-f": pipe_offload,
     "zb-auto": zero_bubble,
     "adaoffload": ada_offload,
 }
 
 
+def _published(problem: Problem, names: Sequence[str], method: str, deadline: float) -> Iterator[Schedule]:
+    """The systems among these that are for the problem's stages and fit, as this method's."""
+    for name in names:
+        if monotonic() > deadline:
+            return
+        with suppress(InputError):  # other stages than it is for
+            schedule = replace(systems.generate(name, problem), method=method)
+            if certify(problem, schedule).fits:
+                yield schedule
+
+
 def _everything_leaves(problem: Problem) -> Policy:
     everything = tuple(float(can) for can in problem.costs.can_offload.tolist())
     return Policy(in_flight=_to_the_end(problem, 1, 0), split=False, offload=everything)
-
-
-def _one(problem: Problem, policy: Policy, method: str, deadline: float) -> Iterator[Schedule]:
-    schedule = listed(problem, policy, method, deadline)
-    if schedule:
-        yield schedule
 
 
 def _starts(problem: Problem, policies: list[Policy]) -> list[Policy]:
@@ -128,6 +126,12 @@ def _to_the_end(problem: Problem, factor: float, more: int) -> tuple[int, ...]:
 def _limits(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
     """How many micro-batches may be in flight at each stage."""
     return (None, *(_to_the_end(problem, factor, more) for factor, more in ((1, 0), (1, 1), (1.5, 0), (2, -1), (0.75, 0), (0.75, 1))))
+
+
+def _tolerances(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
+    """AdaOffload's T: none, as a device does not make a backward wait for forwards anyway; a third of the longest F, B and W; all of it."""
+    longest_ms = float(problem.costs.ms[[Kind.F, Kind.BW]].sum(axis=0).max())
+    return (None, tolerated(problem, longest_ms / 3), tolerated(problem, longest_ms))
 
 
 def _shares(problem: Problem, can: list[bool]) -> tuple[Shares, ...]:

@@ -55,6 +55,7 @@ class Listing:
         self.weights: list[deque[tuple[int, int]]] = [deque() for _ in range(devices)]
         self.coming: list[list[float]] = [[] for _ in range(devices)]  # when the next gradients arrive
         self.in_flight = [0] * len(problem.stages)
+        self.returning = [False] * len(problem.stages)  # whether a stage has begun with its backwards
         self.turn = [m + j for j in range(m)]
         self.admitted = 0
         passing = (costs.before[costs.route] != -2).sum(axis=0)  # (S,) micro-batches
@@ -147,6 +148,8 @@ class Listing:
         """Starts the best op, if the device is idle."""
         if self.busy[d]:
             return
+        if self._fills(d) and self._start_forward(d):
+            return
         if self._start_backward(d) or self._start_forward(d) or not self.weights[d]:
             return
         stage, j = self.weights[d][0]
@@ -154,6 +157,11 @@ class Listing:
         if not (self.coming[d] and self.coming[d][0] - self.now < patience):
             self.weights[d].popleft()
             self._start(W, stage, j, 0)
+
+    def _fills(self, d: int) -> bool:
+        """Whether a stage's first backward, which has its gradient, is to wait for forwards."""
+        most = self.policy.before
+        return most is not None and any(not self.returning[s] and self.in_flight[s] < most[s] for _, _, s in self.backwards[d])
 
     def _start(self, kind: Kind, stage: int, j: int, taken: int) -> None:
         d, k, last = self.device[stage], self.position[j][stage], len(self.route[j]) - 1
@@ -188,6 +196,7 @@ class Listing:
             del self.relief[stage, j]
             self.links.forget(stage, j)
             self.in_flight[stage] -= 1
+            self.returning[stage] = True
             self._start(kind, stage, j, grows if kind == B else 0)
             return True
         for _, j, stage in self.backwards[d]:

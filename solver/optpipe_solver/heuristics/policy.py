@@ -13,6 +13,7 @@ class Policy:
     """What a heuristic wants. Sequences have an entry a stage; None limits nothing, or relieves nothing."""
 
     in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
+    before: Sequence[int] | None = None  # forwards that a stage starts, if it can, before its first backward, though that may wait for them
     split: bool = True  # B and W, or both fused
     offload: Sequence[float] | None = None  # share of the micro-batches whose activation leaves, where there is time for it
     recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again
