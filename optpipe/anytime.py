@@ -204,6 +204,10 @@ def improve(
     varying by that share (standard deviation). `memory_mib` limits what the solver's processes hold together.
     Raises `InputError` for an argument out of range; an unknown method is known to be one when the first result is asked for.
     """
+    if warm_start is not None and not isinstance(warm_start, Schedule):
+        raise InputError(
+            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load reads a file)"
+        )
     try:
         request = Request(
             problem=problem,
@@ -212,14 +216,14 @@ def improve(
             time_limit_s=time_limit,
             threads=(os.cpu_count() or 1) if threads is None else threads,
             seed=seed,
-            warm_start=Programs.of(warm_start) if warm_start else None,
+            warm_start=Programs.of(warm_start) if warm_start is not None else None,
             solver=solver,
             placements=placements,
             jitter=jitter,
             memory_mib=memory_mib,
         )
     except ValidationError as error:
-        raise input_error(error, "improve") from None
+        raise InputError(str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
     return Search(request)
 
 

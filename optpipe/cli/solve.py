@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
@@ -60,6 +61,7 @@ def solve(
 ) -> None:
     """Find the best schedule within the time. Ctrl-C ends the search and keeps the best so far."""
     from optpipe.anytime import Result, improve
+    from optpipe.errors import InputError
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
@@ -75,19 +77,22 @@ def solve(
         result = Result("optimal", hit.schedule, objective.value, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
     else:
         start = start or (hit.schedule if hit else None)
-        search = improve(
-            what,
-            method=method,
-            time_limit=time_limit,
-            threads=threads,
-            objective=objective.value,
-            warm_start=start,
-            seed=seed,
-            solver=solver,
-            placements=placements.value,
-            jitter=jitter,
-            memory_mib=memory_mib,
-        )
+        try:
+            search = improve(
+                what,
+                method=method,
+                time_limit=time_limit,
+                threads=threads,
+                objective=objective.value,
+                warm_start=start,
+                seed=seed,
+                solver=solver,
+                placements=placements.value,
+                jitter=jitter,
+                memory_mib=memory_mib,
+            )
+        except InputError as error:  # of an argument: the user knows it as an option
+            raise InputError(re.sub(r"^improve: (\w+)", lambda found: f"--{found[1].replace('_', '-')}", str(error))) from None
         result = _follow(search, time_limit, quiet=json)
     if cache and result.schedule:
         found = result.schedule
