@@ -20,6 +20,7 @@ from optpipe_solver.heuristics import STREAMS, value
 
 POLICIES = 6  # of AdaOffload that judge a partition
 GRAIN = 40  # steps from none to all of a weight
+ROUNDING = 0.01  # of a sum: stages and their layers may be measured on their own
 MOST_MOVES = 240  # from one partition; of more a sample is tried
 
 SHAPES: tuple[Shape, ...] = ("looped", "v")
@@ -41,6 +42,18 @@ def given(problem: Problem) -> Placement | None:
     if shape is None or ends[-1] != len(layers):
         return None
     return Placement(chunks=chunks, shape=shape, layers=tuple(np.diff(ends).tolist()))
+
+
+def mismatch(problem: Problem) -> str | None:
+    """Where the layers are not what the given stages are made of: stages cut from them would be those of another model."""
+    names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "weight_grad_bytes")
+    for name in names:
+        layers, stages = (sum(getattr(costs, name) for costs in these) for these in (problem.layers or (), problem.stages))
+        rounded = len(problem.stages) if name.endswith("_bytes") else 0
+        if abs(layers - stages) > ROUNDING * max(layers, stages) + rounded:
+            sums = f"{layers:.6g}, those of the stages to {stages:.6g}"
+            return f"layers: their {name} add up to {sums}; the stages given must be made of these layers"
+    return None
 
 
 def _figures(costs: StageCosts) -> Floats:

@@ -18,7 +18,7 @@ from optpipe.placement import Placement
 from optpipe.problem import Problem, Stage
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.methods import ENGINES
-from optpipe_solver.partitions import SHAPES, Climb, given, no_partition_fits, partition_bound
+from optpipe_solver.partitions import SHAPES, Climb, given, mismatch, no_partition_fits, partition_bound
 from optpipe_solver.portfolio import OPS_PER_S, WORTHWHILE_S, Emit, Portfolio
 from optpipe_solver.seeds import is_system
 from optpipe_solver.systems import SYSTEMS, parse
@@ -51,9 +51,12 @@ class PlacementSearch:
 
     def __init__(self, request: Request, emit: Emit) -> None:
         self.request, self.emit = request, emit
+        if self.cuts_layers and (complaint := mismatch(request.problem)):
+            raise InputError(complaint)
         self.deadline = time.monotonic() + request.time_limit_s
         self.best_ms, self.bound_ms = float("inf"), float("-inf")
         self.told: set[str] = set()
+        self.on_given = ""  # the latest note on the stages as given
         self.keep = Candidate(None, request.problem)
         self.candidates: list[Candidate] = []  # all of them, or none as long as they are not all known
         self.for_all_ms = partition_bound(request.problem, request.objective) if self.cuts_layers else float("inf")
@@ -98,7 +101,9 @@ class PlacementSearch:
         for candidate in self.ranked():  # the next ones only where the best is proven for its placement before time is up
             self.search(candidate, method, planned if self.request.threads == 1 else 1.0)
             if self.request.threads == 1:  # one search in one order, whatever the clock says
-                return
+                break
+        if self.best_ms == float("inf") and self.on_given:
+            self.emit(Note(text=self.on_given))  # the last word is taken for the reason
 
     def on_its_stages(self) -> Candidate:
         """Where the published schedule that is named runs."""
@@ -247,6 +252,7 @@ class PlacementSearch:
         """Once, with the placement where it came up first."""
         if text not in self.told:
             self.told.add(text)
+            self.on_given = self.on_given if placement else text
             self.emit(Note(text=f"{placement}: {text}" if placement else text))
 
 

@@ -111,7 +111,8 @@ def test_it_is_infeasible_only_where_every_placement_is():
 
 
 def test_fewer_layers_than_devices_leave_the_stages_as_they_are():
-    problem = pipeline().replace(layers=[{"forward_ms": 1.0, **FEW}] * 3)
+    one, two = ({name: share * value for name, value in ({"forward_ms": 1.0} | FEW).items()} for share in (1, 2))
+    problem = pipeline().replace(layers=[one, one, two])
     frames = run(problem)
     assert all(schedule.placement is None for schedule in found(problem, frames))
     assert max(bounds(frames)) >= 27.0
