@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+
+from pydantic import ValidationError
 
 from optpipe.anytime import solve
 from optpipe.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
-from optpipe.errors import InputError
+from optpipe.errors import InputError, input_error
 from optpipe.memory import Certificate, Peak, certify
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -99,29 +102,30 @@ def compare(
     With `placements="all"` each system runs on the stages that it is for, and `solve` searches both for the stages as given and for any;
     each search takes up to `time_limit` seconds. `told` hears of each row as it comes. Raises `InputError` for what is no method.
     """
+    names = [SOLVER] if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
+    for name in names:
+        if len(name.split()) != 1:
+            raise InputError(f"methods: {name!r} is no method's name")
+    try:
+        request = Request(problem=problem, method=" ".join(names), time_limit_s=time_limit, threads=threads or 1, placements=placements)
+    except ValidationError as error:
+        raise InputError(str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
+    searches: tuple[Placements, ...] = ("keep", "all") if placements == "all" else ("keep",)
+    found = chain(
+        _made(request) if names else (),
+        (_solved(problem, time_limit, threads, free) for free in searches if methods is None or SOLVER in methods),
+    )
     rows = []
-    for row in _rows(problem, methods, time_limit, threads, placements):
+    for row in found:
         rows.append(row)
         if told:
             told(row)
     return Comparison.of(problem, rows)
 
 
-def _rows(problem: Problem, methods: Sequence[str] | None, time_limit: float, threads: int | None, placements: Placements) -> Iterator[Row]:
-    names = None if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
-    if names is None or names:
-        yield from _made(problem, names, placements)
-    if methods is None or SOLVER in methods:
-        for free in ("keep", "all") if placements == "all" else ("keep",):
-            yield _solved(problem, time_limit, threads, free)
-
-
-def _made(problem: Problem, names: Sequence[str] | None, placements: Placements) -> Iterator[Row]:
+def _made(request: Request) -> Iterator[Row]:
     """From one process that makes them all."""
-    for name in names or ():
-        if not name or len(name.split()) != 1:
-            raise InputError(f"methods: {name!r} is no method's name")
-    request = Request(problem=problem, method=SOLVER if names is None else " ".join(names), placements=placements)
+    problem, placements = request.problem, request.placements
     with contextlib.closing(Child(MAKER, request)) as child:
         bounds: dict[str, float] = {}
         for frame in child.frames():

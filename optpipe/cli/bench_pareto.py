@@ -41,20 +41,20 @@ def pareto(
     what = Problem.load(problem)
     sizes = _sizes(what, budgets)
     found = {name: watched(_with_memory(what, size), None, time_limit, threads, "all", quiet=json) for name, size in sizes.items()}
-    verdicts = [verdict for name in found for verdict in _verdicts(name, found[name])]
+    told = [verdict for name in found for verdict in verdicts(name, found[name])]
     if svg:
         write_file(svg, _picture(what, found, sizes))
     if json:
         rows = {name: [figures(row) for row in one.rows] for name, one in found.items()}
-        print_json({"problem": what.name, "budgets": sizes, "rows": rows, "behind": [text for text, behind in verdicts if behind]})
+        print_json({"problem": what.name, "budgets": sizes, "rows": rows, "behind": [text for text, behind in told if behind]})
     else:
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else WIDTH)
         console.print(_table(found, sizes))
-        for text, _ in verdicts:
+        for text, _ in told:
             typer.echo(text)
-    if any(behind for _, behind in verdicts):
+    if any(behind for _, behind in told):
         raise typer.Exit(1)
 
 
@@ -87,7 +87,7 @@ def _with_memory(problem: Problem, size: int) -> Problem:
     return problem.replace(devices=[device.model_copy(update={"memory_bytes": size}) for device in problem.devices])
 
 
-def _verdicts(budget: str, found: Comparison) -> list[tuple[str, bool]]:
+def verdicts(budget: str, found: Comparison) -> list[tuple[str, bool]]:
     """At one budget, the solver on any stages against all that fits, and on the given ones against what runs on these: what to say, and
     whether it is behind."""
     from optpipe.comparison import SOLVER

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from optpipe import Problem, comparison
 from optpipe.cli import main as cli
+from optpipe.cli.bench_pareto import verdicts
 from optpipe.cli.compare import names
+from optpipe.show.pareto import Point, chart, frontier
+from optpipe_solver import systems
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 PROBLEM = str(EXAMPLES / "fastlink-4x8.json")
@@ -38,7 +42,7 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
     assert columns.split() == ["method", "makespan", "span", "bubble", "peak", "gap", "stages"]
     assert all(re.match(r"auto(, any)? \(\S+\) ", row) for row in rows[:2])
     assert [row.split()[0] for row in rows[2:]] == ["naive", "zb-v", "gpipe", "1f1b-recompute"]
-    assert re.search(r"15 GB +[\d.]+%  (as given|\d looped|\d V-shaped)$", rows[0])
+    assert re.search(r"[\d.]+ GB +[\d.]+%  (as given|\d looped|\d V-shaped)$", rows[0])
     assert re.search(r"40 GB +as given +needs 40000000000 of 15000000000 bytes on device 0$", rows[-2])
     assert "stages[0].recompute_ms is missing" in rows[-1]
 
@@ -68,7 +72,7 @@ def test_as_json_with_pictures(run, tmp_path):
         (("nothing.json",), "error: nothing.json: No such file or directory"),
         ((PROBLEM, "--methods", "gpipe,2f2b"), "error: method = '2f2b': the methods are auto, naive, "),
         ((PROBLEM, "--methods", ""), "error: methods: '' is no method's name"),
-        ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: improve: time_limit_s = -1.0: "),
+        ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: compare: time_limit = -1.0: "),
         ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be made: "),
     ],
 )
@@ -89,3 +93,60 @@ def test_a_users_mistake_is_one_sentence(run, words, told):
 )
 def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
     assert names(methods) == apart
+
+
+def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypatch, capsys):
+    picture, figures, codes = tmp_path / "pareto.svg", [], []
+    for more in (["--svg", str(picture)], ["--json"]):
+        words = ["bench", "pareto", PROBLEM, "--budgets", "ample,0.5", "--time-limit", "1.5", "--threads", "2", *more]
+        monkeypatch.setattr(sys, "argv", ["optpipe", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        codes.append(ended.value.code or 0)
+        figures.append(capsys.readouterr().out)
+    table, answer = figures[0].splitlines(), json.loads(figures[1])
+    assert answer["budgets"] == {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}
+    assert codes == [int("BEHIND" in figures[0]), int(answer["behind"] != [])]  # in so little time it may be
+    assert table[0].split() == ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"]
+    verdicts = [line for line in table if "the frontier, " in line]
+    assert [line.split(":")[0] for line in verdicts] == [
+        f"{budget}, {stages}" for budget in ("ample", "0.5 M") for stages in ("any stages", "the stages as given")
+    ]
+    assert all(re.search(r"(on|ahead of|BEHIND) the frontier, [\d.]+ ms against [\d.]+ ms by \S+$", line) for line in verdicts)
+    for budget, size in answer["budgets"].items():
+        assert all(max(row["peak_bytes"]) <= size for row in answer["rows"][budget] if row["fits"])
+    drawn = picture.read_text(encoding="utf-8")
+    assert all(text in drawn for text in (">1f1b<", ">OptPipe, any stages<", "0.5 M: 10 GB", "ample: 40 GB"))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "told"),
+    [("half", "error: budgets: 'half': expected shares of M above 0, or ample\n"), ("1,-2", "error: budgets: '-2': expected shares")],
+)
+def test_a_budget_is_a_share_or_ample(monkeypatch, capsys, budgets, told):
+    monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "pareto", PROBLEM, "--budgets", budgets])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_being_behind_is_said():
+    problem = Problem.load(PROBLEM)
+    late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
+    rows = [comparison.Row("auto", free, late) for free in ("all", "keep")]
+    found = comparison.Comparison.of(problem, [*rows, comparison.Row("zb-h2", schedule=soon)])
+    (first, behind), (second, again) = verdicts("1 M", found)
+    assert behind
+    assert again
+    assert first == f"1 M, any stages: BEHIND the frontier, {late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"
+    assert second.startswith("1 M, the stages as given: BEHIND ")
+
+
+def test_the_frontier_is_what_no_other_betters():
+    points = [Point("a", 10, 5.0), Point("b", 5, 9.0), Point("c", 7, 9.0), Point("d", 20, 5.0), Point("e", 3, 20.0), Point("f", 10, 6.0)]
+    assert [point.name for point in frontier(points)] == ["e", "b", "a"]
+    drawn = chart(points, {"ours & theirs": [Point("x", 4, 6.0)]}, {"all": 30}, "t")
+    assert "ours &amp; theirs" in drawn
+    assert drawn.count("<circle") == 2 + 1 + 6 - 3  # legend, ours, and theirs but for those of more than 1.7 times the shortest
+    assert "not drawn: b 9 ms, 5 B; c 9 ms, 7 B; e 20 ms, 3 B" in drawn

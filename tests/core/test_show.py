@@ -1,4 +1,5 @@
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -55,3 +56,29 @@ def test_the_terminal_shows_who_runs_when():
 
 def test_bytes_are_readable():
     assert [bytes_text(size) for size in (0, 999, 1000, 1.5e6, 15e9, 2e12)] == ["0 B", "999 B", "1 kB", "1.5 MB", "15 GB", "2 TB"]
+
+
+def test_a_devices_stages_differ_in_shade_and_a_pairs_ops_share_the_lane():
+    problem = Problem.from_dict(
+        {
+            "microbatches": 2,
+            "devices": [{"memory_bytes": 10}],
+            "overlap_factor": 0.8,
+            "stages": [
+                {"device": 0, "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 1}
+                | {"weight_grad_bytes": 1}
+            ]
+            * 2,
+        }
+    )
+    schedule = Schedule.parse(problem, [["0F0", "1F0", "0F1+1BW0", "1F1", "0BW0", "1BW1", "0BW1"]])
+    drawn = {str(block.op): block for block in blocks(schedule)}
+    assert len({drawn[op].colour for op in ("0F0", "1F0", "0BW0", "1BW0")}) == 4
+    assert drawn["0F0"].colour == drawn["0F1"].colour
+    assert [drawn[op].half for op in ("0F0", "0F1", "1BW0", "1F1")] == ["", "upper", "lower", ""]
+    picture = gantt(schedule)
+    assert "the later of a device's stages are darker" in picture
+    boxes = re.findall(r'y="(\d+)" width="[\d.]+" height="(\d+)"[^>]*><title>(\w+):', picture)
+    tops = {op: (int(top), int(height)) for top, height, op in boxes}
+    assert tops["0F1"][1] == tops["1BW0"][1] == tops["0F0"][1] / 2
+    assert tops["1BW0"][0] == tops["0F1"][0] + tops["0F1"][1]
