@@ -281,10 +281,8 @@ class WindowModel:
         budget.allot(solver, seconds)
         solver.parameters.random_seed = seed
         solver.parameters.stop_after_first_solution = any_will_do
-        solver.parameters.linearization_level = 0  # with a relaxation by lines it takes three times as long, or nine
-        solver.parameters.use_strong_propagation_in_disjunctive = (
-            self.order == "ranks"
-        )  # refutes in less than half the time, finds in twice
+        solver.parameters.linearization_level = 0  # with a relaxation by lines it takes several times as long
+        solver.parameters.use_strong_propagation_in_disjunctive = self.order == "ranks"  # refutes sooner, finds later
         if on_bound:
             solver.best_bound_callback = lambda bound: on_bound(round(bound))
         status = solver.solve(self.model, _Watch(self, on_better) if on_better else None)
