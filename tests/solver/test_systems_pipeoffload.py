@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from itertools import pairwise, product
 from math import ceil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +19,8 @@ from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import collisions, slots
 from optpipe_solver.systems.pipeoffload import longest_lived, peaks_by_stages_offloaded, pipe_offload, uniform_block
 from optpipe_solver.systems.slots import fill, staggered
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 4, 5, 8])
@@ -153,6 +158,20 @@ def test_half_of_the_stages_offloaded_leaves_about_a_quarter():
     saved = [a - b for a, b in pairwise(peaks)]
     assert all(a + 1 >= b for a, b in pairwise(saved))  # each stage saves less than the one before
     assert saved[0] > 4 * saved[-1] > 0
+
+
+def test_the_picture_of_it_is_of_today():
+    drawn = runpy.run_path(str(DOCS / "better_than_linear.py"))["picture"]()
+    assert (DOCS / "pictures" / "systems" / "better-than-linear.svg").read_text() == drawn
+
+
+def test_the_page_tells_the_peaks():
+    page = (DOCS / "systems" / "pipeoffload.md").read_text()
+    for row in re.findall(r"^\| (\d) ((?:\| \d+(?: / \d+){3} )+)\|$", page, re.MULTILINE):
+        for d, cell in zip((4, 8, 16, 32), row[1].strip("| ").split("|"), strict=True):
+            problem = offloading(d, d + 2, int(row[0]))
+            assert [f"{peak(generate(name, problem)):g}" for name in ("gis", "gis-h", "po-h", "po-f")] == cell.strip().split(" / ")
+    assert page.count(" / 3 |") == 16
 
 
 @pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
