@@ -29,6 +29,7 @@ bench: setup
 
 pictures: setup
 	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/better_than_linear.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -1,12 +1,90 @@
-"""Draws the README's pictures again: `make pictures`. PipeOffload and the solver's best, at the same memory and on one time axis."""
+"""Draws the docs' pictures again: `make pictures`, or `python docs/pictures.py NAME...` for some systems.
 
+PipeOffload and the solver's best for the README, at the same memory and on one time axis; and each published schedule on the problem of its
+paper's figure, so that the two can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import sys
 from pathlib import Path
+from typing import Any
 
 from optpipe import Problem, Schedule, solve
+from optpipe.placement import Shape
 from optpipe.show.svg import gantt
+from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
 PROBLEM = Problem.load(HERE.parent / "examples" / "problems" / "fastlink-4x8.json")
+ACTIVATION = 1000  # bytes of one stage's
+
+
+def units(
+    p: int,
+    m: int,
+    v: int = 1,
+    shape: Shape = "looped",
+    *,
+    times: tuple[float, float, float] = (1, 1, 1),
+    memory: int = 10**6,
+    peers: bool = False,
+    overlap_factor: float | None = None,
+    **costs: Any,
+) -> Problem:
+    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W, messages nothing. `memory` in activations.
+    `costs` are further fields of a device's stages together."""
+    forward, backward, weight = (v * time for time in times)
+    stage = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight}
+    stage |= {"activation_bytes": v * ACTIVATION, "weight_grad_bytes": v * ACTIVATION, **costs}
+    device = {"memory_bytes": memory * ACTIVATION}
+    devices = [device | ({"peer": p - 1 - d} if peers else {}) for d in range(p)]
+    content = {"microbatches": m, "devices": devices, "stages": [{"device": d, **stage} for d in range(p)]}
+    return Problem.from_dict(content | ({"overlap_factor": overlap_factor} if overlap_factor else {})).rechunk(v, shape)
+
+
+def leaving(ms: float, v: int = 1) -> dict[str, Any]:
+    return {"offload_ms": v * ms, "reload_ms": v * ms, "offload_bytes": v * ACTIVATION}
+
+
+def again(ms: float, stays: int, v: int = 1) -> dict[str, Any]:
+    return {"recompute_ms": v * ms, "checkpoint_bytes": stays}
+
+
+SURVEY, V_SHAPES = "the survey's figure", "Qi et al. 2024, figure of the V schedules"
+
+# By method: the problem of the paper's figure, and which figure that is.
+FIGURES: dict[str, tuple[Problem, str]] = {
+    "naive": (units(4, 1, times=(1, 0.5, 0.5)), SURVEY),
+    "gpipe": (units(4, 8, times=(1, 0.5, 0.5)), SURVEY),
+    "1f1b": (units(4, 8, times=(1, 0.5, 0.5)), SURVEY),
+    "interleaved": (units(4, 8, 2), "Megatron-LM, figure 4"),
+    "1f1b-recompute": (units(4, 8, **again(1, ACTIVATION // 5)), "no figure"),
+    "zb-h1": (units(4, 8), "Qi et al. 2023, figure 3 (top)"),
+    "zb-h2": (units(4, 8), "Qi et al. 2023, figure 3 (bottom)"),
+    "zb-auto": (units(4, 8, memory=5), "no figure"),
+    "zb-v": (units(4, 8, 2, "v"), V_SHAPES),
+    "v-half": (units(4, 8, 2, "v"), V_SHAPES),
+    "v-min": (units(4, 8, 2, "v"), V_SHAPES),
+    "dualpipe": (units(8, 20, shape="bidirectional", overlap_factor=1.0), "DeepSeek-V3, figure 5"),
+    "dualpipe-v": (units(4, 10, 2, "v", overlap_factor=1.0), "DualPipeV"),
+    "gis": (units(4, 8, 2), "PipeOffload, figure 5"),
+    "gis-h": (units(4, 8, 2), "PipeOffload, figure 6"),
+    "po-h": (units(4, 8, 2, **leaving(1.5, 2)), "PipeOffload, figure 7"),
+    "po-f": (units(8, 16, **leaving(1.5)), "PipeOffload, figure 14"),
+    "adaoffload": (PROBLEM, "no figure"),
+    "chronos": (units(4, 8, 2), "Lin et al., figure 5 (a)"),
+    "chronos-recomp": (units(8, 8, 2, **again(1, 0, 2)), "Lin et al., figure 6 (b)"),
+    "chronos-zero2": (units(4, 8, 2), "Lin et al., figure 7"),
+    "bpipe": (units(4, 8, peers=True, evict_ms=0.5, load_ms=0.5, evict_bytes=ACTIVATION), "BPipe, figure in “Solution”"),
+}
+
+
+def figure(method: str) -> str:
+    """The picture of a published schedule or a heuristic."""
+    problem, source = FIGURES[method]
+    schedule = systems.generate(method, problem) if method in systems.SYSTEMS else heuristics.generate(method, problem)
+    return gantt(schedule, f"{method}, as in {source}" if source != "no figure" else method)
 
 
 def best(method: str, time_limit: float) -> Schedule:
@@ -15,11 +93,18 @@ def best(method: str, time_limit: float) -> Schedule:
     return schedule
 
 
-def main() -> None:
+def before_and_after() -> None:
     before, after = best("po-f", 20), best("auto", 30)
     for name, title, schedule in (("before", "Before: PipeOffload", before), ("after", "After: OptPipe's schedule, same memory", after)):
         (HERE / "pictures" / f"{name}.svg").write_text(gantt(schedule, title, until_ms=before.makespan_ms))
         print(f"{name}: {schedule.makespan_ms:g} ms by {schedule.method}")
+
+
+def main() -> None:
+    for name in sys.argv[1:] or FIGURES:
+        (HERE / "pictures" / "systems" / f"{name}.svg").write_text(figure(name))
+    if not sys.argv[1:]:
+        before_and_after()
 
 
 if __name__ == "__main__":
