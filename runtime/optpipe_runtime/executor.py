@@ -50,13 +50,13 @@ class Executor:
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._layout, self._stages, self._device = rank, rank.layout, rank.stages, rank.device
-        self._mail, self._pool = rank.mail, rank.pool
+        self._mail, self._pool, self._peers = rank.mail, rank.pool, rank.peers
         self._clock = Clock(rank.device)
 
     @property
     def idle(self) -> bool:
         """Between steps: nothing is kept that a plan put there. Only then a plan may be swapped."""
-        return self._mail.idle and all(stage.idle for stage in self._stages.values())
+        return self._mail.idle and self._peers.idle and all(stage.idle for stage in self._stages.values())
 
     def run(self, plan: Plan, inputs: Any, targets: Any, trace: bool = False) -> StepReport:
         """One step: losses, and gradients of the mean loss added to the parameters' `.grad`.
@@ -72,6 +72,7 @@ class Executor:
             stage.start_step(staying, plan.problem.stages[s].offload_parts)
         self._mail.start_step()
         self._pool.start_step()
+        self._peers.start_step(plan.guests)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -80,8 +81,11 @@ class Executor:
         for action in plan.actions:
             for message, source in action.post:
                 self._mail.post(message, source, self._specs(message))
-            self._run(step, action)
-            step.count(action.op, self._stages[action.op.stage].held_bytes(action.op.microbatch))
+            if action.op.stage in self._stages:
+                self._run(step, action)
+            else:
+                self._host(step, action.op)
+            step.count(action.op, self._held_bytes(action.op))
         self._mail.flush()
         ended = self._clock.mark()
         self._clock.settle()
@@ -97,7 +101,7 @@ class Executor:
         )
 
     def _run(self, step: _Step, action: Action) -> None:
-        """One op; what it needs is taken before its time starts, what it makes is sent at once."""
+        """One op of an own stage; what it needs is taken before its time starts, what it makes is sent at once."""
         kind, s, j, part = action.op
         stage, ends = self._stages[s], self._layout.after(s, j) is None
         received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
@@ -122,10 +126,29 @@ class Executor:
                 stage.drop(j, part)
             case Kind.R:
                 copies = stage.reload(j, part)
+            case Kind.E:
+                copies = stage.evict(j, self._peers)
+            case Kind.L:
+                copies = stage.reload(j, 0)
         del received
         step.times.append((action.op, start, self._clock.mark(), copies))
         if action.sends is not None and action.to is not None:
             self._mail.send(action.sends, made, action.to, self._sent_specs(action.op))
+
+    def _host(self, step: _Step, op: Op) -> None:
+        """A or V: room for what another rank evicts."""
+        start = self._clock.mark()
+        if op.kind == Kind.A:
+            blocks = self._rank.passages[op.stage, self._layout.microbatch_routes[op.microbatch]].leaving
+            self._peers.accept(self._layout.placement[op.stage], (op.stage, op.microbatch), [size for size in blocks if size])
+        else:
+            self._peers.vacate((op.stage, op.microbatch))
+        step.times.append((op, start, self._clock.mark(), ()))
+
+    def _held_bytes(self, op: Op) -> int:
+        if op.stage in self._stages:
+            return self._stages[op.stage].held_bytes(op.microbatch)
+        return self._peers.held_bytes((op.stage, op.microbatch))
 
     def _specs(self, message: Message) -> Sequence[Spec]:
         """What a stage here receives: its inputs, or the gradients of those of its outputs that require one."""

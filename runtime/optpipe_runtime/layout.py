@@ -1,4 +1,4 @@
-"""`Layout`: where a pipeline's stages are, and which of them each micro-batch passes."""
+"""`Layout`: where a pipeline's stages are, which of them each micro-batch passes, and where ranks may evict to."""
 
 from __future__ import annotations
 
@@ -13,25 +13,34 @@ from optpipe.problem import Problem
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement`: the rank of each stage; `routes` and `microbatch_routes` as in a `Problem`."""
+    """`placement`: the rank of each stage; `routes`, `microbatch_routes` and each rank's peer as in a `Problem`."""
 
     placement: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
     microbatch_routes: tuple[int, ...]
+    peers: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, problem: Problem) -> Layout:
         """The layout of the pipeline that a problem describes."""
         routes = problem.microbatch_routes or (0,) * problem.microbatches
-        return cls(tuple(stage.device for stage in problem.stages), problem.all_routes, routes)
+        peers = tuple(device.peer for device in problem.devices)
+        return cls(
+            tuple(stage.device for stage in problem.stages),
+            problem.all_routes,
+            routes,
+            peers if any(peer is not None for peer in peers) else (),
+        )
 
     @classmethod
-    def make(cls, placement: Sequence[int], microbatches: int, routes: Any = None, microbatch_routes: Any = None) -> Layout:
-        """Without routes every micro-batch passes all stages in order. Raises `InputError` where a problem could not have such routes."""
+    def make(
+        cls, placement: Sequence[int], microbatches: int, routes: Any = None, microbatch_routes: Any = None, peers: Any = None
+    ) -> Layout:
+        """Without routes every micro-batch passes all stages in order. Raises `InputError` where a problem could not have these."""
         nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": 0, "weight_grad_bytes": 0}
         fields = {
             "microbatches": microbatches,
-            "devices": [{"memory_bytes": 0}] * (max(placement) + 1),
+            "devices": [{"memory_bytes": 0, "peer": peer} for peer in peers or [None] * (max(placement) + 1)],
             "stages": [{"device": rank, **nothing} for rank in placement],
             "routes": routes,
             "microbatch_routes": microbatch_routes,
@@ -61,6 +70,10 @@ class Layout:
     def route(self, microbatch: int) -> tuple[int, ...]:
         """The stages that a micro-batch passes, in order."""
         return self.routes[self.microbatch_routes[microbatch]]
+
+    def peer(self, rank: int) -> int | None:
+        """The rank that it may evict to."""
+        return self.peers[rank] if rank < len(self.peers) else None
 
     def before(self, stage: int, microbatch: int) -> int | None:
         """The stage before on the micro-batch's route; None for its first."""

@@ -23,8 +23,18 @@ from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_runtime.layout import Layout
 
-RUNS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)
+RUNS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R, Kind.E, Kind.L, Kind.A, Kind.V)
 AHEAD = 2  # messages whose receives are posted before they are needed: one arrives while one is worked on
+
+
+Visit = tuple[int, int]  # stage, micro-batch
+
+
+class Guests(NamedTuple):
+    """What a rank evicts, and what it loads, in order."""
+
+    evicted: tuple[Visit, ...]
+    loaded: tuple[Visit, ...]
 
 
 class Message(NamedTuple):
@@ -60,6 +70,7 @@ class Plan:
     actions: tuple[Action, ...]
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) with a C
     on_host: dict[tuple[int, int], int]  # (stage, part) -> the most micro-batches that are on the host at once
+    guests: dict[int, Guests]  # for each rank that evicts to this one
 
 
 def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None) -> Plan:
@@ -71,6 +82,7 @@ def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | No
     own = problem or schedule.problem
     _require_same_pipeline(Layout.of(schedule.problem), layout)
     _require_known(schedule)
+    _require_peers(schedule, layout)
     if complaints := check(own, schedule):
         raise ScheduleError(f"the schedule does not fit this pipeline: {complaints[0]}" + _and_more(complaints))
     ops = schedule.programs[rank].ops() if rank < len(schedule.programs) else []
@@ -82,6 +94,7 @@ def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | No
         actions=_actions(schedule, ops, rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         on_host=_on_host(ops),
+        guests=_guests(schedule, ops, layout),
     )
 
 
@@ -176,6 +189,24 @@ def _require_matched(order: dict[int, list[Message]], origins: dict[Message, int
             raise ScheduleError(
                 f"rank {origin} sends {len(messages)} messages, {len(expected)} are expected: {', '.join(map(str, odd[:3]))}"
             )
+
+
+def _require_peers(schedule: Schedule, layout: Layout) -> None:
+    """Ranks evict to the peers that this pipeline has."""
+    theirs = Layout.of(schedule.problem)
+    for d, program in enumerate(schedule.programs):
+        if theirs.peer(d) != layout.peer(d) and Kind.E in program.table[:, KIND]:
+            raise ScheduleError(
+                f"the schedule evicts from device {d} to device {theirs.peer(d)}, in this pipeline the peer of rank {d} is {layout.peer(d)}"
+            )
+
+
+def _guests(schedule: Schedule, ops: list[Op], layout: Layout) -> dict[int, Guests]:
+    def visits(evictor: int, wanted: Kind) -> tuple[Visit, ...]:
+        return tuple((op.stage, op.microbatch) for op in schedule.programs[evictor].ops() if op.kind == wanted)
+
+    evictors = {layout.placement[op.stage] for op in ops if op.kind == Kind.A}
+    return {d: Guests(visits(d, Kind.E), visits(d, Kind.L)) for d in evictors}
 
 
 def _on_host(ops: list[Op]) -> dict[tuple[int, int], int]:

@@ -35,6 +35,7 @@ from optpipe_runtime.executor import Executor, StepReport, cut
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Plan, prepare
 from optpipe_runtime.mail import Mail
+from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import profile
 from optpipe_runtime.rank import Rank
@@ -48,9 +49,10 @@ class Pipeline:
     `stages` maps the stages placed on this rank to their modules: tensors in, a tensor or a tuple of tensors out, of the same shapes for
     every micro-batch. `loss_fn(output, *targets)` gives the mean loss of a micro-batch, on the last stage's rank. Gradients are those of
     the mean over the whole batch. `routes` and `microbatch_routes` say which stages each micro-batch passes, as in a problem; without them
-    it is all, in order; copies of a stage that serve several routes are tied (`tie`). `host_memory_bytes` limits what this rank keeps on
-    the host (None: no limit); `full_duplex`: offloads and reloads run at the same time. The modules stay the user's: parameters, buffers,
-    state dict and optimizer are untouched. Raises `InputError` for what does not fit together.
+    it is all, in order; copies of a stage that serve several routes are tied (`tie`). `peers` says for each rank to which other it may
+    evict activations, or None. `host_memory_bytes` limits what this rank keeps on the host (None: no limit); `full_duplex`: offloads and
+    reloads run at the same time. The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. Raises
+    `InputError` for what does not fit together.
     """
 
     def __init__(
@@ -63,12 +65,13 @@ class Pipeline:
         full_duplex: bool = False,
         routes: Sequence[Sequence[int]] | None = None,
         microbatch_routes: Sequence[int] | None = None,
+        peers: Sequence[int | None] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
         number = dist.get_rank()
-        _require_sound(stages, placement, microbatches, number, dist.get_world_size())
-        layout = Layout.make(placement, microbatches, routes, microbatch_routes)
+        _require_sound(stages, placement, microbatches, peers, number, dist.get_world_size())
+        layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers)
         device = _device(stages)
         link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
         self._rank = Rank(
@@ -84,6 +87,7 @@ class Pipeline:
             pool=pool,
             link=link,
             full_duplex=full_duplex,
+            peers=Peers(number, layout, device),
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
         self.version = 0  # how many schedules have been swapped in
@@ -222,6 +226,7 @@ class Pipeline:
             needed = learned[-1].needed
             for s, passage in zip(reversed(route), reversed(learned), strict=True):
                 passage = replace(passage, needed=needed)
+                self._rank.passages[s, r] = passage
                 if s in self._rank.stages:
                     self._rank.stages[s].passages[r] = passage
                 needed = passage.asked
@@ -233,13 +238,14 @@ class Pipeline:
         else:
             given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
         ends = s == self._rank.layout.routes[r][-1]
-        return self._rank.stages[s].learn(given, self._sample(targets, "targets") if ends else None, r)
+        return self._rank.stages[s].learn(given, self._sample(targets, "targets") if ends else None, r, begins=specs is None)
 
     def close(self) -> None:
         """Ends the threads of this pipeline."""
         self._offers.close()
         self._rank.mail.close()
         self._rank.link.close()
+        self._rank.peers.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -249,7 +255,14 @@ class Pipeline:
             self.close()
 
 
-def _require_sound(stages: Mapping[int, nn.Module], placement: Sequence[int], microbatches: int, rank: int, ranks: int) -> None:
+def _require_sound(
+    stages: Mapping[int, nn.Module],
+    placement: Sequence[int],
+    microbatches: int,
+    peers: Sequence[int | None] | None,
+    rank: int,
+    ranks: int,
+) -> None:
     if not isinstance(microbatches, int) or microbatches < 1:
         raise InputError(f"microbatches = {microbatches!r}: must be an integer, at least 1")
     if not placement:
@@ -257,6 +270,8 @@ def _require_sound(stages: Mapping[int, nn.Module], placement: Sequence[int], mi
     for s, owner in enumerate(placement):
         if not isinstance(owner, int) or not 0 <= owner < ranks:
             raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
+    if peers is not None and len(peers) != ranks:
+        raise InputError(f"peers has {len(peers)} entries: there are {ranks} ranks, one entry each")
     if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
         raise InputError("stages must map the number of each stage on this rank to its torch.nn.Module")
     own = {s for s, owner in enumerate(placement) if owner == rank}

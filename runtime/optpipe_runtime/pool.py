@@ -1,4 +1,5 @@
-"""Where offloaded activations go, and who carries them: the host pool, and a copy engine behind one small protocol.
+"""Where offloaded activations go, and who carries them: the host pool, and an engine for what runs beside compute, behind one small
+protocol.
 
 On CUDA a copy runs on a side stream between pinned host memory and the device, ordered by events; on CPU a thread copies between two
 pools of the same memory. Both begin a copy only after what the host has issued before it, and both are asynchronous, so the state machine
@@ -11,6 +12,8 @@ import queue
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,25 +24,38 @@ from optpipe_runtime.clock import Clock
 
 
 class Ticket(Protocol):
-    """A copy under way."""
+    """A transfer under way."""
 
     start: Any
-    end: Any  # marks of `Clock`: when the copy ran, to be read after the step
+    end: Any  # marks of `Clock`: when it ran, to be read after the step
 
     def wait(self) -> None:
-        """Whatever is computed or freed from here on, comes after the copy."""
+        """Whatever is computed or freed from here on, comes after the transfer."""
 
 
-class CopyEngine(Protocol):
-    """Copies bytes on one lane, in the order of the calls."""
+class Engine(Protocol):
+    """Runs transfers on one lane, in the order of the calls."""
 
-    def copy(self, destination: Tensor, source: Tensor) -> Ticket: ...
+    def run(self, work: Callable[[], object]) -> Ticket: ...
 
     def close(self) -> None: ...
 
 
+class Carrier(Protocol):
+    """Where one part of an activation waits while it is away, and how it gets there."""
+
+    def away(self, pieces: Sequence[Tensor]) -> Sequence[Ticket]:
+        """Starts to take the bytes out."""
+
+    def back(self, homes: Sequence[Tensor]) -> Sequence[Ticket]:
+        """Starts to bring them back, into other memory."""
+
+    def end(self) -> None:
+        """They are back."""
+
+
 class _Done:
-    """A copy by the thread: an event, and the error where it failed."""
+    """A transfer by the thread: an event, and the error where it failed."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -53,28 +69,28 @@ class _Done:
 
 
 class ThreadEngine:
-    """The CPU's copy engine: one thread, first in, first out."""
+    """The CPU's engine: one thread, first in, first out."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Tensor, Tensor, _Done] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], _Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="optpipe-copy", daemon=True)
         self._thread.start()
 
-    def copy(self, destination: Tensor, source: Tensor) -> _Done:
+    def run(self, work: Callable[[], object]) -> _Done:
         done = _Done()
-        self._jobs.put((destination, source, done))
+        self._jobs.put((work, done))
         return done
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            destination, source, done = job
+            work, done = job
             done.start = time.perf_counter()
             try:
-                destination.copy_(source)
+                work()
             except BaseException as error:
                 done.error = error
             done.end = time.perf_counter()
-            del job, destination, source  # before anyone is told: a drop right after must find no reference left
+            del job, work  # before anyone is told: a drop right after must find no reference left
             done.event.set()
 
     def close(self) -> None:
@@ -83,17 +99,17 @@ class ThreadEngine:
 
 
 class StreamEngine:
-    """CUDA's copy engine: a side stream that waits for the compute stream where a copy is issued. Never blocks the host. Not measured."""
+    """CUDA's engine: a side stream that waits for the compute stream where a transfer is issued. Never blocks the host. Not measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._clock = device, Clock(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, destination: Tensor, source: Tensor) -> _StreamTicket:
+    def run(self, work: Callable[[], object]) -> _StreamTicket:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             start = self._clock.mark()
-            destination.copy_(source, non_blocking=True)
+            work()
             return _StreamTicket(start, self._clock.mark(), self._device)
 
     def close(self) -> None:
@@ -108,19 +124,20 @@ class _StreamTicket:
         torch.cuda.current_stream(self._device).wait_event(self.end)
 
 
+def engine(device: torch.device) -> Engine:
+    return StreamEngine(device) if device.type == "cuda" else ThreadEngine()
+
+
 class Link:
     """A device's way to the host: one lane where it is half duplex, one a direction where it is full duplex."""
 
     def __init__(self, device: torch.device, full_duplex: bool) -> None:
-        def lane() -> CopyEngine:
-            return StreamEngine(device) if device.type == "cuda" else ThreadEngine()
-
-        self.down = lane()
-        self.up = lane() if full_duplex else self.down
+        self.down = engine(device)
+        self.up = engine(device) if full_duplex else self.down
 
     def close(self) -> None:
-        for engine in {id(engine): engine for engine in (self.down, self.up)}.values():
-            engine.close()
+        for lane in {id(lane): lane for lane in (self.down, self.up)}.values():
+            lane.close()
 
 
 class HostPool:
@@ -173,3 +190,43 @@ class HostPool:
 
     def _lacks(self, size: int) -> bool:
         return self.limit is not None and self._allocated + size > self.limit
+
+
+class OnHost:
+    """A slot of the host pool, reached over the link: a `Carrier`."""
+
+    def __init__(self, link: Link, pool: HostPool) -> None:
+        self._link, self._pool = link, pool
+        self._slot: Tensor | None = None
+
+    def away(self, pieces: Sequence[Tensor]) -> Sequence[Ticket]:
+        self._slot = self._pool.take(sum(piece.nbytes for piece in pieces))
+        return [self._link.down.run(partial(place.copy_, piece, non_blocking=True)) for place, piece in self._places(pieces)]
+
+    def back(self, homes: Sequence[Tensor]) -> Sequence[Ticket]:
+        return [self._link.up.run(partial(home.copy_, place, non_blocking=True)) for place, home in self._places(homes)]
+
+    def end(self) -> None:
+        assert self._slot is not None
+        self._pool.give(self._slot)
+
+    def _places(self, pieces: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+        """Each piece with its place in the slot."""
+        assert self._slot is not None
+        offset = 0
+        for piece in pieces:
+            yield self._slot[offset : offset + piece.nbytes], piece
+            offset += piece.nbytes
+
+
+class Nowhere:
+    """A `Carrier` that takes nothing along: to see what a drop frees."""
+
+    def away(self, pieces: Sequence[Tensor]) -> Sequence[Ticket]:
+        return ()
+
+    def back(self, homes: Sequence[Tensor]) -> Sequence[Ticket]:
+        raise AssertionError("nothing comes back from nowhere")
+
+    def end(self) -> None:
+        pass

@@ -22,7 +22,7 @@ from optpipe.errors import InputError
 from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe_runtime.clock import Clock
-from optpipe_runtime.lowering import Message
+from optpipe_runtime.lowering import Guests, Message
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import StageRunner, Tensors
 
@@ -36,10 +36,14 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
     rank.council.least(0)  # start together
     inputs = tuple(tensor.clone() for tensor in inputs)  # a stage may change them in place, again and again
     layout = rank.layout
-    costs = {s: _Measurement(rank, s, inputs, targets, parts)(repeats) for s in rank.stages}
+    measurements = {s: _Measurement(rank, s, inputs, targets, parts) for s in rank.stages}
+    costs = {s: measurement(repeats) for s, measurement in measurements.items()}
+    for s in range(len(layout.placement)):
+        if evicted := _evicted(rank, s, measurements.get(s), repeats):
+            costs[s] |= evicted
     p2p_ms = max((_p2p_ms(rank, *passage, repeats) for passage in layout.passages()), default=0.0)
     host = _host_budget(rank, costs)
-    device = {"memory_bytes": memory_bytes} | ({} if host is None else {"host_memory_bytes": host})
+    device = {"memory_bytes": memory_bytes, "host_memory_bytes": host, "peer": layout.peer(rank.number)}
     gathered = rank.council.gather((device, costs, p2p_ms))
     return Problem.from_dict(
         {
@@ -57,9 +61,9 @@ class _Measurement:
     """One stage, run alone on the first route over it: F, the same with C, then out and back, then B and W, again and again."""
 
     def __init__(self, rank: Rank, s: int, inputs: Tensors, targets: Tensors, parts: int) -> None:
-        self._stage, self._pool, self._parts = rank.stages[s], rank.pool, parts
+        self._stage, self._pool, self._peers, self._parts = rank.stages[s], rank.pool, rank.peers, parts
         self._route, passage = min(self._stage.passages.items())
-        self._inputs = inputs if s == rank.layout.routes[self._route][0] else ()
+        self._inputs = inputs if passage.begins else ()
         self._targets = targets if passage.ends else ()
         self._gradients = () if passage.ends else passage.answered
         self._batch = (*self._inputs, *self._targets)
@@ -69,35 +73,41 @@ class _Measurement:
     def __call__(self, repeats: int) -> dict[str, Any]:
         """The stage's cost fields."""
         with _as_before(self._stage):
-            self._learn_stuck()
             sizes = [self._once() for _ in range(WARM_UP + repeats)][-1]
-        self._clock.settle()
-        ms = {name: _rounded([self._clock.ms(a, b) for a, b in marks[WARM_UP:]]) for name, marks in self._times.items()}
-        found = ms | sizes | {"offload_parts": self._parts}
+        found = self._ms() | sizes | {"offload_parts": self._parts}
         left_out = {"offload_bytes", "offload_ms", "reload_ms", "offload_parts"} if not sizes["offload_bytes"] else set()
         if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
             left_out |= {"checkpoint_bytes", "recompute_ms"}
         return {name: value for name, value in found.items() if name not in left_out}
 
+    def evicted(self, repeats: int) -> dict[str, Any]:
+        """The fields of eviction; none where a drop frees something else than what the peer holds."""
+        stage, freed = self._stage, set()
+        self._times.clear()
+        with _as_before(stage):
+            for _ in range(WARM_UP + repeats):
+                stage.start_step(self._batch, 1)
+                stage.forward(0, self._fresh_inputs(), self._targets, route=self._route)
+                held = stage.held_bytes(0)
+                with self._timed("evict_ms"):
+                    stage.evict(0, self._peers)
+                    stage.drop(0, 0)
+                freed.add(held - stage.held_bytes(0))
+                with self._timed("load_ms"):
+                    stage.reload(0, 0)
+                    stage.activation(0).wait()
+                stage.backward(0, self._fresh_gradients(), split=False)
+        nbytes = sum(stage.passages[self._route].leaving)
+        return self._ms() | {"evict_bytes": nbytes} if freed == {nbytes} else {}
+
+    def _ms(self) -> dict[str, float]:
+        self._clock.settle()
+        return {name: _rounded([self._clock.ms(a, b) for a, b in marks[WARM_UP:]]) for name, marks in self._times.items()}
+
     def _may_leave(self, parts: int) -> bool:
         """Whether the host takes one micro-batch's activation at all."""
         limit = self._pool.limit
         return limit is None or sum(self._pool.size(nbytes) for nbytes in self._stage.part_bytes(parts)) <= limit
-
-    def _learn_stuck(self) -> None:
-        """Which saved tensors others hold, too (a table kept by the module, say): they never leave."""
-        stage = self._stage
-        stage.stuck = frozenset()
-        stage.start_step(self._batch, 1)
-        stage.forward(0, self._fresh_inputs(), self._targets, route=self._route)
-        stuck: frozenset[int] = frozenset()
-        if self._may_leave(1):
-            stage.offload(0, 0)
-            stage.drop(0, 0)
-            stuck = stage.activation(0).stuck()
-            stage.reload(0, 0)
-        stage.backward(0, self._fresh_gradients(), split=False)
-        stage.stuck = stuck
 
     def _once(self) -> dict[str, int]:
         """One micro-batch, timed; returns the bytes it held."""
@@ -173,6 +183,24 @@ def _as_before(stage: StageRunner) -> Iterator[None]:
         yield
     for parameter, gradient in gradients:
         parameter.grad = gradient
+
+
+def _evicted(rank: Rank, s: int, measurement: _Measurement | None, repeats: int) -> dict[str, Any]:
+    """Collective: what it costs to evict from stage s; nothing on other ranks than its own, and where nothing is evicted."""
+    owner = rank.layout.placement[s]
+    leaving = rank.passages[s, min(route for stage, route in rank.passages if stage == s)].leaving
+    rank.council.least(0)  # one link at a time
+    if rank.layout.peer(owner) is None or not any(leaving):
+        return {}
+    if measurement is not None:
+        return measurement.evicted(repeats)
+    if rank.layout.peer(owner) == rank.number:
+        visits = tuple((s, r) for r in range(WARM_UP + repeats))
+        rank.peers.start_step({owner: Guests(visits, visits)})
+        for visit in visits:
+            rank.peers.accept(owner, visit, [size for size in leaving if size])
+            rank.peers.vacate(visit)
+    return {}
 
 
 def _p2p_ms(rank: Rank, route: int, s: int, after: int, repeats: int) -> float:

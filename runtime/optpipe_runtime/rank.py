@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from optpipe_runtime.agreement import Council
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.mail import Mail
+from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.stage import Passage, StageRunner
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Rank:
     pool: HostPool
     link: Link
     full_duplex: bool
+    peers: Peers
+    passages: dict[tuple[int, int], Passage] = field(default_factory=dict)  # by stage and route, of all ranks; learned in the first step
 
     @property
     def takes_inputs(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
-from optpipe_runtime.pool import HostPool, Link, Ticket
+from optpipe_runtime.pool import Carrier, HostPool, Link, Nowhere, OnHost, Ticket
 from optpipe_runtime.split import Splitting, WeightQueue
 from optpipe_runtime.store import Activation, balance, storage_key
 
@@ -50,17 +50,21 @@ def as_tensors(value: Any, what: str) -> Tensors:
 
 @dataclass(frozen=True)
 class Passage:
-    """What a stage gets and gives on one route; on the last stage of a route, `ends`, the loss.
+    """What a stage gets and gives on one route; on its first stage, `begins`, it gets the batch, on its last, `ends`, it gives the loss.
 
-    Gradients come back for the outputs `needed`, by number: those that require one and that a later stage uses for the loss.
+    Gradients come back for the outputs `needed`, by number: those that require one and that a later stage uses for the loss. Of the blocks
+    that a forward saves some are `stuck`, by number: others hold them, too, so that offloading them frees nothing.
     """
 
     inputs: tuple[Spec, ...]
+    begins: bool
     ends: bool
     outputs: tuple[Spec, ...] = ()
     reached: tuple[frozenset[int], ...] = ()  # for each output, the inputs that get a part of its gradient
     needed: tuple[int, ...] = ()
     changes_inputs: bool = False  # in place
+    stuck: frozenset[int] = frozenset()
+    leaving: tuple[int, ...] = ()  # bytes of each block, 0 where it stays
 
     @cached_property
     def asked(self) -> tuple[int, ...]:
@@ -103,7 +107,6 @@ class StageRunner:
         self._parts = 1
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 where one cannot leave
         self.passages: dict[int, Passage] = {}
-        self.stuck: frozenset[int] = frozenset()  # blocks that others hold, too: offloading them frees nothing (the profiler learns them)
         self._excluded: frozenset[int] = frozenset()
         self._changing: list[Tensor] = []  # the buffers of modules that write them in a forward, such as running means
         self._running: dict[int, _Microbatch] = {}
@@ -130,23 +133,24 @@ class StageRunner:
 
     def forward(self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False, route: int = 0) -> Tensors:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs it again."""
-        running = _Microbatch(self.passages[route], self._new_activation())
+        passage = self.passages[route]
+        running = _Microbatch(passage, self._new_activation(passage))
         self._running[microbatch] = running
         if not recompute:
             return self._forward(running, inputs, target)
         for tensor in inputs:
             running.activation.keep(tensor)
         running.again = self._replay(running, inputs, target)
-        given = _copies(inputs) if running.passage.changes_inputs else inputs
+        given = _copies(inputs) if passage.changes_inputs else inputs
         with torch.no_grad():
-            return self._leaving(running, self._outputs(running.passage, given, target))
+            return self._leaving(running, self._outputs(passage, given, target))
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, now keeping what the backward needs."""
         running = self._running[microbatch]
         again, running.again = running.again, None
         assert again is not None
-        running.activation = self._new_activation()  # of the inputs, the graph keeps what it needs
+        running.activation = self._new_activation(running.passage)  # of the inputs, the graph keeps what it needs
         again()
 
     def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
@@ -155,7 +159,7 @@ class StageRunner:
         if not split:
             del self._running[microbatch]
         edges, running.edges = running.edges, {}
-        running.activation.restore(self._pool)
+        running.activation.restore()
         running.activation.release()
         running.queue.deferring = split
         passage = running.passage
@@ -183,8 +187,8 @@ class StageRunner:
         """Lets go of a micro-batch after its F, for the profiler."""
         del self._running[microbatch]
 
-    def _new_activation(self) -> Activation:
-        return Activation(self.device, self._excluded, self.stuck)
+    def _new_activation(self, passage: Passage) -> Activation:
+        return Activation(self.device, self._excluded, passage.stuck)
 
     def _replay(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Callable[[], None]:
         devices = self._cuda_devices()
@@ -240,9 +244,9 @@ class StageRunner:
                 raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
         return as_tensors(result, f"what stage {self.index} returns")
 
-    def learn(self, inputs: Tensors, target: Tensors | None = None, route: int = 0) -> Passage:
-        """Runs one forward and forgets it; with `target` the route ends here. All outputs that require a gradient count as needed."""
-        passage = Passage(tuple(Spec.of(tensor) for tensor in inputs), ends=target is not None)
+    def learn(self, inputs: Tensors, target: Tensors | None = None, route: int = 0, begins: bool = False) -> Passage:
+        """Runs a forward, twice, and forgets it; with `target` the route ends here. All outputs that require a gradient count as needed."""
+        passage = Passage(tuple(Spec.of(tensor) for tensor in inputs), begins, ends=target is not None)
         with self.undisturbed(), torch.enable_grad():
             copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
             outputs = self._outputs(passage, copies, target or ())
@@ -251,14 +255,27 @@ class StageRunner:
             own = [list(module.buffers(recurse=False)) for module in self.module.modules()]
             changing = (b for buffers in own if not all(torch.equal(b, before.get(b, b)) for b in buffers) for b in buffers)
             self._changing = list(dict.fromkeys((*self._changing, *changing)))
-        self.passages[route] = replace(
+        self.passages[route] = passage = replace(
             passage,
             outputs=tuple(Spec.of(output) for output in outputs),
             reached=tuple(_reached(output, inputs) for output in outputs),
             needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
             changes_inputs=any(tensor._version for tensor in copies),
         )
+        with self.undisturbed():
+            self.passages[route] = self._with_blocks(passage, inputs, target or (), route)
         return self.passages[route]
+
+    def _with_blocks(self, passage: Passage, inputs: Tensors, target: Tensors, route: int) -> Passage:
+        """The passage with what a forward saves, and which of it a drop frees."""
+        batch = _copies(inputs) if passage.begins else ()
+        self.start_step((*batch, *target), 1)
+        self.forward(0, batch or tuple(tensor.detach().clone() for tensor in inputs), target, route=route)
+        running = self._running.pop(0)  # its graph stays until the end of this
+        running.activation.offload(0, 1, Nowhere())
+        running.activation.drop(0)
+        stuck = running.activation.stuck()
+        return replace(passage, stuck=stuck, leaving=tuple(0 if i in stuck else n for i, n in enumerate(running.activation.sizes())))
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -280,15 +297,25 @@ class StageRunner:
 
     def offload(self, microbatch: int, part: int) -> Sequence[Ticket]:
         """O"""
-        return self._running[microbatch].activation.offload(part, self._parts, self._link, self._pool)
+        return self._running[microbatch].activation.offload(part, self._parts, OnHost(self._link, self._pool))
+
+    def evict(self, microbatch: int, carrier: Carrier) -> Sequence[Ticket]:
+        """E: the whole activation, whose blocks the peer expects as they were learned."""
+        running = self._running[microbatch]
+        if running.activation.sizes() != running.passage.leaving:
+            raise InputError(
+                f"stage {self.index} saves {sum(running.activation.sizes())} bytes for micro-batch {microbatch}, at the start it saved "
+                f"{sum(running.passage.leaving)}: what is evicted has the same sizes in every micro-batch"
+            )
+        return running.activation.offload(0, 1, carrier)
 
     def drop(self, microbatch: int, part: int) -> None:
         """D"""
         self._running[microbatch].activation.drop(part)
 
     def reload(self, microbatch: int, part: int) -> Sequence[Ticket]:
-        """R"""
-        return self._running[microbatch].activation.reload(part, self._link)
+        """R, L"""
+        return self._running[microbatch].activation.reload(part)
 
     def activation(self, microbatch: int) -> Activation:
         """What the stage keeps of a micro-batch, for the profiler."""

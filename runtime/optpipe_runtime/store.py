@@ -7,7 +7,7 @@ Parameters, buffers and the batch itself are not captured: they stay anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError
-from optpipe_runtime.pool import HostPool, Link, Ticket
+from optpipe_runtime.pool import Carrier, Ticket
 
 SMALLEST = 4096  # bytes; below it a copy of its own costs more than it brings, such a block stays
 
@@ -108,24 +108,17 @@ def _unpack(saved: Saved | Staying) -> Tensor:
 
 
 class Parcel:
-    """The blocks of one part, on their way: the host slot, and the copy under way."""
+    """The blocks of one part, on their way: who carries them, and the transfer under way."""
 
-    def __init__(self, blocks: list[Block], slot: Tensor) -> None:
-        self.blocks, self.slot = blocks, slot
-        self.tickets: list[Ticket] = []
+    def __init__(self, blocks: list[Block], carrier: Carrier) -> None:
+        self.blocks, self.carrier = blocks, carrier
+        self.tickets: Sequence[Ticket] = carrier.away([block.view() for block in blocks])
         self.returning: list[UntypedStorage] = []
-
-    def pieces(self) -> Iterable[tuple[Block, Tensor]]:
-        """Each block with its piece of the slot."""
-        offset = 0
-        for block in self.blocks:
-            yield block, self.slot[offset : offset + block.nbytes]
-            offset += block.nbytes
 
     def wait(self) -> None:
         for ticket in self.tickets:
             ticket.wait()
-        self.tickets = []
+        self.tickets = ()
 
 
 class Activation:
@@ -189,42 +182,39 @@ class Activation:
         """Bytes of each block that can leave, 0 for one that stays."""
         return tuple(0 if i in self._stuck or b.nbytes < SMALLEST else b.nbytes for i, b in enumerate(self._blocks.values()))
 
-    def offload(self, part: int, parts: int, link: Link, pool: HostPool) -> Sequence[Ticket]:
-        """O: starts to copy a part to the host."""
-        blocks = self.parts(parts)[part]
-        parcel = Parcel(blocks, pool.take(sum(block.nbytes for block in blocks)))
-        parcel.tickets = [link.down.copy(piece, block.view()) for block, piece in parcel.pieces()]
-        self._parcels[part] = parcel
-        return parcel.tickets
+    def offload(self, part: int, parts: int, carrier: Carrier) -> Sequence[Ticket]:
+        """O, E: starts to take a part away."""
+        self._parcels[part] = Parcel(self.parts(parts)[part], carrier)
+        return self._parcels[part].tickets
 
     def drop(self, part: int) -> None:
-        """D: waits for the copy and lets the device memory go."""
+        """D: waits until it is there and lets the device memory go."""
         parcel = self._parcels[part]
         parcel.wait()
         for block in parcel.blocks:
             block.storage = None
 
-    def reload(self, part: int, link: Link) -> Sequence[Ticket]:
-        """R: allocates here and starts to copy back; `restore` waits for it."""
+    def reload(self, part: int) -> Sequence[Ticket]:
+        """R, L: allocates here and starts to bring it back; `restore` waits for it."""
         parcel = self._parcels[part]
-        for block, piece in parcel.pieces():
-            home = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device)
-            parcel.returning.append(home.untyped_storage())
-            block.memory = Memory(home.untyped_storage())
-            parcel.tickets.append(link.up.copy(home, piece))
+        homes = [torch.empty(block.nbytes, dtype=torch.uint8, device=self._device) for block in parcel.blocks]
+        parcel.returning = [home.untyped_storage() for home in homes]
+        for block, storage in zip(parcel.blocks, parcel.returning, strict=True):
+            block.memory = Memory(storage)
+        parcel.tickets = parcel.carrier.back(homes)
         return parcel.tickets
 
-    def restore(self, pool: HostPool) -> None:
-        """Before the backward: waits for the reloads and gives the host slots back."""
+    def restore(self) -> None:
+        """Before the backward: waits for what comes back."""
         self.wait()
         for parcel in self._parcels.values():
             for block, storage in zip(parcel.blocks, parcel.returning, strict=False):  # nothing returns where the reload is missing
                 block.storage = storage
-            pool.give(parcel.slot)
+            parcel.carrier.end()
         self._parcels.clear()
 
     def wait(self) -> None:
-        """Waits for the copies under way."""
+        """Waits for the transfers under way."""
         for parcel in self._parcels.values():
             parcel.wait()
 

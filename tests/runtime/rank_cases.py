@@ -13,7 +13,7 @@ from torch.nn import functional
 from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Pipeline, StepReport, pipeline
+from optpipe_runtime import Layout, Pipeline, StepReport, pipeline
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
@@ -56,18 +56,20 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def problem(placement: Sequence[int], microbatches: int, **stage: Any) -> Problem:
-    """Costs that only order the messages; offload and recompute are possible."""
+def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | None] = (), **stage: Any) -> Problem:
+    """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a peer."""
     costs = {
         "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 100, "weight_grad_bytes": 100,
         "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 90, "recompute_ms": 1.0, "checkpoint_bytes": 10,
     } | stage  # fmt: skip
+    peer = dict(enumerate(peers))
+    evicted = {"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 90}
     return Problem.from_dict(
         {
             "microbatches": microbatches,
             "p2p_ms": 0.1,
-            "devices": [{"memory_bytes": 10**9}] * (max(placement) + 1),
-            "stages": [{"device": rank} | costs for rank in placement],
+            "devices": [{"memory_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)],
+            "stages": [{"device": rank} | costs | (evicted if peer.get(rank) is not None else {}) for rank in placement],
         }
     )
 
@@ -112,7 +114,7 @@ def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list
     modules = own_stages(placement)
     optimizer = torch.optim.SGD([torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1)
     reports, gradients = [], []
-    with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
+    with Pipeline(modules, placement, loss_fn, microbatches, peers=Layout.of(schedules[0].problem).peers or None) as pipe:
         for step, schedule in enumerate(schedules):
             pipe.load(schedule)
             optimizer.zero_grad()
@@ -302,9 +304,15 @@ def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients],
     return found, {"tied": whole[0][0].weight.grad.numpy()}  # type: ignore[index]
 
 
-def measure(placement: Sequence[int], microbatches: int, offload_parts: int, host_memory_bytes: int | None = None) -> Problem:
+def measure(
+    placement: Sequence[int],
+    microbatches: int,
+    offload_parts: int,
+    host_memory_bytes: int | None = None,
+    peers: Sequence[int | None] | None = None,
+) -> Problem:
     """The profiled problem."""
-    with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes) as pipe:
+    with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes, peers=peers) as pipe:
         return pipe.profile(*batch(0, microbatches), memory_bytes=10**9, offload_parts=offload_parts, repeats=1)
 
 

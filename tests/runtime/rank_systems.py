@@ -65,9 +65,8 @@ def _pipeline(layout: Layout) -> tuple[Pipeline, dict[int, nn.Module]]:
                 modules[s] = module
                 if rank > min(layout.placement[other] for other in same):
                     module.apply(_spoil)
-    pipe = Pipeline(
-        modules, layout.placement, loss_fn, layout.microbatches, routes=layout.routes, microbatch_routes=layout.microbatch_routes
-    )
+    ways = {"routes": layout.routes, "microbatch_routes": layout.microbatch_routes, "peers": layout.peers or None}
+    pipe = Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways)
     for same in copies if len(layout.routes) > 1 else ():
         pipe.tie(next((modules[s] for s in same if s in modules), None))
     return pipe, modules

@@ -65,10 +65,10 @@ def test_a_host_too_small_for_an_activation_offloads_nothing(ranks: Ranks, host_
     assert all(stage.activation_bytes > 0 for stage in problem.stages)
 
 
-@settings(max_examples=10)
-@given(st.data(), st.sampled_from([(0, 1), (0, 1, 1, 0)]))
-def test_no_schedule_holds_more_than_certified(ranks: Ranks, data: Any, placement: tuple[int, ...]) -> None:
-    problem = measured(ranks, placement)
+@settings(max_examples=15)
+@given(st.data(), st.sampled_from([(0, 1), (0, 1, 1, 0)]), st.sampled_from([(None, None), (1, None), (1, 0)]))
+def test_no_schedule_holds_more_than_certified(ranks: Ranks, data: Any, placement: tuple[int, ...], peers: tuple[int | None, ...]) -> None:
+    problem = measured(ranks, placement, peers)
     schedule = data.draw(schedules(problem))
     certificate = certify(problem, schedule)
     for rank, ((report,), _) in enumerate(ranks(rank_cases.train, placement=placement, schedules=[schedule])):
@@ -76,6 +76,9 @@ def test_no_schedule_holds_more_than_certified(ranks: Ranks, data: Any, placemen
 
 
 @cache
-def measured(ranks: Ranks, placement: tuple[int, ...]) -> Problem:
-    problem: Problem = ranks(rank_cases.measure, placement=placement, microbatches=M, offload_parts=2)[0]
+def measured(ranks: Ranks, placement: tuple[int, ...], peers: tuple[int | None, ...]) -> Problem:
+    problem: Problem = ranks(rank_cases.measure, placement=placement, microbatches=M, offload_parts=2, peers=peers)[0]
+    for stage in problem.stages:
+        assert stage.can_evict == (peers[stage.device] is not None)
+        assert not stage.can_evict or (stage.offload_bytes or 0) <= (stage.evict_bytes or 0) <= stage.activation_bytes
     return problem
