@@ -107,6 +107,12 @@ def test_nor_on_any_other_problem(problem, share):
         assert generate("adaoffload", problem).makespan_ms <= pipe_offload_ms(problem) * (1 + 1e-12)
 
 
+def test_in_optpipes_figure_4_adaoffload_is_shorter_than_pipe_offload():
+    problem = Problem.load(Path(__file__).parents[2] / "examples" / "problems" / "figure4-4x6.json")
+    assert generate("adaoffload", problem).makespan_ms == trivial_bound(problem) == 21
+    assert pipe_offload_ms(problem) == 24
+
+
 def test_where_pipe_offload_is_better_than_list_scheduling_it_comes_second():
     problem = Problem.load(Path(__file__).parents[2] / "examples" / "problems" / "shared-pcie-4x8.json")
     first, second = islice(STREAMS["adaoffload"](problem, "makespan"), 2)
