@@ -16,7 +16,8 @@ from optpipe.show.svg import gantt
 from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
-PROBLEM = Problem.load(HERE.parent / "examples" / "problems" / "fastlink-4x8.json")
+EXAMPLES = HERE.parent / "examples" / "problems"
+PROBLEM = Problem.load(EXAMPLES / "fastlink-4x8.json")
 ACTIVATION = 1000  # bytes of one stage's
 
 
@@ -72,7 +73,7 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "gis-h": (units(4, 8, 2), "PipeOffload, figure 6"),
     "po-h": (units(4, 8, 2, **leaving(1.5, 2)), "PipeOffload, figure 7"),
     "po-f": (units(8, 16, **leaving(1.5)), "PipeOffload, figure 14"),
-    "adaoffload": (PROBLEM, "no figure"),
+    "adaoffload": (Problem.load(EXAMPLES / "figure4-4x6.json"), "OptPipe, figure 4"),
     "chronos": (units(4, 8, 2), "Lin et al., figure 5 (a)"),
     "chronos-recomp": (units(8, 8, 2, **again(1, 0, 2)), "Lin et al., figure 6 (b)"),
     "chronos-zero2": (units(4, 8, 2), "Lin et al., figure 7"),
