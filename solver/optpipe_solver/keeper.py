@@ -1,4 +1,4 @@
-"""`Keeper`: the best schedule of an engine that works on times, and who is told of it."""
+"""`Keeper`: the best schedule of an engine, and who is told of it; `TimedKeeper` for those that work on times."""
 
 from __future__ import annotations
 
@@ -12,27 +12,46 @@ from optpipe.validity import check
 from optpipe_solver.cpsat.timed import covers, split
 from optpipe_solver.heuristics import generate, value
 from optpipe_solver.methods import WITHIN_MEMORY
+from optpipe_solver.paths import familiar
 
 
 class Keeper:
-    """`value` is what is to be beaten, `start` the best schedule that the models of CP-SAT know (no pairs, no needless BW)."""
+    """`value` is what is to be beaten, `best` the schedule that has it: at first the warm start, if it holds for these costs and the
+    models know its ops."""
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
-        self.start: Schedule | None = None
+        self.best: Schedule | None = None
         self.value = float("inf")
-        if request.warm_start is not None:
-            self._begin_with(request.warm_start)
+        warm = self._warm(request.warm_start) if request.warm_start else None
+        if warm is not None:
+            self.best, self.value = warm, value(warm, request.objective)
 
-    def _begin_with(self, programs: Programs) -> None:
-        """One that does not hold for these costs is nothing."""
+    def _warm(self, programs: Programs) -> Schedule | None:
         try:
             schedule = programs.schedule(self.request.problem, "")
         except InputError:
-            return
-        if not check(self.request.problem, schedule):
-            self.value = value(schedule, self.request.objective)
-            self._keep(split(schedule))
+            return None
+        return schedule if familiar(schedule) and not check(self.request.problem, schedule) else None
+
+    def offer(self, schedule: Schedule) -> bool:
+        """Keeps and tells the schedule if it is better than all before, and holds. Says if it is."""
+        found = value(schedule, self.request.objective)
+        if found >= self.value * (1 - 1e-9) or check(self.request.problem, schedule):
+            return False
+        self.best, self.value = schedule, found
+        self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
+        return True
+
+
+class TimedKeeper(Keeper):
+    """`start` is the best schedule that the models of CP-SAT know (no pairs, no needless BW), which need not be the best."""
+
+    def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
+        super().__init__(request, emit)
+        self.start: Schedule | None = None
+        if self.best is not None:
+            self._keep(split(self.best))
 
     def heuristic(self) -> None:
         """Where there is nothing to start from yet, takes what a heuristic finds."""
@@ -43,16 +62,10 @@ class Keeper:
                 self.offer(split(replace(generate(name, alone, self.request.objective), problem=problem)))
 
     def offer(self, schedule: Schedule) -> bool:
-        """Keeps the schedule if there is none yet or it is better, tells it if it is better than all before, and holds. Says if it is."""
-        found = value(schedule, self.request.objective)
-        better = found < self.value * (1 - 1e-9)
-        if (better or self.start is None) and not check(self.request.problem, schedule):
+        better = super().offer(schedule)
+        if better or self.start is None:
             self._keep(schedule)
-            if better:
-                self.value = found
-                self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
-                return True
-        return False
+        return better
 
     def _keep(self, schedule: Schedule) -> None:
         if covers(schedule) and not check(self.request.problem, schedule):

@@ -23,7 +23,7 @@ from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import LONGEST, Ticks
 from optpipe_solver.cpsat.timed import timed
 from optpipe_solver.cpsat.whole import Order, Starts, WindowModel, everything, order_is_free
-from optpipe_solver.keeper import Keeper
+from optpipe_solver.keeper import TimedKeeper
 from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
 
@@ -40,7 +40,7 @@ class Search:
         self.request, self._emit = request, emit
         self.problem, self.ticks, self.finest = request.problem, Ticks.of(request.problem), Ticks.of(request.problem, LONGEST)
         self.budget = Budget(request.time_limit_s, request.threads)
-        self.keeper = Keeper(request, emit)
+        self.keeper = TimedKeeper(request, emit)
         self._bound = max(trivial_bound(self.problem, request.objective), memory_bound(self.problem, request.objective))
         self._telling = threading.Lock()  # bounds come from a thread of CP-SAT's
 

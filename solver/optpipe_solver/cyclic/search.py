@@ -16,7 +16,7 @@ from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
 from optpipe_solver.heuristics.periods import lengthened
-from optpipe_solver.keeper import Keeper
+from optpipe_solver.keeper import TimedKeeper
 from optpipe_solver.lift import lift_table
 from optpipe_solver.lns.search import improvements
 from optpipe_solver.prune import prune
@@ -31,7 +31,7 @@ STRETCHES = (1.02, 1.05, 1.1, 1.2, 1.35)  # of the shortest period: a longer one
 
 def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
     """Emits better and better schedules until the request's time is up; returns how much of it was used by count."""
-    keeper, budget = Keeper(request, emit), Budget(request.time_limit_s, request.threads)
+    keeper, budget = TimedKeeper(request, emit), Budget(request.time_limit_s, request.threads)
     ticks = Ticks.of(request.problem)
     pattern = _patterns(ticks, keeper, budget)
     if pattern:
@@ -39,7 +39,7 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
     return budget.spent_s
 
 
-def _patterns(ticks: Ticks, keeper: Keeper, budget: Budget) -> Pattern | None:
+def _patterns(ticks: Ticks, keeper: TimedKeeper, budget: Budget) -> Pattern | None:
     """Offers what the patterns unroll to; returns the one that gave the shortest schedule."""
     chosen: list[tuple[float, int, Pattern]] = []
     least_left = (1 - PATTERNS_SHARE) * budget.left()
@@ -55,7 +55,7 @@ def _patterns(ticks: Ticks, keeper: Keeper, budget: Budget) -> Pattern | None:
     return min(chosen)[2] if chosen else None
 
 
-def _windows(ticks: Ticks, pattern: Pattern, keeper: Keeper, budget: Budget) -> None:
+def _windows(ticks: Ticks, pattern: Pattern, keeper: TimedKeeper, budget: Budget) -> None:
     """Improves what the pattern unrolls to, window by window. Of many micro-batches so few that a period stands between warm-up and
     cool-down; in what becomes of them the period is repeated."""
     problem, K = ticks.problem, pattern.microbatches

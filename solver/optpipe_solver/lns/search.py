@@ -11,7 +11,7 @@ from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import timed
 from optpipe_solver.cpsat.whole import Starts, WindowModel, everything
-from optpipe_solver.keeper import Keeper
+from optpipe_solver.keeper import TimedKeeper
 from optpipe_solver.lift import lift
 from optpipe_solver.lns.windows import PATIENCE, Choice
 from optpipe_solver.prune import prune
@@ -19,7 +19,7 @@ from optpipe_solver.prune import prune
 
 def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
     """Emits better and better schedules until the request's time is up; returns how much of it was used by count."""
-    keeper, budget = Keeper(request, emit), Budget(request.time_limit_s, request.threads)
+    keeper, budget = TimedKeeper(request, emit), Budget(request.time_limit_s, request.threads)
     keeper.heuristic()
     if keeper.start:
         for schedule in improvements(Ticks.of(request.problem), keeper.start, budget, request.seed):

@@ -9,14 +9,11 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from optpipe.child import Bound, Incumbent, Note, Programs, Request
-from optpipe.errors import InputError
+from optpipe.child import Bound, Note, Request
 from optpipe.ops import Kind
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
-from optpipe.validity import check
+from optpipe_solver.keeper import Keeper
 from optpipe_solver.milp.switches import ALL, Order, Switches
-from optpipe_solver.paths import familiar
 
 if TYPE_CHECKING:
     from optpipe.child import Frame
@@ -63,21 +60,13 @@ def run(request: Request, emit: Callable[[Frame], None], switches: Switches = AL
 
 
 class _Search:
-    """The best so far, and what has been told of it."""
+    """What has been told of: the best schedule, by its keeper, and the best bound."""
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self._request, self._problem, self._emit = request, request.problem, emit
+        self._keeper = Keeper(request, emit)
         self._grid = _grid(self._problem)
-        self.best: Schedule | None = None
-        self.best_ms = math.inf
         self._bound_ms = 0.0
-        if request.warm_start:
-            try:
-                warm = request.warm_start.schedule(self._problem, METHOD)
-            except InputError:
-                return
-            if familiar(warm) and not check(self._problem, warm):
-                self.best, self.best_ms = warm, self._value(warm)
 
     def whole(self, limits: Limits, switches: Switches) -> None:
         """First with the micro-batches' order fixed, then, where that may lose something, without."""
@@ -91,10 +80,10 @@ class _Search:
         for order in orders:
             model = Model(request.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if model.windows.possible:
-                start = assignment(model, self.best) if self.best else {}
+                start = assignment(model, self._keeper.best) if self._keeper.best else {}
                 task = Task(model.rows, model.C, start, limits, self._on_solution(model), self._on_bound(model), model.violated)
                 solver = minimize(solver, task, self._tell)
-            optimal = self.best_ms <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
+            optimal = self._keeper.value <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
             if optimal or model.is_bound or limits.seconds == 0.0:
                 break
 
@@ -103,10 +92,10 @@ class _Search:
         from optpipe_solver.heuristics import STREAMS
         from optpipe_solver.milp.neighbourhoods import search_windows
 
-        if self.best is None:
-            self._offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
-        if self.best:
-            search_windows(self.best, self._offer, self._request.solver, limits, switches, self._tell)
+        if self._keeper.best is None:
+            self._keeper.offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
+        if self._keeper.best:
+            search_windows(self._keeper.best, self._keeper.offer, self._request.solver, limits, switches, self._tell)
 
     def _tell(self, text: str) -> None:
         self._emit(Note(text=text))
@@ -115,22 +104,13 @@ class _Search:
         """No schedule worth finding ends later."""
         from optpipe_solver.milp.model import serial_ms
 
-        return self.best_ms if self.best and self._request.objective == "makespan" else serial_ms(self._problem)
-
-    def _offer(self, schedule: Schedule) -> bool:
-        """Whether it is the best so far; then it is told."""
-        value = self._value(schedule)
-        if value >= self.best_ms or check(self._problem, schedule):
-            return False
-        self.best, self.best_ms = schedule, value
-        self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
-        return True
+        return self._keeper.value if self._keeper.best and self._request.objective == "makespan" else serial_ms(self._problem)
 
     def _on_solution(self, model: Model) -> Callable[[Floats], None]:
         from optpipe_solver.lift import lift
 
         def offer(x: Floats) -> None:
-            self._offer(lift(self._problem, model.starts(x), METHOD))
+            self._keeper.offer(lift(self._problem, model.starts(x), METHOD))
 
         return offer
 
@@ -144,9 +124,6 @@ class _Search:
                 self._emit(Bound(method=METHOD, lower_bound_ms=self._bound_ms))
 
         return emit
-
-    def _value(self, schedule: Schedule) -> float:
-        return schedule.makespan_ms if self._request.objective == "makespan" else schedule.span_ms
 
 
 def _grid(problem: Problem) -> Fraction:
