@@ -80,11 +80,14 @@ class Offers:
         with self._lock:
             self._newest = schedule
 
-    def boundary(self) -> Plan | None:
-        """Collective: the plan to swap to now, on every rank, or None."""
+    def boundary(self, vote: bool) -> tuple[Plan | None, bool]:
+        """Collective: the plan to swap to now, on every rank, or None; and, since all meet here anyway, whether all vote yes."""
         with self._lock:
             waiting = self._newest is not None
-        answer, nothing_new = self._council.least(READY if self._work is None else self._work.state(), not waiting)
+        answer, nothing_new, all_yes = self._council.least(READY if self._work is None else self._work.state(), not waiting, vote)
+        return self._offered(answer, bool(nothing_new)), bool(all_yes)
+
+    def _offered(self, answer: int, nothing_new: bool) -> Plan | None:
         if self._work is not None:
             if answer == PREPARING:
                 return None

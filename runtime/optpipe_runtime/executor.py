@@ -58,8 +58,8 @@ class Executor:
         """Between steps: nothing is kept that a plan put there. Only then a plan may be swapped."""
         return self._mail.idle and self._peers.idle and all(stage.idle for stage in self._stages.values())
 
-    def run(self, plan: Plan, inputs: Any, targets: Any, trace: bool = False) -> StepReport:
-        """One step: losses, and gradients of the mean loss added to the parameters' `.grad`.
+    def run(self, plan: Plan, inputs: Any, targets: Any, trace: bool = False, evaluating: bool = False) -> StepReport:
+        """One step: losses, and gradients of the mean loss added to the parameters' `.grad`; only losses where `evaluating`.
 
         `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole batch.
         """
@@ -76,9 +76,9 @@ class Executor:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-        step = _Step(plan, batch, answers)
+        step = _Step(plan, batch, answers, evaluating)
         begun = self._clock.mark()
-        for action in plan.actions:
+        for action in plan.forwards if evaluating else plan.actions:
             for message, source in action.post:
                 self._mail.post(message, source, self._specs(message))
             if action.op.stage in self._stages:
@@ -110,8 +110,11 @@ class Executor:
         start = self._clock.mark()
         match kind:
             case Kind.F:
-                recompute = (s, j) in step.plan.recomputed
-                made = stage.forward(j, received, step.answers[j] if ends else (), recompute, self._layout.microbatch_routes[j])
+                target, route = step.answers[j] if ends else (), self._layout.microbatch_routes[j]
+                if step.evaluating:
+                    made = stage.evaluate(received, target, route)
+                else:
+                    made = stage.forward(j, received, target, (s, j) in step.plan.recomputed, route)
                 if ends:
                     step.losses[j] = made[0]
             case Kind.C:
@@ -169,8 +172,8 @@ class Executor:
 class _Step:
     """What one step gathers as it goes."""
 
-    def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors]) -> None:
-        self.plan, self.batch, self.answers = plan, batch, answers
+    def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors], evaluating: bool) -> None:
+        self.plan, self.batch, self.answers, self.evaluating = plan, batch, answers, evaluating
         self.losses: dict[int, Tensor] = {}
         self.times: list[tuple[Op, Any, Any, Sequence[Ticket]]] = []  # op, start, end; for O and R what they issued
         self.peak_bytes = 0

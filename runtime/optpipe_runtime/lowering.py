@@ -68,6 +68,7 @@ class Plan:
     certificate: Certificate
     digest: str
     actions: tuple[Action, ...]
+    forwards: tuple[Action, ...]  # the same without anything but forwards, to evaluate
     recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) with a C
     on_host: dict[tuple[int, int], int]  # (stage, part) -> the most micro-batches that are on the host at once
     guests: dict[int, Guests]  # for each rank that evicts to this one
@@ -85,16 +86,20 @@ def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | No
     _require_peers(schedule, layout)
     if complaints := check(own, schedule):
         raise ScheduleError(f"the schedule does not fit this pipeline: {complaints[0]}" + _and_more(complaints))
-    ops = schedule.programs[rank].ops() if rank < len(schedule.programs) else []
+    programs = [program.ops() for program in schedule.programs]
+    programs += [[] for _ in range(rank + 1 - len(programs))]
+    forwards = [[op for op in ops if op.kind == Kind.F] for ops in programs]
+    ops = programs[rank]
     return Plan(
         schedule=schedule,
         problem=own,
         certificate=certify(own, schedule),
         digest=_digest(schedule, own),
-        actions=_actions(schedule, ops, rank, layout),
+        actions=_actions(programs, rank, layout),
+        forwards=_actions(forwards, rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         on_host=_on_host(ops),
-        guests=_guests(schedule, ops, layout),
+        guests=_guests(programs, rank, layout),
     )
 
 
@@ -149,11 +154,12 @@ def _received(op: Op, layout: Layout) -> tuple[Message, int] | None:
     return None
 
 
-def _actions(schedule: Schedule, ops: list[Op], rank: int, layout: Layout) -> tuple[Action, ...]:
+def _actions(programs: list[list[Op]], rank: int, layout: Layout) -> tuple[Action, ...]:
+    ops = programs[rank]
     received = [_received(op, layout) for op in ops]
     needed = [(i, *found) for i, found in enumerate(received) if found is not None and found[1] != rank]
     origins = {message: origin for _, message, origin in needed}
-    order = {origin: _pair(schedule, origin, rank, layout) for origin in set(origins.values())}
+    order = {origin: _pair(programs[origin], rank, layout) for origin in set(origins.values())}
     place = {message: k for messages in order.values() for k, message in enumerate(messages)}
     _require_matched(order, origins)
 
@@ -174,9 +180,9 @@ def _actions(schedule: Schedule, ops: list[Op], rank: int, layout: Layout) -> tu
     return tuple(actions)
 
 
-def _pair(schedule: Schedule, sender: int, receiver: int, layout: Layout) -> list[Message]:
-    """The messages from one rank to another in the order in which they are sent: activations and gradients together."""
-    sent = (_sent(op, layout) for op in schedule.programs[sender].ops())
+def _pair(ops: list[Op], receiver: int, layout: Layout) -> list[Message]:
+    """The messages of one rank's ops to another in the order in which they are sent: activations and gradients together."""
+    sent = (_sent(op, layout) for op in ops)
     return [message for message in sent if message is not None and layout.placement[message.stage] == receiver]
 
 
@@ -201,11 +207,11 @@ def _require_peers(schedule: Schedule, layout: Layout) -> None:
             )
 
 
-def _guests(schedule: Schedule, ops: list[Op], layout: Layout) -> dict[int, Guests]:
+def _guests(programs: list[list[Op]], rank: int, layout: Layout) -> dict[int, Guests]:
     def visits(evictor: int, wanted: Kind) -> tuple[Visit, ...]:
-        return tuple((op.stage, op.microbatch) for op in schedule.programs[evictor].ops() if op.kind == wanted)
+        return tuple((op.stage, op.microbatch) for op in programs[evictor] if op.kind == wanted)
 
-    evictors = {layout.placement[op.stage] for op in ops if op.kind == Kind.A}
+    evictors = {layout.placement[op.stage] for op in programs[rank] if op.kind == Kind.A}
     return {d: Guests(visits(d, Kind.E), visits(d, Kind.L)) for d in evictors}
 
 

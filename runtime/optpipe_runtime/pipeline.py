@@ -18,6 +18,7 @@ all swap to it at the first step boundary at which all are ready; where one refu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -41,6 +42,8 @@ from optpipe_runtime.profiler import profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
 from optpipe_runtime.ties import Tie
+
+log = logging.getLogger("optpipe.runtime")
 
 
 class Pipeline:
@@ -93,7 +96,7 @@ class Pipeline:
         self.version = 0  # how many schedules have been swapped in
         self._plan: Plan | None = None
         self._ties: list[Tie] = []
-        self._learned = False
+        self._learned: tuple[Any, Any] | None = None  # what the stages were learned with, by `_signature`
         self._executor = Executor(self._rank)
         self._offers = Offers(self._rank.council, self.prepare, self._reserve)
 
@@ -103,20 +106,28 @@ class Pipeline:
         """Collective: one training step, forward and backward; the optimizer is the caller's.
 
         `inputs` (where a route begins) and `targets` (where one ends) are the whole batch on this rank's device, a tensor or a tuple of
-        tensors, cut into micro-batches along the first dimension; other ranks may leave them out.
+        tensors, cut into micro-batches along the first dimension; other ranks may leave them out. Where shapes, the modules' modes or what
+        is trained have changed since the step before, the stages are learned anew.
         """
-        self._learn(inputs, targets)
-        offered = self._offers.boundary()
+        offered, known = self._offers.boundary(self._learned == self._signature(inputs, targets))
+        if not known:
+            self._learn(inputs, targets)
         if offered is not None:
             self.swap(offered)
-        if self._plan is None:
-            raise InputError("no schedule is loaded: call load(schedule) before the first step")
+        plan = self._loaded()
         for tie in self._ties:
             tie.start_step()
-        report = self._executor.run(self._plan, inputs, targets, trace)
+        report = self._executor.run(plan, inputs, targets, trace)
         for tie in self._ties:
             tie.end_step()
         return replace(report, version=self.version)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
+        """Collective: losses of a batch, by the loaded schedule's forwards alone. Arguments as for `step`; modes are the caller's."""
+        given, _ = self._signature(inputs, targets)
+        if not self._rank.council.least(self._learned is not None and self._learned[0] == given)[0]:
+            self._learn(inputs, targets)
+        return replace(self._executor.run(self._loaded(), inputs, targets, trace, evaluating=True), version=self.version)
 
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
         """Collective: ties copies of one parameter (tied embeddings) or of one module (a stage that serves two routes) that several ranks
@@ -134,6 +145,11 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan | None:
+        return self._plan
+
+    def _loaded(self) -> Plan:
+        if self._plan is None:
+            raise InputError("no schedule is loaded: call load(schedule) before the first step")
         return self._plan
 
     # Schedules
@@ -190,8 +206,9 @@ class Pipeline:
             raise OptPipeError("a pipeline is profiled only between two steps")
         if repeats < 1 or offload_parts < 1:
             raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
-        self._learn(inputs, targets)
         rank = self._rank
+        if not rank.council.least(self._learned == self._signature(inputs, targets))[0]:
+            self._learn(inputs, targets)
         given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
         asked = self._sample(targets, "targets") if rank.takes_targets else ()
         self.problem = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
@@ -204,10 +221,11 @@ class Pipeline:
         return cut(value, self._rank.layout.microbatches, what)[0]
 
     def _learn(self, inputs: Any, targets: Any) -> None:
-        """Collective, once: runs each stage's forward, first to last on every route, to learn the shapes of what passes between them, and
-        which of it comes back as a gradient."""
-        if self._learned:
-            return
+        """Collective: runs each stage's forward, first to last on every route, to learn the shapes of what passes between them, and which
+        of it comes back as a gradient."""
+        if self._learned is not None and self.problem is not None:
+            log.warning("the batch or the stages are not those that were profiled: what the schedule needs of time and memory is not known")
+        self._learned = None
         layout = self._rank.layout
         for r, route in enumerate(layout.routes):
             learned: list[Passage] = []
@@ -230,7 +248,16 @@ class Pipeline:
                 if s in self._rank.stages:
                     self._rank.stages[s].passages[r] = passage
                 needed = passage.asked
-        self._learned = True
+        self._learned = self._signature(inputs, targets)
+
+    def _signature(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """What this rank's stages are learned with: shapes and types of the batch; what modules and parameters are set to."""
+        rank, modules = self._rank, [stage.module for stage in self._rank.stages.values()]
+        batch = [inputs] * rank.takes_inputs + [targets] * rank.takes_targets
+        tensors = [value if isinstance(value, tuple | list) else (value,) for value in batch]
+        given = [[(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else None for t in group] for group in tensors]
+        modes = [part.training for module in modules for part in module.modules()]
+        return given, (modes, [parameter.requires_grad for module in modules for parameter in module.parameters()])
 
     def _learn_stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> Passage:
         if specs is None:

@@ -143,7 +143,13 @@ class StageRunner:
         running.again = self._replay(running, inputs, target)
         given = _copies(inputs) if passage.changes_inputs else inputs
         with torch.no_grad():
-            return self._leaving(running, self._outputs(passage, given, target))
+            return self._leaving(running.activation, self._outputs(passage, given, target))
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensors, target: Tensors = (), route: int = 0) -> Tensors:
+        """F where no backward follows: nothing is kept."""
+        passage = self.passages[route]
+        return self._leaving(self._new_activation(passage), self._outputs(passage, inputs, target))
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, now keeping what the backward needs."""
@@ -217,11 +223,11 @@ class StageRunner:
             )
         running.edges = {k: get_gradient_edge(outputs[k]) for k in running.passage.needed if outputs[k].requires_grad}
         self._sizes = running.activation.sizes()
-        return self._leaving(running, outputs)
+        return self._leaving(running.activation, outputs)
 
-    def _leaving(self, running: _Microbatch, outputs: Tensors) -> Tensors:
+    def _leaving(self, activation: Activation, outputs: Tensors) -> Tensors:
         """The outputs as tensors of their own: a neighbour that holds them keeps no block of ours, and not the batch."""
-        ours = [running.activation.holds(out) or storage_key(out) in self._excluded for out in outputs]
+        ours = [activation.holds(out) or storage_key(out) in self._excluded for out in outputs]
         return tuple(out.detach().clone() if own else out.detach() for own, out in zip(ours, outputs, strict=True))
 
     def _enter(self, running: _Microbatch, inputs: Tensors) -> Tensors:
