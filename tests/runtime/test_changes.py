@@ -1,0 +1,38 @@
+"""Between steps a user evaluates, takes batches of another size, freezes and unfreezes: every turn is that of a plain run, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import rank_cases
+import rank_changes
+from rank_changes import Turn
+from rank_worker import Ranks
+from test_executor import ONE_F_ONE_B, RECOMPUTED, SPLIT
+
+from optpipe.schedule import Schedule
+
+TRAIN, EVALUATE = Turn(train=True), Turn(train=False)
+
+
+@pytest.mark.parametrize("programs", [ONE_F_ONE_B, SPLIT, RECOMPUTED], ids=["1f1b", "split", "recomputed"])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [EVALUATE, TRAIN, EVALUATE, EVALUATE, TRAIN],
+        [TRAIN, Turn(True, sequences=3), TRAIN, Turn(False, sequences=5), TRAIN],
+        [Turn(True, frozen=True), TRAIN, Turn(True, frozen=True)],
+    ],
+    ids=["evaluations", "shapes", "freezing"],
+)
+def test_every_turn_is_that_of_a_plain_run(ranks: Ranks, programs: list[list[str]], turns: list[Turn]) -> None:
+    schedule = Schedule.parse(rank_cases.problem([0, 1], 4), programs)
+    results = ranks(rank_changes.turns, schedule=schedule, taken=turns)
+    for turn, expected, *found in zip(turns, rank_changes.plain(4, turns), *results, strict=True):
+        assert found[1].losses == expected.losses, turn
+        assert found[0].means | found[1].means == expected.means, turn
+        gradients = found[0].gradients | found[1].gradients
+        assert gradients.keys() == expected.gradients.keys(), turn
+        assert bool(gradients) == turn.train
+        for name, grad in gradients.items():
+            np.testing.assert_array_equal(grad, expected.gradients[name], err_msg=f"{turn}, {name}")
