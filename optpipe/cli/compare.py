@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,20 +65,28 @@ def watched(
     problem: Problem, methods: list[str] | None, time_limit: float, threads: int | None, placements: Any, quiet: bool
 ) -> Comparison:
     """`optpipe.compare`; meanwhile a line on stderr says what has been found."""
-    from rich.console import Console
-
     from optpipe.comparison import compare
 
-    console = Console(stderr=True)
-    if quiet or not sys.stderr.isatty():
-        return compare(problem, methods, time_limit, threads=threads, placements=placements)
-    with console.status("comparing") as status:
+    with waiting("comparing", quiet) as say:
 
         def tell(row: Row) -> None:
             value = f"{row.makespan_ms:.6g} ms" if row.makespan_ms is not None else row.reason
-            status.update(f"comparing, after {label(row)}: {value}")
+            say(f"comparing, after {label(row)}: {value}")
 
         return compare(problem, methods, time_limit, threads=threads, placements=placements, told=tell)
+
+
+@contextmanager
+def waiting(text: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on stderr while something takes its time, which may be told anew; none where nobody looks."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with console.status(text) as status:
+        yield status.update
 
 
 def figures(row: Row) -> dict[str, Any]:

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from optpipe import Problem, comparison
 from optpipe.cli import main as cli
-from optpipe.cli.bench_pareto import verdicts
+from optpipe.cli.bench_pareto import table, verdicts
 from optpipe.cli.compare import names
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe_solver import systems
+from optpipe_solver.heuristics import generate
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 PROBLEM = str(EXAMPLES / "fastlink-4x8.json")
@@ -96,27 +98,36 @@ def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
 
 
 def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypatch, capsys):
-    picture, figures, codes = tmp_path / "pareto.svg", [], []
-    for more in (["--svg", str(picture)], ["--json"]):
-        words = ["bench", "pareto", PROBLEM, "--budgets", "ample,0.5", "--time-limit", "1.5", "--threads", "2", *more]
-        monkeypatch.setattr(sys, "argv", ["optpipe", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        codes.append(ended.value.code or 0)
-        figures.append(capsys.readouterr().out)
-    table, answer = figures[0].splitlines(), json.loads(figures[1])
-    assert answer["budgets"] == {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}
-    assert codes == [int("BEHIND" in figures[0]), int(answer["behind"] != [])]  # in so little time it may be
-    assert table[0].split() == ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"]
-    verdicts = [line for line in table if "the frontier, " in line]
-    assert [line.split(":")[0] for line in verdicts] == [
-        f"{budget}, {stages}" for budget in ("ample", "0.5 M") for stages in ("any stages", "the stages as given")
-    ]
-    assert all(re.search(r"(on|ahead of|BEHIND) the frontier, [\d.]+ ms against [\d.]+ ms by \S+$", line) for line in verdicts)
-    for budget, size in answer["budgets"].items():
-        assert all(max(row["peak_bytes"]) <= size for row in answer["rows"][budget] if row["fits"])
+    picture = tmp_path / "pareto.svg"
+    words = ["bench", "pareto", PROBLEM, "--budgets", "0.5", "--time-limit", "1", "--threads", "2", "--svg", str(picture), "--json"]
+    monkeypatch.setattr(sys, "argv", ["optpipe", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    answer = json.loads(capsys.readouterr().out)
+    assert (ended.value.code or 0) == int(answer["behind"] != [])  # in so little time it may be
+    assert answer["budgets"] == {"0.5 M": 10 * 10**9}
+    fitting = [row for row in answer["rows"]["0.5 M"] if row["fits"]]
+    assert all(max(row["peak_bytes"]) <= 10 * 10**9 for row in fitting)
+    corners = {corner["published"]: corner for corner in answer["between"]}
+    assert {corner["memory_bytes"] for corner in corners.values()} == {5 * 10**9, 6 * 10**9}  # naive and PO-F, below the budget
+    assert all(max(corner["peak_bytes"]) <= corner["memory_bytes"] for corner in corners.values() if corner["fits"])
     drawn = picture.read_text(encoding="utf-8")
-    assert all(text in drawn for text in (">1f1b<", ">OptPipe, any stages<", "0.5 M: 10 GB", "ample: 40 GB"))
+    assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
+
+
+def test_pareto_as_a_table(capsys):
+    problem = Problem.load(PROBLEM)
+    naive, steady = generate("naive", problem), systems.generate("1f1b", problem)
+    tight = comparison.Comparison.of(
+        problem, [comparison.Row("1f1b", schedule=steady, reason="needs more"), comparison.Row("naive", schedule=naive)]
+    )
+    ample = comparison.Comparison.of(problem, [comparison.Row("1f1b", schedule=steady), comparison.Row("naive", schedule=naive)])
+    Console(width=100).print(table({"ample": ample, "0.5 M": tight}, {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"],
+        ["1f1b", "324", "20", "GB", "–"],
+        ["naive", "944", "5", "GB", "944", "5", "GB"],
+    ]
 
 
 @pytest.mark.parametrize(
