@@ -55,12 +55,18 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
 
 
 def po_h(problem: Problem) -> Schedule:
-    """PO-H: half of the stages leave, ceil(v/2) on each device."""
+    """PO-H: half of the stages leave, ceil(v/2) on each device.
+
+    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to three on their way; more than that, 3(v-2)/8
+    at most, where d is odd or turns would collide. Bubble: Table 1's < v(d-1)T for any d but 1 and 3, and for every d no more than the
+    block's, (2(v-1)(ceil(d/2)+1) + d - v)T; T is F + B + W.
+    """
     return pipe_offload(problem, ceil(_chunks(problem) / 2))
 
 
 def po_f(problem: Problem) -> Schedule:
-    """PO-F: all stages leave."""
+    """PO-F: all stages leave. Where k is at most 1 a device holds three activations at most, whatever d and v are (the paper's experiments
+    say about four); the bubble is bounded as PO-H's."""
     return pipe_offload(problem, _chunks(problem))
 
 
