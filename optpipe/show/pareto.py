@@ -66,6 +66,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 def chart(published: Sequence[Point], solver: Mapping[str, Sequence[Point]], budgets: Mapping[str, int], title: str = "") -> str:
     """The picture: `published` as grey points, each of the solver's series with a frontier of its own, budgets as dashed lines."""
     points = list(dict.fromkeys(published))
+    solver = {name: list({(point.bytes, point.ms): point for point in series}.values()) for name, series in solver.items()}
     axes = _Axes(points, [point for series in solver.values() for point in series], list(budgets.values()))
     shown = [point for point in points if point.ms <= axes.longest]
     body = [

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from optpipe.anytime import Result, Search, improve
-from optpipe.errors import OptPipeError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_cache import Cache
 from optpipe_server.settings import Settings
@@ -100,6 +100,8 @@ class Solves:
     def _run_short(self, task: Task) -> None:
         try:
             self._follow(task, first_only=True)
+        except InputError:
+            pass  # the long search says it
         except Exception:
             log.exception("job %s: the first schedule failed", task.job_id)
         self._long.submit(self._run, task)
@@ -115,6 +117,9 @@ class Solves:
             self._follow(task)
             self._remember(task)
             self._end(task, _outcome(task))
+        except InputError as error:  # such as a method that is none, or none for this problem
+            task.best = replace(task.best, reason=str(error))
+            self._end(task, "failed")
         except Exception as error:
             log.exception("job %s failed", task.job_id)
             task.best = replace(task.best, reason=f"the service failed: {type(error).__name__}")

@@ -52,6 +52,18 @@ def test_too_little_memory_is_named(client: httpx.Client) -> None:
     assert "999" in end["reason"]
 
 
+def test_published_schedules_go_by_name(client: httpx.Client) -> None:
+    problem = chain(memory=4, m=4)
+    job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 4.0, "method": "gis:group=2"}).json()
+    assert job["best"]["method"] == "gis:group=2"
+    for method, told in (("zb-v", "zb-v needs 2 V-shaped stages a device"), ("zb-w", "method = 'zb-w': the methods are auto, naive")):
+        refused = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 4.0, "method": method}).json()
+        with client.stream("GET", f"{refused['url']}/events") as response:  # who takes jobs does not know the solver's methods
+            *_, end = [json.loads(event["data"]) for event in events(response)]
+        assert end["state"] == "failed"
+        assert end["reason"].startswith(told)
+
+
 def test_a_training_follows(client: httpx.Client) -> None:
     problem = Problem.from_dict({**chain(memory=1, m=4, offload=None).to_dict(), "p2p_ms": 0.0})
     with ScheduleClient(str(client.base_url), problem, time_limit_s=4.0) as following:
