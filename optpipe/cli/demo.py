@@ -69,7 +69,7 @@ def run(plan: Plan, folder: Path) -> Outcome:
         typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
         _train(folder, environment, url, ranks)
     told = Told.load(folder / "told.json")
-    typer.echo(_why_not_1f1b(told))
+    typer.echo(_why_not_interleaved(told))
     typer.echo("the same steps in one plain process, to compare the losses")
     plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
     difference = max(abs(step.loss - loss) / abs(loss) for step, loss in zip(told.steps, plain, strict=True))
@@ -110,13 +110,13 @@ def _train(folder: Path, environment: dict[str, str], url: str, ranks: int) -> N
         raise OptPipeError("the training failed; what it said stands above")
 
 
-def _why_not_1f1b(told: Told) -> str:
-    """1F1B at this budget: which rank needs how much."""
+def _why_not_interleaved(told: Told) -> str:
+    """Interleaved 1F1B, 1F1B for several stages a rank, at this budget: which rank needs how much."""
     from optpipe.anytime import solve
     from optpipe.problem import Problem
 
-    result = solve(Problem.from_dict(told.problem), method="1f1b", time_limit=10.0)
-    return "1F1B fits this budget" if result.schedule else f"1F1B does not fit: {result.reason}"
+    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit=10.0)
+    return "interleaved 1F1B fits this budget" if result.schedule else f"interleaved 1F1B does not fit: {result.reason}"
 
 
 def _best(told: Told) -> int:

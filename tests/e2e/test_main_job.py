@@ -40,7 +40,7 @@ def test_the_main_job(tmp_path, capsys):
     assert told.steps[-1].loss < told.steps[0].loss
     printed = capsys.readouterr().out
     assert "optpipe cache lookup problem.json: exact hit" in printed
-    assert "1F1B does not fit: 1f1b gives no schedule: device 0 needs" in printed
+    assert "interleaved 1F1B does not fit: interleaved gives no schedule: device 0 needs" in printed
 
 
 @pytest.mark.parametrize("after_s", [0.0, 6.0])

@@ -81,7 +81,7 @@ class Training:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rank, self.ranks = plan, dist.get_rank(), dist.get_world_size()
         self._text = corpus()
-        placement = v_shape(self.ranks)
+        placement = looped(self.ranks)
         own = {s: stage for s, stage in enumerate(gpt.stages(plan.size, len(placement))) if placement[s] == self.rank}
         self._optimizer = torch.optim.AdamW([p for stage in own.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE)
         self.pipe = Pipeline(own, placement, gpt.loss, plan.microbatches)
@@ -129,9 +129,9 @@ class Training:
         return box[0]
 
 
-def v_shape(ranks: int) -> list[int]:
-    """The rank of each stage: two stages a rank, down the ranks and back up."""
-    return [*range(ranks), *reversed(range(ranks))]
+def looped(ranks: int) -> list[int]:
+    """The rank of each stage: two stages a rank, down the ranks and again, as interleaved 1F1B and PipeOffload have them."""
+    return [*range(ranks), *range(ranks)]
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
