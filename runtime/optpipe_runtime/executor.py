@@ -81,10 +81,12 @@ class Executor:
         for action in plan.forwards if evaluating else plan.actions:
             for message, source in action.post:
                 self._mail.post(message, source, self._specs(message))
-            if action.op.stage in self._stages:
+            try:
                 self._run(step, action)
-            else:
-                self._host(step, action.op)
+            except BaseException as error:
+                kind, s, j, _ = action.op
+                error.add_note(f"rank {self._rank.number} was at {action.op}: {kind.name} of stage {s}, micro-batch {j}")
+                raise
             step.count(action.op, self._held_bytes(action.op))
         self._mail.flush()
         ended = self._clock.mark()
@@ -101,8 +103,11 @@ class Executor:
         )
 
     def _run(self, step: _Step, action: Action) -> None:
-        """One op of an own stage; what it needs is taken before its time starts, what it makes is sent at once."""
+        """One op; what it needs is taken before its time starts, what it makes is sent at once."""
         kind, s, j, part = action.op
+        if kind in (Kind.A, Kind.V):
+            self._host(step, action.op)
+            return
         stage, ends = self._stages[s], self._layout.after(s, j) is None
         received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
         made: Tensors = ()

@@ -134,7 +134,8 @@ class Pipeline:
         hold; a rank without one passes None.
 
         The copies' parameters take the values of the lowest rank's, and after every step the sum of their gradients; buffers stay each
-        copy's own. Two stages on one rank need no tie: they share the parameter itself.
+        copy's own. Two stages on one rank need no tie: they share the parameter itself. For the two directions of DualPipe on p ranks:
+        `for k in range(p): pipe.tie(stages.get(k, stages.get(p + k)))`.
         """
         self._ties.append(Tie(copy, self._rank.council))
 

@@ -247,8 +247,8 @@ def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Sche
         return complaint, pipe.version, len([pipe.step(*batch(0, m)) for _ in range(10)])
 
 
-def after_a_failure(placement: Sequence[int], schedule: Schedule) -> str:
-    """A stage of this rank fails in the second step; what the third step says."""
+def after_a_failure(placement: Sequence[int], schedule: Schedule) -> tuple[str, list[str]]:
+    """A stage of this rank fails in the second step; what the third step says, and what the failure says of where it was."""
     m = schedule.problem.microbatches
 
     def fails(output: Tensor, target: Tensor) -> Tensor:
@@ -263,15 +263,15 @@ def after_a_failure(placement: Sequence[int], schedule: Schedule) -> str:
     failing = True
     try:
         pipe.step(*batch(0, m))
-    except ValueError:
-        failing = False
+    except ValueError as error:
+        failing, where = False, error.__notes__
     try:
         pipe.step(*batch(0, m))
     except OptPipeError as error:
-        return str(error)
+        return str(error), where
     finally:
         pipe.close()
-    return "it ran"
+    return "it ran", where
 
 
 def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients], Gradients]:

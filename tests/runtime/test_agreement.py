@@ -61,4 +61,6 @@ def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
 def test_no_step_after_one_that_failed(ranks: Ranks) -> None:
     """Its messages would be taken for those of the next."""
     schedule = Schedule.parse(rank_cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
-    assert ranks(rank_cases.after_a_failure, placement=[0, 0], schedule=schedule)[0].startswith("the step before failed")
+    said, where = ranks(rank_cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
+    assert said.startswith("the step before failed")
+    assert where == ["rank 0 was at 1F0: F of stage 1, micro-batch 0"]
