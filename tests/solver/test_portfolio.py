@@ -247,7 +247,7 @@ def test_a_system_that_is_named_is_all_that_runs(engines):
     [
         ("1f1b", "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it is given them)"),
         ("1f1b:group=2", "method = '1f1b:group=2': 1f1b has no parameter group (its parameters: none)"),
-        ("1f1b:", "method = '1f1b:': the published schedules are "),
+        ("1f1b:", "method = '1f1b:': '' is no parameter, "),
     ],
 )
 def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):

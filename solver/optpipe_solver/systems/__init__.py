@@ -20,20 +20,25 @@ SYSTEMS: dict[str, System] = {
     system.name: system for family in (classic, dualpipe, pipeoffload, chronos, zero_bubble, v_shape, bpipe) for system in family.SYSTEMS
 }
 
-_METHOD = re.compile(r"([a-z0-9-]+)(?::([a-z]+=[0-9]{1,9}(?:,[a-z]+=[0-9]{1,9})*))?")
+_PARAMETER = re.compile(r"([a-z]+)=([0-9]{1,9})")
 
 
 def parse(method: str) -> tuple[str, dict[str, int]]:
     """A system's name and its parameters, such as `gis:group=5`. Raises `InputError` for what is no system or no parameter of it."""
-    match = _METHOD.fullmatch(method)
-    name, listed = match.groups() if match else (method, None)
+    name, colon, listed = method.partition(":")
     if name not in SYSTEMS:
         raise InputError(f"method = {method!r}: the published schedules are {', '.join(SYSTEMS)}")
-    parameters = {key: int(number) for key, number in (pair.split("=") for pair in (listed.split(",") if listed else []))}
-    for key in parameters:
-        if key not in SYSTEMS[name].parameters:
-            has = ", ".join(SYSTEMS[name].parameters) or "none"
-            raise InputError(f"method = {method!r}: {name} has no parameter {key} (its parameters: {has})")
+    has, parameters = SYSTEMS[name].parameters, dict[str, int]()
+    for pair in listed.split(",") if colon else []:
+        match = _PARAMETER.fullmatch(pair)
+        if not match:
+            raise InputError(f"method = {method!r}: {pair!r} is no parameter, which would be a name and up to nine digits, such as group=5")
+        key, number = match.groups()
+        if key not in has:
+            raise InputError(f"method = {method!r}: {name} has no parameter {key} (its parameters: {', '.join(has) or 'none'})")
+        if key in parameters:
+            raise InputError(f"method = {method!r}: {key} is given twice, a parameter is given once")
+        parameters[key] = int(number)
     return name, parameters
 
 
