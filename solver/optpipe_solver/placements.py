@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 from optpipe.child import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.errors import InputError
@@ -153,14 +154,15 @@ class PlacementSearch:
         own.best = own.best or programs
 
     def look(self, candidates: list[Candidate], share: float) -> None:
-        """At each with a heuristic and what is published for such stages; should that take half of all the time, at the given stages and
-        those of the lowest bounds."""
+        """At each with a heuristic; should time be up before, at the given stages and those of the lowest bounds. Then at what is published
+        for such stages, unless that takes half of all the time."""
+        portfolios = []
         for candidate in sorted(candidates, key=lambda candidate: (candidate is not self.keep, candidate.bound_ms)):
-            portfolio = self.search(candidate, self.heuristic("adaoffload"), share / len(candidates))
-            if portfolio and self.request.method in ("auto", *ENGINES):
-                for _ in portfolio.published():
-                    if self.time_left < self.request.time_limit_s / 2:
-                        return
+            portfolios.append(self.search(candidate, self.heuristic("adaoffload"), share / len(candidates)))
+        if self.request.method in ("auto", *ENGINES):
+            for _ in chain.from_iterable(portfolio.published() for portfolio in portfolios if portfolio):
+                if self.time_left < self.request.time_limit_s / 2:
+                    return
 
     def heuristic(self, name: str) -> str:
         """The one that was asked for, else this one."""
