@@ -256,7 +256,7 @@ def after_a_failure(placement: Sequence[int], schedule: Schedule) -> tuple[str, 
             raise ValueError("not today")
         return loss_fn(output, target)
 
-    failing = False
+    failing, where = False, []
     pipe = Pipeline(own_stages(placement), placement, fails, m)
     pipe.load(schedule)
     pipe.step(*batch(0, m))
