@@ -17,8 +17,8 @@ from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat import search, ticks
-from optpipe_solver.cpsat.search import numbered
-from optpipe_solver.cpsat.ticks import LONGEST, Ticks
+from optpipe_solver.cpsat.search import FINE, numbered
+from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import covers, split, timed
 from optpipe_solver.cpsat.whole import Window, WindowModel, everything
 from optpipe_solver.heuristics import STREAMS
@@ -185,7 +185,7 @@ def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_m
     assert bound(problem, frames) <= values(problem, frames)[-1] * (1 + 1e-9)
 
 
-def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = LONGEST) -> bool | None:
+def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FINE) -> bool | None:
     """Whether nameless micro-batches can end so soon, on a grid that is no finer; None where time was too short to say."""
     ticks = Ticks.of(problem, finest).relaxed
     known = timed(ticks, numbered(split(schedule)))
@@ -196,7 +196,7 @@ def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = LO
     return True if answer.starts is not None else False if answer.proven else None
 
 
-@pytest.mark.parametrize("finest", [LONGEST, 3])
+@pytest.mark.parametrize("finest", [FINE, 3])
 @pytest.mark.parametrize("name", ALL)
 def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: str, finest: int) -> None:
     problem = ALL[name]
@@ -209,7 +209,7 @@ def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: 
 @given(
     problem=problems_of_every_sort(),
     name=st.sampled_from(["adaoffload", "zb-auto", "naive"]),
-    finest=st.sampled_from([LONGEST, 20, 3]),
+    finest=st.sampled_from([FINE, 20, 3]),
     sizes=st.sampled_from([6, 10**6 + 3]),
     chance=st.randoms(use_true_random=False),
 )
@@ -221,6 +221,35 @@ def test_nameless_micro_batches_can_do_what_any_schedule_does(
     schedule = split(next(STREAMS[name](problem, "makespan")))
     if not check(problem, schedule) and covers(schedule):
         assert admits(problem, schedule, schedule.makespan_ms, finest) is not False
+
+
+TOUCHING = {  # CP-SAT with strong propagation takes a point in time for more than that, where ops stand close by it
+    "an op that takes no time": (
+        problem_of([stage(0, (0, 0, 0.5), 0), stage(0, (1, 0, 0), 0, 0, None, (0, 0))], [0], 1, 0.0),
+        "adaoffload",
+    ),
+    "a drop and a reload": (
+        problem_of(
+            [
+                stage(0, (0.95, 8.452, 8.473041805473565), 2_000_000, 2_000_000, (3.653, 2.411711681456573, 2_000_000)),
+                stage(0, (8.227925125528914, 2.009, 0.524), 7_000_000),
+            ],
+            [9_000_001],
+            1,
+            devices=[{"host_memory_bytes": 4_500_000}],
+        ),
+        "naive",
+    ),
+}
+
+
+@pytest.mark.parametrize("finest", [FINE, 2000, 20])
+@pytest.mark.parametrize("name", TOUCHING)
+def test_ops_that_touch_refute_nothing(name: str, finest: int) -> None:
+    problem, heuristic = TOUCHING[name]
+    schedule = split(next(STREAMS[heuristic](problem, "makespan")))
+    assert check(problem, schedule) == []
+    assert admits(problem, schedule, schedule.makespan_ms, finest)
 
 
 def odd(problem: Problem, sizes: int, chance: random.Random) -> Problem:
@@ -244,7 +273,7 @@ def odd(problem: Problem, sizes: int, chance: random.Random) -> Problem:
 def test_times_of_many_decimals_and_sizes_of_many_digits(name: str, coarse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is as good as the best of all programs, nothing is proven that is not so, and on the grid that fits all is proven."""
     if coarse:
-        monkeypatch.setattr(search, "LONGEST", 40)
+        monkeypatch.setattr(search, "FINE", 40)
         monkeypatch.setattr(ticks, "LONGEST", 2000)
     problem = odd(ALL[name], 10**6 + 3, random.Random(name))
     best, _ = best_of_all(problem, "makespan")

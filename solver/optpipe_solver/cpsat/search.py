@@ -20,7 +20,7 @@ from optpipe.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat.ticks import LONGEST, Ticks
+from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import timed
 from optpipe_solver.cpsat.whole import Order, Starts, WindowModel, everything, order_is_free
 from optpipe_solver.keeper import TimedKeeper
@@ -28,6 +28,7 @@ from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
 
 METHOD = "cpsat"
+FINE = 2**24  # ticks, as `ticks.FINEST`, where bounds are proven; at 2^38 CP-SAT 9.15 refutes what there is
 IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8  # of the time, and of what is left then
 STEPS = 4  # of the way from the bound to the best schedule is tried first, then steps that double
 NEAR = 10_000  # of the makespan: where nameless micro-batches are shorter than all that is known, how short need not be known better
@@ -38,7 +39,7 @@ class Search:
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
-        self.problem, self.ticks, self.finest = request.problem, Ticks.of(request.problem), Ticks.of(request.problem, LONGEST)
+        self.problem, self.ticks, self.finest = request.problem, Ticks.of(request.problem), Ticks.of(request.problem, FINE)
         self.budget = Budget(request.time_limit_s, request.threads)
         self.keeper = TimedKeeper(request, emit)
         self._bound = max(trivial_bound(self.problem, request.objective), memory_bound(self.problem, request.objective))
@@ -52,10 +53,9 @@ class Search:
         free = order_is_free(self.problem, self.request.objective)
         at_once = free and self.ticks.lossless
         self.solve(self.ticks, "stages", self.budget.left() * (1.0 if at_once else IN_ORDER_SHARE))
-        if not at_once and self.request.objective == "makespan":
-            self.raise_bound(RANKS_SHARE * self.budget.left())
+        provable = self.request.objective == "span" or (not at_once and self.raise_bound(RANKS_SHARE * self.budget.left()))
         if not at_once and not self._proven:
-            self.solve(self.finest.relaxed, "stages" if free else "entry", self.budget.left())
+            self.solve(self.finest.relaxed if provable else self.ticks, "stages" if free else "entry", self.budget.left())
 
     @property
     def _proven(self) -> bool:
@@ -66,8 +66,9 @@ class Search:
         known = timed(ticks, numbered(self.keeper.start))
         return WindowModel(ticks, known, everything(known), order, self.request.objective)
 
-    def raise_bound(self, seconds: float) -> None:
-        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that double.
+    def raise_bound(self, seconds: float) -> bool:
+        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that double. Says if the
+        problem is of a size of which anything can be known: whether the first step was decided within half of the time.
 
         By the grid's own bound: rounded down, there may be schedules that are shorter than any of the problem.
         """
@@ -78,20 +79,26 @@ class Search:
         most = known - 1
         step = max(1, (most - least) // STEPS)
         end = least + step - 1
+        decided = False
         while model.is_bound and least <= min(end, most) and self.budget.left() > until:
             model.model.add(model.end >= least)
             model.model.add(model.end <= end)
-            answer = model.solve(self.budget, self.request.seed, self.budget.left() - until, any_will_do=True)
-            if answer.proven and answer.starts is None:
+            left = self.budget.left() - until
+            answer = model.solve(self.budget, self.request.seed, left if decided else left / 2, any_will_do=True)
+            if answer.starts is not None:
+                most = end - 1
+                end = (least + most) // 2
+            elif answer.proven:
                 least = end + 1
                 self._tell_bound(ticks.ms(least))
                 end, step = min(most, end + step), 2 * step
             else:
-                most = end - 1
-                end = (least + most) // 2
+                return decided
+            decided = True
             if most < known - 1 and most - least < known // NEAR:
-                return
+                break
             model = self._model(ticks, "ranks")
+        return True
 
     def _tell_bound(self, ms: float) -> None:
         with self._telling:
