@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from optpipe.child import Bound, Incumbent, Note, Request
 from optpipe_solver import plan, portfolio, seeds, systems
 from optpipe_solver.placements import PlacementSearch
 from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.systems import SYSTEMS
+from optpipe_solver.systems import SYSTEMS, System
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
@@ -25,6 +27,11 @@ def no_engines(monkeypatch):
     """What seeds alone bring, and the first schedule of each heuristic."""
     monkeypatch.setattr(plan, "AUTO", ())
     monkeypatch.setattr(portfolio, "OPS_PER_S", 1)
+
+
+def tight() -> Problem:
+    """Memory for two activations: what holds more does not fit, and nothing reaches the bound."""
+    return units(4, 8).replace(devices=[{"memory_bytes": 2000}] * 4)
 
 
 def answer(problem: Problem, **asked: Any) -> tuple[Schedule | None, float]:
@@ -117,11 +124,49 @@ def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():
 
 
 def test_one_that_does_not_fit_its_stages_says_what_it_lacks():
-    tight = units(4, 8).replace(devices=[{"memory_bytes": 1500}] * 4)
+    small = units(4, 8).replace(devices=[{"memory_bytes": 1500}] * 4)
     frames: list[object] = []
-    PlacementSearch(Request(problem=tight, method="zb-v", placements="all", time_limit_s=5.0), frames.append).run()
+    PlacementSearch(Request(problem=small, method="zb-v", placements="all", time_limit_s=5.0), frames.append).run()
     (note,) = (frame.text for frame in frames if isinstance(frame, Note))
     assert note.startswith("2 chunks a device, V-shaped: zb-v gives no schedule: device ")
     assert note.endswith(" and has 1500")
     with pytest.raises(InputError, match=r"^method = 'zb-w': the methods are auto, naive, "):
-        PlacementSearch(Request(problem=tight, method="zb-w", placements="all"), frames.append)
+        PlacementSearch(Request(problem=small, method="zb-w", placements="all"), frames.append)
+
+
+def test_what_does_not_fit_is_no_news_but_what_breaks_is(monkeypatch):
+    def broken(problem: Problem) -> Schedule:
+        raise ZeroDivisionError("oh")
+
+    def refused(problem: Problem) -> Schedule:
+        raise InputError("not today")
+
+    for name, build in (("broken", broken), ("refused", refused)):
+        monkeypatch.setitem(SYSTEMS, name, System(name, "a test", build))
+    frames: list[object] = []
+    Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
+    assert [frame.text for frame in frames if isinstance(frame, Note)] == ["broken gives no schedule: ZeroDivisionError: oh"]
+
+
+def test_a_named_method_is_not_joined_by_others(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(portfolio, "seeds", lambda problem: asked.append("") or iter(()))
+    monkeypatch.setattr(Portfolio, "applies", lambda self, engine: False)
+    for method in ("naive", "1f1b", "lns"):
+        Portfolio(Request(problem=tight(), method=method), lambda frame: None).run()
+        assert len(asked) == int(method == "lns")  # an engine starts from all there is
+
+
+def test_seeds_end_where_they_would_take_half_of_the_time(monkeypatch):
+    made: list[str] = []
+
+    def slow(method: str, problem: Problem) -> Schedule:
+        made.append(method)
+        monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
+        raise InputError("too late")
+
+    monkeypatch.setattr(portfolio, "generate", slow)
+    frames: list[object] = []
+    Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
+    assert len(made) == 1
+    assert any(isinstance(frame, Incumbent) for frame in frames)
