@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
+from optpipe.ops import Kind
 from optpipe.schedule import Schedule
+from optpipe_runtime import lowering
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import AHEAD, Message, Plan, prepare
 
@@ -110,3 +112,12 @@ def test_a_schedule_must_fit_what_was_measured_here() -> None:
     larger = rank_cases.problem([0, 1], 1, activation_bytes=10**10)
     with pytest.raises(ScheduleError, match="device 0 needs 10000000000 bytes during 0F0 and has 1000000000"):
         prepare(schedule, 0, Layout.make([0, 1], 1), larger)
+
+
+def test_an_op_that_the_executor_has_no_code_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = rank_cases.problem([0, 1], 1)
+    schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1C0", "1BW0"]])
+    monkeypatch.setattr(lowering, "RUNS", (Kind.F, Kind.BW))
+    for rank in range(2):
+        with pytest.raises(ScheduleError, match=r"^1C0 in the program of device 1: this executor runs F, BW, not C$"):
+            prepare(schedule, rank, Layout.of(problem))
