@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from optpipe.anytime import solve
 from optpipe.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
-from optpipe.errors import InputError, input_error
+from optpipe.errors import InputError, OptPipeError, input_error
 from optpipe.memory import Certificate, Peak, certify
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -140,15 +140,14 @@ def _made(request: Request) -> Iterator[Row]:
 
 
 def _verified(found: Incumbent, problem: Problem, placements: Placements, lower_bound_ms: float | None) -> Row:
-    schedule = found.schedule.schedule(problem, found.method)
-    row = Row(found.method, placements, schedule, lower_bound_ms)
-    wrong = check(schedule.problem, schedule)
-    if not wrong:
-        return row
-    assert row.certificate is not None
-    if wrong != row.certificate.complaints():
+    try:
+        schedule = found.schedule.schedule(problem, found.method)
+        wrong, certificate = check(schedule.problem, schedule), certify(schedule.problem, schedule)
+    except OptPipeError as error:
+        return Row(found.method, placements, reason=f"is no schedule: {error}")
+    if wrong != certificate.complaints():
         return Row(found.method, placements, reason=f"is no schedule: {wrong[0]}")
-    return replace(row, reason=_why_not(row.certificate))
+    return Row(found.method, placements, schedule, lower_bound_ms, _why_not(certificate) if wrong else None)
 
 
 def _why_not(certificate: Certificate) -> str:

@@ -76,7 +76,8 @@ def _sizes(problem: Problem, budgets: str) -> dict[str, int]:
         raise InputError(f"1f1b, whose memory budgets are shares of: {steady.reason}")
     assert steady.certificate is not None
     most = max(peak.bytes for peak in steady.certificate.device)
-    whole = max(sum(problem.stages[s].activation_bytes for s in problem.stages_on(d)) for d in range(len(problem.devices)))
+    held = [max(stage.activation_bytes, stage.weight_grad_bytes) for stage in problem.stages]
+    whole = max(sum(held[s] for s in problem.stages_on(d)) for d in range(len(problem.devices)))
     sizes = {}
     for budget in budgets.split(","):
         if budget == AMPLE:

@@ -129,8 +129,10 @@ def test_what_is_made_is_verified(monkeypatch):
     assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == ("honest", one_by_one(problem).makespan_ms, 3.0)
     assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(problem).makespan_ms)
     assert greedy.reason == "needs 3000 of 2000 bytes on device 0"
-    assert {row.method: row.reason for row in rest}["shy"] == "not for this problem"
-    assert re.match("is no schedule: .*0F1", {row.method: row.reason for row in rest}["liar"])
+    reasons = {row.method: row.reason for row in rest}
+    assert reasons["shy"] == "not for this problem"
+    for name, told in (("liar", "0F1 is missing"), ("babbler", "'what?'"), ("stranger", "7F0")):
+        assert re.match(f"is no schedule: .*{re.escape(told)}", reasons[name])
 
 
 def test_host_memory_that_is_short_is_named():

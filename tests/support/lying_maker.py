@@ -12,6 +12,8 @@ def main() -> None:
     write_frame(Incumbent(method="honest", schedule=Programs.of(one_by_one(request.problem))))
     write_frame(Incumbent(method="greedy", schedule=Programs.of(gpipe(request.problem))))
     write_frame(Incumbent(method="liar", schedule=Programs(programs=("0F0", "1F0"))))
+    write_frame(Incumbent(method="babbler", schedule=Programs(programs=("0F0 what?", "1F0"))))
+    write_frame(Incumbent(method="stranger", schedule=Programs(programs=("7F0", "1F0"))))
     write_frame(Note(method="shy", text="not for this problem"))
     write_frame(End())
 
