@@ -53,7 +53,9 @@ class Search:
         free = order_is_free(self.problem, self.request.objective)
         at_once = free and self.ticks.lossless
         self.solve(self.ticks, "stages", self.budget.left() * (1.0 if at_once else IN_ORDER_SHARE))
-        provable = self.request.objective == "span" or (not at_once and self.raise_bound(RANKS_SHARE * self.budget.left()))
+        provable = self.problem.overlap_factor is None  # where there may be pairs, ops rounded to nothing would look like some
+        if provable and not at_once and self.request.objective == "makespan":
+            provable = self.raise_bound(RANKS_SHARE * self.budget.left())
         if not at_once and not self._proven:
             self.solve(self.finest.relaxed if provable else self.ticks, "stages" if free else "entry", self.budget.left())
 
