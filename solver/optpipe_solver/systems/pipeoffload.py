@@ -57,9 +57,9 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
 def po_h(problem: Problem) -> Schedule:
     """PO-H: half of the stages leave, ceil(v/2) on each device.
 
-    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to three on their way; more than that, 3(v-2)/8
-    at most, where d is odd or turns would collide. Bubble: Table 1's < v(d-1)T for any d but 1 and 3, and for every d no more than the
-    block's, (2(v-1)(ceil(d/2)+1) + d - v)T; T is F + B + W.
+    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way. Bubble: Table 1's
+    v(d-1)T, T = f + b + w, where d forwards and d backwards, each in whole slots, fit in d slots: ceil(df/T) + ceil(db/T) <= d (but for
+    d = 3, v = 2). Elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
     """
     return pipe_offload(problem, ceil(_chunks(problem) / 2))
 
@@ -110,13 +110,14 @@ def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
 
 
 def uniform_block(problem: Problem) -> tuple[Block, float]:
-    """GIS-H's block, in ms, to be repeated every v slots, and how long a slot is: F, B and W of the longest stage.
+    """A block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is: F, B and W of the longest stage.
 
     Rank i computes in slots that begin i·x ms after rank 0's. To the next rank a forward needs x ms and a backward n·T - x, so that F, B
-    and W stand in the same places of all slots; n is 1 unless they are longer under way than W leaves time for. A stage takes its turn g
-    slots after the one before, the fewest in which forwards and backwards can pass all devices, ceil(d/2) where n is 1. Where this would
-    put two stages of a device in one slot, as g(c-c') is a multiple of v, the later one takes the next that is free (the paper's
-    minor modifications).
+    and W stand in the same places of all slots; n is 1 unless they are longer under way than W leaves time for. A stage takes its turn a
+    whole number of slots after the one before, the fewest in which a forward, or on the way back a backward, can pass all devices: both
+    together d where n is 1 and d f and d b, each rounded up, leave room for it; d/2 each where f = b and d is even, as in GIS-H. Where
+    this would put two stages of a device in one slot, turns being a multiple of v apart, the later one takes the next that is free (the
+    paper's minor modifications).
     """
     d, v = _devices(problem), _chunks(problem)
     f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
@@ -124,13 +125,22 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
         f = b = w = 1.0  # nothing lasts: any order of the paper's unit model will do
     h, T = problem.p2p_ms if d > 1 else 0.0, f + b + w
     n = _whole((f + b + 2 * h) / T)
-    g = _whole(max(d * (f + h) / T, d * (b + h) / T, (n * (d - 1) + (f + b + 2 * h) / T) / 2))
-    x = max(f + h, ((n * (d - 1) - g) * T + b + h) / max(1, d - 1))
-    there = _turns(0, v, g)
-    back = _turns(there[-1], v, g)[::-1]
+    there_g, back_g = _intervals(d * (f + h) / T, d * (b + h) / T, n * d)
+    x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))
+    there = _turns(0, v, there_g)
+    back = _turns(there[-1], v, back_g)[::-1]
     forward = [there[c] * T + i * x for c in range(v) for i in range(d)]
     backward = [(back[c] + n * (d - 1 - i)) * T + i * x + f for c in range(v) for i in range(d)]
     return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
+
+
+def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
+    """The slots between a device's turns on the way there and on the way back: whole, no fewer than these, together as few as can be and
+    no fewer than `both`; what is to spare as even as can be."""
+    fewest = _whole(there), _whole(back)
+    both = max(both, sum(fewest))
+    pairs = [(g, both - g) for g in range(fewest[0], both - fewest[1] + 1)]
+    return min(pairs, key=lambda pair: (abs((pair[0] - there) - (pair[1] - back)), pair[1]))
 
 
 def _whole(slots: float) -> int:
