@@ -32,6 +32,7 @@ class Costs:
     can_offload: NDArray[np.bool_]  # (S,)
     can_recompute: NDArray[np.bool_]  # (S,)
     can_evict: NDArray[np.bool_]  # (S,)
+    can_update: NDArray[np.bool_]  # (S,)
     route: Ints  # (m,) route of each micro-batch
     before: Ints  # (routes, S) the stage before on the route, -1 where it is the first, -2 where the stage is not on it
     after: Ints  # (routes, S) the stage after, likewise
@@ -51,6 +52,8 @@ class Costs:
             ms[Kind.O, s] = (stage.offload_ms or 0.0) / stage.offload_parts
             ms[Kind.R, s] = (stage.reload_ms or 0.0) / stage.offload_parts
             ms[Kind.E, s], ms[Kind.L, s] = stage.evict_ms or 0.0, stage.load_ms or 0.0
+            ms[Kind.G, s], ms[Kind.U, s] = stage.gradient_out_ms or 0.0, stage.update_ms or 0.0
+            ms[Kind.P, s] = stage.parameters_in_ms or 0.0
         before = np.full((len(problem.all_routes), len(stages)), -2)
         after = before.copy()
         for r, route in enumerate(problem.all_routes):
@@ -70,6 +73,7 @@ class Costs:
             can_offload=np.array([stage.can_offload for stage in stages]),
             can_recompute=np.array([stage.can_recompute for stage in stages]),
             can_evict=np.array([stage.can_evict for stage in stages]),
+            can_update=np.array([stage.can_update for stage in stages]),
             route=np.array(problem.microbatch_routes or [0] * problem.microbatches),
             before=before,
             after=after,

@@ -13,7 +13,7 @@ from optpipe.errors import InputError, input_error
 from optpipe.ops import MARKS, Kind
 from optpipe.placement import Placement
 from optpipe.problem import Problem, Record, TotalMs, read_file, write_file
-from optpipe.program import KIND, MICROBATCH, PART, STAGE
+from optpipe.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -28,7 +28,7 @@ class DeviceProgram(Record):
 class TimedOp(Record):
     """One op that takes time, on the nominal timeline; drops, accepts and vacates take none and are left out."""
 
-    kind: Literal["F", "B", "W", "BW", "C", "O", "R", "E", "L"]
+    kind: Literal["F", "B", "W", "BW", "C", "O", "R", "E", "L", "G", "U", "P"]
     stage: Annotated[int, Field(strict=True, ge=0)]
     microbatch: Annotated[int, Field(strict=True, ge=0)]
     part: Annotated[int, Field(strict=True, ge=0)] | None = None
@@ -102,7 +102,7 @@ def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:
     """Every op that takes time with its nominal start and end, ordered by start; `part` where the stage has several."""
     timeline, parts = schedule.timeline, schedule.problem.costs.parts
     table = timeline.table
-    shown = np.flatnonzero(~np.isin(table[:, KIND], list(MARKS)))
+    shown = np.flatnonzero(~of_kinds(table, *MARKS))
     shown = shown[np.argsort(timeline.start[shown], kind="stable")]
     return [
         {

@@ -2,7 +2,8 @@
 
 Compute ops, drops, accepts and vacates stand on their device's compute stream, offloads and reloads on their host link: one stream a link
 where it is half duplex, one a direction where it is full duplex. Evictions and loads stand on a stream of their own for each device that
-evicts: its link to its peer, one transfer at a time. The second op of a pair stands on no stream of its own: it starts and ends with the
+evicts: its link to its peer, one transfer at a time. Of optimizers on the host, gradients and parameters take the host link, updates a
+stream of their own for each device, one at a time. The second op of a pair stands on no stream of its own: it starts and ends with the
 first.
 """
 
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe.errors import ScheduleError
-from optpipe.ops import HOST_LINK, PEER_LINK, TRANSFERS, Kind, Op
+from optpipe.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, TRANSFERS, Kind, Op
 from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE
+from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, of_kinds
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -29,7 +30,7 @@ Flags = NDArray[np.bool_]
 # What an op needs besides the op before it on its stream: the columns of `dependencies`.
 OWN = 0  # the step before of the same stage and micro-batch
 ACROSS = 1  # the neighbour stage's forward or backward; of an eviction the room on the peer
-RESTORED = 2  # the reload, load or recompute that brings a backward's activation back
+RESTORED = 2  # the reload, load or recompute that brings a backward's activation back; of a forward its stage's parameters
 ISSUED = 3  # the op on the compute stream after which a transfer stands in its program
 
 
@@ -61,12 +62,14 @@ def require_known(problem: Problem, table: Table, device: Ints) -> None:
         raise ScheduleError(f"there is a program for device {device[-1]}, but the problem has {len(problem.devices)} devices")
     refuse(stage >= len(problem.stages), f"there are {len(problem.stages)} stages")
     refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
-    evicting, accepting = np.isin(kind, [Kind.E, Kind.L, Kind.A, Kind.V]), np.isin(kind, [Kind.A, Kind.V])
-    refuse(evicting & ~costs.can_evict[stage], "the stage has no evict_ms")
+    accepting, optimizer = of_kinds(table, Kind.A, Kind.V), of_kinds(table, *OPTIMIZER)
+    refuse(of_kinds(table, *EVICTION) & ~costs.can_evict[stage], "the stage has no evict_ms")
     refuse(accepting & (costs.peer[costs.device[stage]] != device), "the stage's device has another peer")
     refuse(~accepting & (costs.device[stage] != device), "the stage is on another device")
-    refuse(costs.before[costs.route[microbatch], stage] == -2, "the micro-batch does not pass this stage")
-    refuse(np.isin(kind, [Kind.O, Kind.R]) & ~costs.can_offload[stage], "the stage has no offload_ms")
+    refuse(optimizer & (microbatch > 0), "what happens once an iteration is written with micro-batch 0")
+    refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
+    refuse(~optimizer & (costs.before[costs.route[microbatch], stage] == -2), "the micro-batch does not pass this stage")
+    refuse(of_kinds(table, Kind.O, Kind.R) & ~costs.can_offload[stage], "the stage has no offload_ms")
     refuse((kind == Kind.D) & ~costs.can_offload[stage] & ~costs.can_evict[stage], "the stage has neither offload_ms nor evict_ms")
     refuse(table[:, PART] >= costs.parts[stage], "the stage has fewer parts")
     refuse((kind == Kind.C) & ~costs.can_recompute[stage], "the stage has no recompute_ms")
@@ -92,7 +95,7 @@ class Where:
 
     def of(self, *kinds: Kind) -> Ints:
         """(S, m) row numbers of these kinds' ops."""
-        rows = np.flatnonzero(np.isin(self._table[:, KIND], kinds))
+        rows = np.flatnonzero(of_kinds(self._table, *kinds))
         found = np.full(self._shape, -1)
         found[self._table[rows, STAGE], self._table[rows, MICROBATCH]] = rows
         return found
@@ -107,17 +110,16 @@ class Where:
 
 def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Floats]:
     """What each op needs: (n, 4) row numbers, -1 for nothing, and the delay in ms after the one in column `ACROSS`."""
-    kind, stage, microbatch, part = table[:, KIND], table[:, STAGE], table[:, MICROBATCH], table[:, PART]
+    stage, microbatch, part = table[:, STAGE], table[:, MICROBATCH], table[:, PART]
     needs = np.full((len(table), 4), -1)
     delay = np.zeros(len(table))
     where = Where(problem, table)
     forward, backward = where.of(Kind.F), where.of(Kind.B, Kind.BW)
     offload, drop = where.of_part(Kind.O), where.of_part(Kind.D)
-    offload[:, :, 0] = np.maximum(offload[:, :, 0], where.of(Kind.E))  # what a drop waits for
     restored = where.of(Kind.R, Kind.C, Kind.L)  # one of them at most; all parts' reloads stand on one stream, in order
 
     def rows_of(*kinds: Kind) -> Ints:
-        return np.flatnonzero(np.isin(kind, kinds))
+        return np.flatnonzero(of_kinds(table, *kinds))
 
     def put(rows: Ints, column: int, targets: Ints, what: str) -> None:
         if (targets < 0).any():
@@ -128,11 +130,19 @@ def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Fl
     after_forward, after_input = rows_of(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), rows_of(Kind.W)
     put(after_forward, OWN, forward[stage[after_forward], microbatch[after_forward]], "forward")
     put(after_input, OWN, backward[stage[after_input], microbatch[after_input]], "input gradient")
-    dropped, brought, evicted, vacated = rows_of(Kind.D), rows_of(Kind.R, Kind.L), rows_of(Kind.E), rows_of(Kind.V)
+    if of_kinds(table, *EVICTION).any():
+        evicted, vacated = rows_of(Kind.E), rows_of(Kind.V)
+        put(evicted, ACROSS, where.of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
+        put(vacated, OWN, where.of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
+        offload[:, :, 0] = np.maximum(offload[:, :, 0], where.of(Kind.E))
+    dropped, brought = rows_of(Kind.D), rows_of(Kind.R, Kind.L)
     put(dropped, OWN, offload[stage[dropped], microbatch[dropped], part[dropped]], "offload or eviction")
     put(brought, OWN, drop[stage[brought], microbatch[brought], part[brought]], "drop")
-    put(evicted, ACROSS, where.of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
-    put(vacated, OWN, where.of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
+    if of_kinds(table, *OPTIMIZER).any():
+        sent, updated, forwards = rows_of(Kind.G), rows_of(Kind.U), rows_of(Kind.F)
+        put(sent, OWN, where.of(Kind.W, Kind.BW).max(axis=1)[stage[sent]], "weight gradient")
+        put(updated, OWN, where.of(Kind.G)[stage[updated], microbatch[updated]], "gradients")
+        needs[forwards, RESTORED] = where.of(Kind.P)[stage[forwards], 0]
 
     costs = problem.costs
     for rows, neighbours, found in ((rows_of(Kind.F), costs.before, forward), (rows_of(Kind.B, Kind.BW), costs.after, backward)):
@@ -158,27 +168,27 @@ def second_of_pair(table: Table) -> Flags:
 
 def is_transfer(table: Table) -> Flags:
     """Marks what runs beside compute."""
-    return np.isin(table[:, KIND], list(TRANSFERS))
+    return of_kinds(table, *TRANSFERS)
 
 
 def on_host_link(table: Table) -> Flags:
     """Marks the transfers that devices with one `link` share."""
-    return np.isin(table[:, KIND], list(HOST_LINK))
+    return of_kinds(table, *HOST_LINK)
 
 
 def streams(problem: Problem, schedule: Schedule, table: Table, device: Ints) -> tuple[Ints, Ints]:
     """Row numbers stream after stream, each in its order, and where each stream begins in that list (and, last, its length)."""
     devices, links = len(problem.devices), int(problem.costs.link.max()) + 1
-    backwards = (table[:, KIND] == Kind.R) & (problem.transfer_mode == "full_duplex")
-    stream = np.where(on_host_link(table), devices + 2 * problem.costs.link[device] + backwards, device)
-    stream += np.where(np.isin(table[:, KIND], list(PEER_LINK)), devices + 2 * links, 0)
+    inward = of_kinds(table, *INWARD) & (problem.transfer_mode == "full_duplex")
+    stream = np.where(on_host_link(table), devices + 2 * problem.costs.link[device] + inward, device)
+    stream += of_kinds(table, *PEER_LINK) * (devices + 2 * links) + of_kinds(table, Kind.U) * 2 * (devices + links)
     position = np.arange(len(table))
     for link in problem.shared_links:
         ordered = _rows_on_link(problem, schedule, link, table, device)
         position[ordered] = np.arange(len(ordered))
     rows = np.flatnonzero(~second_of_pair(table))
     order = rows[np.lexsort((position[rows], stream[rows]))]
-    return order, np.searchsorted(stream[order], np.arange(2 * devices + 2 * links + 1))
+    return order, np.searchsorted(stream[order], np.arange(3 * devices + 2 * links + 1))
 
 
 def _rows_on_link(problem: Problem, schedule: Schedule, link: str, table: Table, device: Ints) -> Ints:

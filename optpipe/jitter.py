@@ -16,7 +16,7 @@ from optpipe.graph import ACROSS, Flags, Floats, Ints, Table, dependencies, flat
 from optpipe.jit import LazyJit
 from optpipe.ops import MARKS, TRANSFERS, Kind
 from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE
+from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe.timeline import longest_path
 
@@ -53,7 +53,7 @@ class Noise:
         """(samples,) the objective under each sample of the noise, in ms."""
         device = schedule.timeline.device  # raises for a schedule that cannot run
         start, end = self.times(schedule)
-        lasting = ~np.isin(schedule.timeline.table[:, KIND], list(MARKS))
+        lasting = ~of_kinds(schedule.timeline.table, *MARKS)
         together = [lasting & (device == d) for d in np.unique(device[lasting])] if objective == "span" else [slice(None)]
         lengths: Floats = np.max([end[own].max(axis=0) - start[own].min(axis=0) for own in together], axis=0)
         return lengths

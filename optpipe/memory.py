@@ -5,7 +5,8 @@ frees what B left; BW frees all. O takes pinned host memory for its part until t
 device bytes, R allocates them again. With C only `checkpoint_bytes` stay after F, and C allocates the rest. Of what is evicted D frees
 `evict_bytes` and L allocates them again, while A takes as many on the peer, before the eviction begins, and V frees them there, after the
 load has ended. What an op allocates counts from its start, what it frees counts until its end, so no jitter of any op or transfer leads to
-more bytes than the scan finds, on either device.
+more bytes than the scan finds, on either device. G, U and P change nothing: what they keep on the host is model state, which
+`memory_bytes` has been freed of already.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from optpipe.graph import Ints, Table, Where, describe, flatten, require_known, second_of_pair
 from optpipe.ops import Kind
 from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE
+from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, of_kinds
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -80,11 +81,13 @@ def device_bytes(problem: Problem, table: Table) -> tuple[Ints, Ints]:
     costs, kind, stage, microbatch = problem.costs, table[:, KIND], table[:, STAGE], table[:, MICROBATCH]
     activation, kept = costs.activation[stage], costs.weight_grad[stage]
     where = Where(problem, table)
-    recomputed, evicted = ((where.of(kind) >= 0)[stage, microbatch] for kind in (Kind.C, Kind.E))
-    moved = np.where(evicted, costs.evict[stage], costs.part_bytes(stage, table[:, PART]))
+    recomputed = (where.of(Kind.C) >= 0)[stage, microbatch]
+    moved = costs.part_bytes(stage, table[:, PART])
+    if costs.can_evict.any():
+        moved = np.where((where.of(Kind.E) >= 0)[stage, microbatch], costs.evict[stage], moved)
     regained = activation - costs.checkpoint[stage]
     taken = np.select(
-        [kind == Kind.F, kind == Kind.B, kind == Kind.C, np.isin(kind, [Kind.R, Kind.L]), kind == Kind.A],
+        [kind == Kind.F, kind == Kind.B, kind == Kind.C, of_kinds(table, Kind.R, Kind.L), kind == Kind.A],
         [activation, np.maximum(0, kept - activation), regained, moved, costs.evict[stage]],
         0,
     )
@@ -102,7 +105,7 @@ def host_bytes(problem: Problem, table: Table) -> tuple[Ints, Ints]:
     taken = np.where(kind == Kind.O, problem.costs.part_bytes(stage, table[:, PART]), 0)
     held = np.zeros((len(problem.stages), problem.microbatches), dtype=np.int64)
     np.add.at(held, (stage, microbatch), taken)
-    freed = np.where(np.isin(kind, [Kind.B, Kind.BW]), held[stage, microbatch], 0)
+    freed = np.where(of_kinds(table, Kind.B, Kind.BW), held[stage, microbatch], 0)
     return _together(table, taken), _together(table, freed)
 
 

@@ -24,17 +24,23 @@ class Kind(IntEnum):
     L = 9  # load back from it
     A = 10  # accept, on the peer: make room for what is evicted
     V = 11  # vacate, on the peer: let that room go when the load has ended
+    G = 12  # a stage's gradients to the host
+    U = 13  # its optimizer's update there
+    P = 14  # its parameters back to the device
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C})
 BACKWARD = frozenset({Kind.B, Kind.BW})
 MARKS = frozenset({Kind.D, Kind.A, Kind.V})  # take no time: places on the compute stream where it waits, or memory changes
-HOST_LINK = frozenset({Kind.O, Kind.R})
+HOST_LINK = frozenset({Kind.O, Kind.R, Kind.G, Kind.P})
+INWARD = frozenset({Kind.R, Kind.P})  # of these, from the host to the device
 PEER_LINK = frozenset({Kind.E, Kind.L})
-TRANSFERS = HOST_LINK | PEER_LINK  # what runs beside compute
+EVICTION = PEER_LINK | {Kind.A, Kind.V}
+TRANSFERS = HOST_LINK | PEER_LINK | {Kind.U}  # what runs beside compute: on links, and on the host
+OPTIMIZER = frozenset({Kind.G, Kind.U, Kind.P})  # once a stage and iteration, written with micro-batch 0
 
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
-OP = re.compile(rf"({_NUMBER})(?:(BW|[FBWCELAV])({_NUMBER})|([ODR])({_NUMBER})(?:\.({_NUMBER}))?)")  # only O, D and R have parts
+OP = re.compile(rf"({_NUMBER})(?:(BW|[FBWCELAVGUP])({_NUMBER})|([ODR])({_NUMBER})(?:\.({_NUMBER}))?)")  # only O, D and R have parts
 
 
 class Op(NamedTuple):

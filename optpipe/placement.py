@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from optpipe.costs import Floats
 from optpipe.errors import InputError, input_error
-from optpipe.problem import EVICTION, Problem, Record, StageCosts
+from optpipe.problem import EVICTION, UPDATE, Problem, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # routes over the devices, each with stages of its own
@@ -150,6 +150,9 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
     if evicting:
         fields |= {"evict_ms": ms([c.evict_ms for c in evicting]), "load_ms": ms([c.load_ms for c in evicting])}
         fields |= {"evict_bytes": size(evict)}
+    updating = [c for c in costs if c.can_update]
+    if updating:
+        fields |= {name: ms([getattr(c, name) for c in updating]) for name in UPDATE}
     return fields
 
 

@@ -23,8 +23,8 @@ Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
-EVICTION = ("evict_ms", "load_ms", "evict_bytes")
-TOGETHER = (("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes"), EVICTION)  # all of a stage's or none
+OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
+EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")
 
 MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
 MAX_PARTS = 2**24  # the same times offload_parts: tables of that size are made even for a short schedule
@@ -47,7 +47,8 @@ class Device(Record):
 
 class StageCosts(Record):
     """What one stage (or one layer) costs per micro-batch. Only with `offload_ms` can its activation leave for the host, only with
-    `evict_ms` for its device's peer, only with `recompute_ms` be dropped."""
+    `evict_ms` for its device's peer, only with `recompute_ms` be dropped. With `update_ms` its optimizer can run on the host, once an
+    iteration; what that saves is model state, no activation memory, and so no part of any device's `memory_bytes`."""
 
     forward_ms: Ms
     backward_input_ms: Ms
@@ -63,6 +64,9 @@ class StageCosts(Record):
     evict_ms: Ms | None = None
     load_ms: Ms | None = None
     evict_bytes: Bytes | None = None
+    gradient_out_ms: Ms | None = None
+    update_ms: Ms | None = None
+    parameters_in_ms: Ms | None = None
 
     @property
     def can_offload(self) -> bool:
@@ -76,9 +80,13 @@ class StageCosts(Record):
     def can_evict(self) -> bool:
         return self.evict_ms is not None
 
+    @property
+    def can_update(self) -> bool:
+        return self.update_ms is not None
+
     def complaint(self) -> str | None:
         """The first thing wrong between the fields, as `field = value: what would be right`."""
-        for group in TOGETHER:
+        for group in (OFFLOAD, RECOMPUTE, EVICTION, UPDATE):  # all of a group or none of it
             missing = [name for name in group if getattr(self, name) is None]
             if 0 < len(missing) < len(group):
                 given = next(name for name in group if name not in missing)

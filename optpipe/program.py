@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,17 @@ _LIST = re.compile(rf"(?:{OP.pattern})(?:[+ ](?:{OP.pattern}))*")
 _PIECE = re.compile(rf"{OP.pattern}(\+?)")
 _CODE = {kind.name: int(kind) for kind in Kind}
 _NAME = [kind.name for kind in Kind]
+
+
+@cache
+def _lookup(*kinds: Kind) -> NDArray[np.bool_]:
+    return np.array([kind in kinds for kind in Kind])
+
+
+def of_kinds(table: NDArray[np.int32], *kinds: Kind) -> NDArray[np.bool_]:
+    """Marks the rows of these kinds."""
+    marks: NDArray[np.bool_] = _lookup(*kinds)[table[:, KIND]]
+    return marks
 
 
 class Program:

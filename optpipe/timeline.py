@@ -16,7 +16,7 @@ from optpipe.graph import Floats, Ints, Table, dependencies, durations, flatten,
 from optpipe.jit import LazyJit
 from optpipe.ops import COMPUTE, MARKS
 from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND
+from optpipe.program import JOINED, of_kinds
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -43,7 +43,7 @@ class Timeline:
 
     def busy_ms(self) -> list[float]:
         """Compute time of each device that has ops."""
-        alone = np.isin(self.table[:, KIND], list(COMPUTE)) & ~second_of_pair(self.table)  # a pair's time counts once
+        alone = of_kinds(self.table, *COMPUTE) & ~second_of_pair(self.table)  # a pair's time counts once
         return [float((self.end - self.start)[own][alone[own]].sum()) for own in self._by_device()]
 
     @property
@@ -54,7 +54,7 @@ class Timeline:
 
     def _by_device(self) -> list[Ints]:
         """Rows of each device that has ops, without marks: room that is made for a peer is no part of its own time."""
-        lasting = np.flatnonzero(~np.isin(self.table[:, KIND], list(MARKS)))
+        lasting = np.flatnonzero(~of_kinds(self.table, *MARKS))
         return np.split(lasting, np.flatnonzero(np.diff(self.device[lasting])) + 1) if len(lasting) else []
 
 

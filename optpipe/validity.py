@@ -11,7 +11,7 @@ from optpipe.graph import Flags, Table, Where, describe, flatten, require_known
 from optpipe.memory import certify
 from optpipe.ops import BACKWARD, Kind
 from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, MICROBATCH
+from optpipe.program import JOINED, KIND, MICROBATCH, of_kinds
 from optpipe.timeline import simulate
 
 if TYPE_CHECKING:
@@ -81,11 +81,22 @@ def _missing(problem: Problem, table: Table) -> list[str]:
         *(text for kind in "LAV" for text in name(has[Kind[kind]] & ~evicted, f"{{0}}{kind}{{1}} has no {{0}}E{{1}}: nothing is evicted")),
         *name(has[Kind.C] & offload.any(axis=2), "{0}C{1}: an activation is offloaded or recomputed, not both"),
         *name(evicted & (has[Kind.C] | offload.any(axis=2)), "{0}E{1}: an activation is offloaded, evicted or recomputed, one of them"),
+        *_half_an_optimizer({kind: has[kind][:, 0] for kind in (Kind.G, Kind.U, Kind.P)}),
     ]
 
 
+def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
+    """A stage's G, U and P, all or none; (S,) whether it has each."""
+    wrong = []
+    for s in np.flatnonzero(np.logical_or.reduce(list(has.values())) & ~np.logical_and.reduce(list(has.values())))[:MOST].tolist():
+        there, lacking = ([f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == found] for found in (True, False))
+        wrong.append(f"{' and '.join(there)} without {' and '.join(lacking)}: an optimizer on the host is G, U and P")
+    return wrong
+
+
 def _out_of_order(problem: Problem, table: Table) -> list[str]:
-    """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V."""
+    """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V. Of an optimizer on the host,
+    P before all F of its stage, G after all its gradients, U after G."""
     where = Where(problem, table)
     at = {kind: where.of(kind) for kind in Kind}
     forward, backward = at[Kind.F], where.of(Kind.B, Kind.BW)
@@ -102,6 +113,9 @@ def _out_of_order(problem: Problem, table: Table) -> list[str]:
         (at[Kind.E], drop[:, :, 0]),
         (drop[:, :, 0], at[Kind.L]),
         (at[Kind.A], at[Kind.V]),
+        (np.broadcast_to(at[Kind.P][:, :1], forward.shape), forward),
+        *((at[kind], np.broadcast_to(at[Kind.G][:, :1], forward.shape)) for kind in (Kind.W, Kind.BW)),
+        (at[Kind.G], at[Kind.U]),
     ]
     wrong = []
     for first, second in steps:
@@ -116,7 +130,7 @@ def _bad_pairs(table: Table) -> list[str]:
     wrong = []
     for i in np.flatnonzero(table[:, JOINED] == 1):
         pair = table[i : i + 2]
-        forwards, backwards = pair[:, KIND] == Kind.F, np.isin(pair[:, KIND], list(BACKWARD))
+        forwards, backwards = pair[:, KIND] == Kind.F, of_kinds(pair, *BACKWARD)
         if not (forwards.sum() == 1 and backwards.sum() == 1 and pair[0, MICROBATCH] != pair[1, MICROBATCH]):
             wrong.append(f"{describe(pair[0])}+{describe(pair[1])}: only a forward and a backward of another micro-batch run together")
     return wrong[:MOST]

@@ -38,6 +38,8 @@ def shape(problem: Problem) -> str:
     }
     if costs.can_evict.any():  # what most problems lack is not said of them, so that what older releases kept is still found
         content |= {"can_evict": costs.can_evict.tolist(), "peer": costs.peer.tolist()}
+    if costs.can_update.any():
+        content["can_update"] = costs.can_update.tolist()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -68,6 +70,8 @@ def features(problem: Problem) -> Features:
     }
     if costs.can_evict.any():
         proportions |= {"evict": costs.ms[Kind.E] / work, "load": costs.ms[Kind.L] / work, "evict_bytes": costs.evict / activation}
+    if costs.can_update.any():
+        proportions |= {kind.name: costs.ms[kind] / work for kind in (Kind.G, Kind.U, Kind.P)}
     return {name: [round(GRID * min(MOST, float(value))) for value in values] for name, values in proportions.items()}
 
 

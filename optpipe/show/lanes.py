@@ -25,6 +25,9 @@ COLOURS = {
     Kind.R: "#2FA7A0",
     Kind.E: "#C2557A",
     Kind.L: "#5B8F3C",
+    Kind.G: "#8C6BB1",
+    Kind.U: "#B08D57",
+    Kind.P: "#4E9DB0",
 }
 NAMES = {
     Kind.F: "forward",
@@ -36,6 +39,9 @@ NAMES = {
     Kind.R: "reload",
     Kind.E: "evict",
     Kind.L: "load",
+    Kind.G: "gradients out",
+    Kind.U: "update on the host",
+    Kind.P: "parameters in",
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from optpipe.graph import ACROSS, Flags, Floats, dependencies, durations, flatten, is_transfer, streams
 from optpipe.ops import COMPUTE, Kind
-from optpipe.program import KIND, STAGE, Program
+from optpipe.program import KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 from optpipe.timeline import Timeline
 
@@ -17,8 +17,9 @@ KNOWN = (*COMPUTE, Kind.O, Kind.D, Kind.R)
 
 
 def familiar(schedule: Schedule) -> bool:
-    """Whether its ops are all of kinds that the engines' models know: nothing is evicted to a peer."""
-    return all(bool(np.isin(program.table[:, KIND], KNOWN).all()) for program in schedule.programs)
+    """Whether its ops are all of kinds that the engines' models know: nothing is evicted to a peer, no optimizer runs on the
+    host."""
+    return all(bool(of_kinds(program.table, *KNOWN).all()) for program in schedule.programs)
 
 
 def tails(schedule: Schedule) -> list[float]:

@@ -17,7 +17,7 @@ import numpy as np
 from optpipe.errors import OptPipeError
 from optpipe.graph import ACROSS, ISSUED, Ints, Table, dependencies, flatten, on_host_link, require_known, second_of_pair
 from optpipe.memory import device_bytes, host_bytes
-from optpipe.ops import BACKWARD, HOST_LINK, Kind
+from optpipe.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
 from optpipe.problem import Problem
 from optpipe.program import JOINED, KIND, PART, STAGE, Program
 from optpipe.schedule import Schedule
@@ -50,7 +50,7 @@ def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
 
 
 def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
-    """Without the offloads, recomputes and pairs that the problem does not know. Raises `ScheduleError` where stages are others."""
+    """Without what the problem does not know: offloads, recomputes, updates, pairs. Raises `ScheduleError` where stages are others."""
     costs = problem.costs
 
     def able(program: Program) -> Program:
@@ -58,6 +58,7 @@ def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
         offloaded, dropped = np.isin(kind, [Kind.O, Kind.R]), kind == Kind.D
         leaves = costs.can_offload[stage] | (dropped & costs.can_evict[stage]) | ~(offloaded | dropped)
         known = leaves & (part < costs.parts[stage]) & ((kind != Kind.C) | costs.can_recompute[stage])
+        known &= costs.can_update[stage] | ~np.isin(kind, list(OPTIMIZER))
         table = program.table[known].copy()
         if problem.overlap_factor is None:
             table[:, JOINED] = 0

@@ -60,6 +60,7 @@ WRONG = [
     (with_stage(evict_ms=1.0), r"stages\[1\]\.load_ms is missing: a stage with evict_ms needs load_ms and evict_bytes"),
     (with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=51), r"stages\[1\]\.evict_bytes = 51: must be at most activation_bytes = 50"),
     (with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=5), r"stages\[1\]\.evict_ms = 1\.0: its device 1 needs a peer to evict to"),
+    (with_stage(gradient_out_ms=1.0, update_ms=1.0), r"stages\[1\]\.parameters_in_ms is missing: a stage with gradient_out_ms needs"),
     (content(devices=[{"memory_bytes": 100, "peer": 0}] * 2), r"devices\[0\]\.peer = 0: a device evicts to another one"),
     (content(devices=[{"memory_bytes": 100, "peer": 2}] * 2), r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0"),
     (content(devices=[{"memory_bytes": 100, "peer": -1}] * 2), r"devices\[0\]\.peer = -1"),

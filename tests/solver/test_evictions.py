@@ -1,4 +1,5 @@
-"""Evictions to peers, which no engine makes: nothing of the solver or the cache breaks them, forgets them or claims what they disprove."""
+"""Evictions to peers and optimizers on the host, which no engine makes: nothing of the solver or the cache breaks them, forgets them or
+claims what they disprove."""
 
 from __future__ import annotations
 
@@ -9,12 +10,10 @@ from hypothesis import given, settings
 from support.strategies import problems_with_schedules
 from support.units import ACTIVATION, units
 
-from optpipe import Problem, Schedule, ScheduleError, check, simulate
+from optpipe import Problem, Schedule, check, simulate
 from optpipe.child import Bound, Incumbent, Infeasible, Programs, Request
 from optpipe_cache import Cache, distance, features
 from optpipe_cache.features import shape
-from optpipe_runtime.layout import Layout
-from optpipe_runtime.lowering import prepare
 from optpipe_solver import cpsat, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.cpsat.timed import covers
@@ -51,7 +50,7 @@ def test_what_works_on_schedules_keeps_them_valid(pair):
     if problem.overlap_factor is None:
         assert max(tails(schedule)) == pytest.approx(schedule.makespan_ms)
     assert (stands(schedule.timeline) <= schedule.timeline.start).all()
-    assert familiar(schedule) == (not any(op.kind.name in "ELAV" for program in schedule.programs for op in program.ops()))
+    assert familiar(schedule) == (not any(op.kind.name in "ELAVGUP" for program in schedule.programs for op in program.ops()))
     assert familiar(schedule) or not covers(schedule)
 
 
@@ -105,9 +104,3 @@ def test_the_cache_tells_them_apart(tmp_path):
     assert hit.schedule.makespan_ms == simulate(slower, evicting(slower)).makespan_ms
     costly = problem.replace(stages=[problem.stages[0].model_dump(exclude_none=True) | {"evict_ms": 1.0}, problem.stages[1]])
     assert distance(features(problem), features(costly)) == pytest.approx(0.125, abs=0.05)
-
-
-def test_the_runtime_refuses_them_in_one_sentence():
-    problem = paired(ACTIVATION)
-    with pytest.raises(ScheduleError, match=r"^0E0 in the program of device 0: this executor runs F, B, W, BW, C, O, D, R, not E$"):
-        prepare(evicting(problem), 0, Layout.of(problem))

@@ -44,6 +44,9 @@ def drifted(draw: Any) -> tuple[Problem, Schedule]:
         if draw(st.booleans()):
             for name in ("evict_ms", "load_ms", "evict_bytes"):
                 stage.pop(name, None)
+        if draw(st.booleans()):
+            for name in ("gradient_out_ms", "update_ms", "parameters_in_ms"):
+                stage.pop(name, None)
     if draw(st.booleans()):
         content.pop("overlap_factor", None)
     for device, least in zip(content["devices"], least_memory(Problem.from_dict(content)), strict=True):

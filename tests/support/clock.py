@@ -21,6 +21,7 @@ class Clock:
     end: dict[Op, float] = field(default_factory=dict)
     device_events: list[list[tuple[float, int]]] = field(default_factory=list)
     host_events: list[list[tuple[float, int]]] = field(default_factory=list)
+    updates: frozenset[Op] = frozenset()  # the parameters that come in
 
     @property
     def makespan(self) -> float:
@@ -37,13 +38,15 @@ class Clock:
 def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], delay: Callable[[Op], float]) -> Clock:
     """Runs the programs. `duration` of each op, `delay` of the message that an F or a backward waits for."""
     clock = Clock(device_events=[[] for _ in problem.devices], host_events=[[] for _ in problem.devices])
+    clock.updates = frozenset(op for program in schedule.programs for op in program.ops() if op.kind is Kind.P)
     programs = [list(program) for program in schedule.programs]
     shared = {link: list(order) for link, order in schedule.links.items()}
     compute_free = [0.0] * len(programs)
-    transfer_free: dict[tuple[str, Kind | None], float] = {}
+    transfer_free: dict[tuple[str, bool | None], float] = {}
     waiting: list[list[tuple[Op, float]]] = [[] for _ in programs]  # transfers issued, not yet run, with the moment of their issue
     evicting: list[list[Op]] = [[] for _ in programs]  # the same on each device's way to its peer
-    peer_free = [0.0] * len(programs)
+    updating: list[list[Op]] = [[] for _ in programs]  # the same on each device's host
+    peer_free, host_free = [0.0] * len(programs), [0.0] * len(programs)
     issued: dict[Op, float] = {}
     moved = True
     while moved:
@@ -55,7 +58,10 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                 if ops[0].kind in (Kind.E, Kind.L):
                     issued[ops[0]] = compute_free[d]
                     evicting[d].append(ops[0])
-                elif ops[0].kind in (Kind.O, Kind.R):
+                elif ops[0].kind is Kind.U:
+                    issued[ops[0]] = compute_free[d]
+                    updating[d].append(ops[0])
+                elif ops[0].kind in (Kind.O, Kind.R, Kind.G, Kind.P):
                     issued[ops[0]] = compute_free[d]
                     waiting[d].append((ops[0], compute_free[d]))
                 else:
@@ -74,12 +80,14 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
             for op, _ in list(queue):
                 order = shared.get(link or "", [])
                 if link in shared:
-                    rivals = [o for o in order if problem.transfer_mode == "half_duplex" or o.kind is op.kind]
+                    rivals = [o for o in order if problem.transfer_mode == "half_duplex" or _inward(o) == _inward(op)]
                     if rivals[0] != op:
                         continue
-                elif any(o.kind is op.kind or problem.transfer_mode == "half_duplex" for o, _ in queue[: queue.index((op, issued[op]))]):
+                elif any(
+                    _inward(o) == _inward(op) or problem.transfer_mode == "half_duplex" for o, _ in queue[: queue.index((op, issued[op]))]
+                ):
                     continue
-                key = (link if link in shared else f"own {d}", op.kind if problem.transfer_mode == "full_duplex" else None)
+                key = (link if link in shared else f"own {d}", _inward(op) if problem.transfer_mode == "full_duplex" else None)
                 begin = max(transfer_free.get(key, 0.0), issued[op])
                 clock.start[op], clock.end[op] = begin, begin + duration(op)
                 transfer_free[key] = clock.end[op]
@@ -96,11 +104,22 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                 clock.start[op] = max(peer_free[d], issued[op], room)
                 clock.end[op] = peer_free[d] = clock.start[op] + duration(op)
                 moved = True
+        for d, line in enumerate(updating):
+            while line and Op(Kind.G, line[0].stage, 0) in clock.end:
+                op = line.pop(0)
+                clock.start[op] = max(host_free[d], issued[op], clock.end[Op(Kind.G, op.stage, 0)])
+                clock.end[op] = host_free[d] = clock.start[op] + duration(op)
+                moved = True
     assert not any(programs), "the programs got stuck"
     assert not any(evicting), "evictions got stuck"
+    assert not any(updating), "updates got stuck"
     assert not any(waiting), "transfers got stuck"
     _book(problem, clock, issued)
     return clock
+
+
+def _inward(op: Op) -> bool:
+    return op.kind in (Kind.R, Kind.P)
 
 
 def _length(problem: Problem, ops: list[Op], duration: Callable[[Op], float]) -> float:
@@ -120,6 +139,8 @@ def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float])
     if op.kind is Kind.D:
         return [clock.end.get(Op(Kind.O, stage, j, op.part), clock.end.get(Op(Kind.E, stage, j)))]
     needs: list[float | None] = []
+    if op.kind is Kind.F and Op(Kind.P, stage, 0) in clock.updates:
+        needs.append(clock.end.get(Op(Kind.P, stage, 0)))
     if op.kind is Kind.F and k > 0:
         needs.append(_message(problem, clock, route[k - 1], op, (Kind.F,), delay))
     if op.kind in BACKWARD:

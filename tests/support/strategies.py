@@ -13,7 +13,7 @@ AMPLE = 10**6
 
 
 @st.composite
-def stages(draw: Any, device: int, evicting: bool = False) -> Stage:
+def stages(draw: Any, device: int, evicting: bool = False, updating: bool = False) -> Stage:
     activation = draw(st.integers(0, 20))
     extra: dict[str, Any] = {}
     if draw(st.booleans()):
@@ -23,6 +23,8 @@ def stages(draw: Any, device: int, evicting: bool = False) -> Stage:
         extra |= {"recompute_ms": draw(times), "checkpoint_bytes": draw(st.integers(0, activation))}
     if evicting and draw(st.booleans()):
         extra |= {"evict_ms": draw(times), "load_ms": draw(times), "evict_bytes": draw(st.integers(0, activation))}
+    if updating and draw(st.booleans()):
+        extra |= {"gradient_out_ms": draw(times), "update_ms": draw(times), "parameters_in_ms": draw(times)}
     return Stage(
         device=device,
         forward_ms=draw(times),
@@ -37,7 +39,7 @@ def stages(draw: Any, device: int, evicting: bool = False) -> Stage:
 @st.composite
 def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4, beyond: bool = False) -> Problem:
     """Any placement, one or two routes, shared links, parts, recompute; memory is ample. With `beyond` also what the core knows beyond the
-    solver: evictions to peers."""
+    solver: evictions to peers, optimizers on the host."""
     count = draw(st.integers(1, max_devices))
     placement = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=max_stages))
     m = draw(st.integers(1, max_microbatches))
@@ -55,7 +57,7 @@ def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatc
         p2p_ms=draw(times),
         transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
         devices=devices,
-        stages=[draw(stages(device, evicting=peers[device] is not None)) for device in placement],
+        stages=[draw(stages(device, evicting=peers[device] is not None, updating=beyond)) for device in placement],
         overlap_factor=draw(st.sampled_from([None, 0.75])),
         **routes,
     )
@@ -91,11 +93,17 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
         after[op] = {b for b in before if b is not None}
         return op
 
+    passed = {s for j in range(problem.microbatches) for s in problem.route(j)}
+    parameters: dict[int, Op] = {}
+    gradients: dict[int, set[Op]] = {s: set() for s in passed}
+    for s in sorted(passed):
+        if problem.stages[s].can_update and draw(st.booleans()):
+            parameters[s] = add(Op(Kind.P, s, 0))
     for j in range(problem.microbatches):
         route = problem.route(j)
         forwards: dict[int, Op] = {}
         for k, s in enumerate(route):
-            forwards[s] = add(Op(Kind.F, s, j), forwards[route[k - 1]] if k else None)
+            forwards[s] = add(Op(Kind.F, s, j), forwards[route[k - 1]] if k else None, parameters.get(s))
         upstream: Op | None = None
         for s in reversed(route):
             stage = problem.stages[s]
@@ -113,9 +121,12 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
                 add(Op(Kind.V, s, j), ready[-1])
             if draw(st.booleans()):
                 upstream = add(Op(Kind.BW, s, j), upstream, *ready)
+                gradients[s].add(upstream)
             else:
                 upstream = add(Op(Kind.B, s, j), upstream, *ready)
-                add(Op(Kind.W, s, j), upstream)
+                gradients[s].add(add(Op(Kind.W, s, j), upstream))
+    for s in parameters:
+        add(Op(Kind.U, s, 0), add(Op(Kind.G, s, 0), *gradients[s]))
     order: list[Op] = []
     pending = dict(after)
     while pending:
@@ -139,7 +150,7 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
             own.append(op)
             previous = op
     links = {
-        link: Program.of(op for op in order if op.kind in (Kind.O, Kind.R) and problem.stages[op.stage].device in devices)
+        link: Program.of(op for op in order if op.kind in (Kind.O, Kind.R, Kind.G, Kind.P) and problem.stages[op.stage].device in devices)
         for link, devices in problem.shared_links.items()
     }
     return Schedule(problem, tuple(Program.of(items) for items in programs), links)

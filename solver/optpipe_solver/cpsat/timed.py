@@ -25,8 +25,8 @@ class Timed:
 
 
 def covers(schedule: Schedule) -> bool:
-    """Whether every op of the schedule is one that the models here know: no evictions, no pairs, and BW only where it needs less memory
-    than B and W."""
+    """Whether every op of the schedule is one that the models here know: no evictions, no optimizers, no pairs, and BW only where it
+    needs less memory than B and W."""
     table, _ = flatten(schedule)
     dispensable = (table[:, KIND] == Kind.BW) & ~_needed(schedule)[table[:, STAGE]]
     return familiar(schedule) and not dispensable.any() and not table[:, JOINED].any()

@@ -10,7 +10,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.ops import BACKWARD, COMPUTE, Kind, Op
 from optpipe.problem import Problem
-from optpipe.program import KIND, STAGE
+from optpipe.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.order import in_order
@@ -44,7 +44,7 @@ def bpipe(problem: Problem) -> Schedule:
         timeline = in_order(problem, lists).timeline
         kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
         for (evictor, _), (peer, rooms) in zip(pairs, marks.items(), strict=True):
-            starts = timeline.start[(device == peer) & np.isin(kind, list(COMPUTE))]
+            starts = timeline.start[(device == peer) & of_kinds(timeline.table, *COMPUTE)]
             ends = timeline.end[(kind == Kind.L) & (stage == evictor)]
             loads = [op for op in lists[problem.stages[evictor].device] if op.kind == Kind.L]
             places = dict(zip(loads, np.searchsorted(starts, ends).tolist(), strict=True))
