@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
-from optpipe import InputError, Kind, certify, check
+from optpipe import InputError, Kind, Schedule, certify, check
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.chronos import gradient_windows
 
@@ -202,6 +202,9 @@ def test_chronos_recomp_is_as_long_as_the_paper_says_or_shorter(p):
 def test_chronos_recomp_holds_a_quarter_and_what_it_recomputes(p):
     schedule = generate("chronos-recomp", units(p, 2 * p, v=2, **AGAIN))
     assert peaks(schedule) == [(p - s) // 2 + 1 for s in range(p)]
+    chunk_2 = [stage.model_copy(update={} if s >= p else {"activation_bytes": 0}) for s, stage in enumerate(schedule.problem.stages)]
+    alone = Schedule(schedule.problem.replace(stages=chunk_2), schedule.programs)
+    assert peaks(alone) == [ceil(Fraction(p - s, 2)) for s in range(p)]
 
 
 @pytest.mark.parametrize("p", range(3, 45))

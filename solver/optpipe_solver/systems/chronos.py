@@ -54,9 +54,10 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are computed again just before their backwards, whose beats are C
     longer for that. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would come too early (appendix A, Eq. 8).
 
-    For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for its beat. Device s
-    holds floor((p-s)/2) activations of chunk 2, 25 % of M, and the one that is computed again: the paper's formula leaves that one out, its
-    measurements do not (5/16 of M at p = 8). Eq. 8 delays by one round not, as stated, at all p from 8 to 40: by none at 10, by two at 27.
+    For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for its beat. Chunk 2
+    needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed again device s holds floor((p-s)/2) + 1: the
+    paper's formula leaves that one out, its measurements do not (5/16 of M at p = 8). Eq. 8 delays by one round not, as stated, at all p from
+    8 to 40: by none at 10, by two at 27.
     """
     p, v = _shape(problem)
     if not 1 <= recomputed <= v:
