@@ -80,6 +80,18 @@ def test_the_survey_is_generous(p, m):
     assert max(peaks(schedule)) <= 2 * p * ACTIVATION
 
 
+def test_overlapping_hides_less_than_the_survey_says():
+    """Its `effective_bubble`: (p-1)/(2m), of which 80 % are hidden."""
+    measured = []
+    for p, m in ((2, 32), (4, 32), (8, 32), (16, 64)):
+        theory, shares = (p - 1) / (2 * m), [max(idle(both_ways(p, m, pair / 3))) / (3 * m) for pair in (3, 2.4, 2)]
+        assert shares[0] == pytest.approx((p - 2) / (3 * m))
+        assert shares[2] == pytest.approx((p - 2) / (6 * m)) == pytest.approx(theory * (p - 2) / (3 * (p - 1)))
+        assert (shares[2] > theory * (1 - 0.8)) == (p >= 4)
+        measured.append([f"{p} x {m}", *(f"{share:.1%}" for share in [*shares, theory, theory * (1 - 0.8)])])
+    assert table("systems/dualpipe.md", "p x m") == measured
+
+
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
 def test_unpaired_the_bubble_is_half_of_it(p):
     for schedule in (both_ways(p, 2 * p, None), folded(p // 2, 2 * p, None)):
