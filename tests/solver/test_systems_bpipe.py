@@ -77,6 +77,15 @@ def test_uneven_stages_and_slow_links_are_valid_too(data, p, m):
     assert schedule.makespan_ms >= generate("1f1b", problem).makespan_ms - 1e-9
 
 
+@pytest.mark.parametrize("times", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1e12, 1e-9, 0)])
+@pytest.mark.parametrize("transfer", [0.0, 0.5])
+def test_ops_that_take_no_time_do_not_wait_in_a_circle(times, transfer):
+    """Where all happens at one time the clock does not tell what waits for what."""
+    for p, m in ((4, 12), (5, 9), (8, 20)):
+        problem = paired(units(p, m, times=times), transfer, transfer)
+        assert check(problem, generate("bpipe", problem)) == []
+
+
 def test_the_papers_example():
     """Figure of section "Solution": four stages; stage 0 would hold four activations and stage 3 one. Stage 0 holds three."""
     schedule = generate("bpipe", paired(units(4, 8), 0.5, 0.5))

@@ -41,7 +41,7 @@ def bpipe(problem: Problem) -> Schedule:
     for peer, rooms in marks.items():  # room for all of them, as long as it takes: when each load ends then
         lists[peer] = [*(accept for accept, _ in rooms), *plain[peer], *(Op(Kind.V, *accept[1:]) for accept, _ in rooms)]
     if marks:
-        timeline = in_order(problem, lists).timeline
+        timeline = in_order(_lasting(problem), lists).timeline
         kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
         for (evictor, _), (peer, rooms) in zip(pairs, marks.items(), strict=True):
             starts = timeline.start[(device == peer) & of_kinds(timeline.table, *COMPUTE)]
@@ -50,6 +50,15 @@ def bpipe(problem: Problem) -> Schedule:
             places = dict(zip(loads, np.searchsorted(starts, ends).tolist(), strict=True))
             lists[peer] = _accepting(plain[peer], rooms, places)
     return in_order(problem, lists)
+
+
+def _lasting(problem: Problem) -> Problem:
+    """The problem in which every forward and backward lasts a while: of two ops at one time no clock says which waits for the other."""
+    least = float(problem.costs.ms.max()) / 1e6 or 1.0
+    names = ("forward_ms", "backward_input_ms")
+    return problem.replace(
+        stages=[stage.model_copy(update={name: max(least, getattr(stage, name)) for name in names}) for stage in problem.stages]
+    )
 
 
 def _devices(problem: Problem, evictor: int, acceptor: int) -> tuple[int, int]:
