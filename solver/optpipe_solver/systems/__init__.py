@@ -11,13 +11,15 @@ from optpipe.child import Placements
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.systems import bpipe, chronos, classic, dualpipe, pipeoffload, v_shape, zero_bubble
+from optpipe_solver.systems import bpipe, chronos, classic, dualpipe, optimizer_offload, pipeoffload, v_shape, zero_bubble
 from optpipe_solver.systems.system import System
 
 __all__ = ["SYSTEMS", "System", "generate", "parse"]
 
 SYSTEMS: dict[str, System] = {
-    system.name: system for family in (classic, dualpipe, pipeoffload, chronos, zero_bubble, v_shape, bpipe) for system in family.SYSTEMS
+    system.name: system
+    for family in (classic, dualpipe, pipeoffload, chronos, optimizer_offload, zero_bubble, v_shape, bpipe)
+    for system in family.SYSTEMS
 }
 
 _PARAMETER = re.compile(r"([a-z]+)=([0-9]{1,9})")

@@ -1,0 +1,86 @@
+"""Chronos-Offload: what hides behind compute, by the paper's equations and exactly."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.units import unevenly, units
+
+from optpipe import Device, InputError, Problem, certify, check
+from optpipe_solver.systems import generate
+from optpipe_solver.systems.optimizer_offload import fits_in_bubbles, idle_before_deep, idle_before_shallow, overlap
+
+F, BW = 1, 2  # units of a chunk
+
+
+def on_host(p: int, m: int, out: float, update: float, back: float, v: int = 2) -> Problem:
+    return units(p, m, v=v, gradient_out_ms=float(out), update_ms=float(update), parameters_in_ms=float(back))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize("m", [1, 4, 13])
+def test_an_iteration_is_longer_by_what_does_not_hide(p, m):
+    for back, step in product((0.5, p * F, p * F + 1.5, 3 * p), (0.5, p * BW, p * BW + 2, 5 * p)):
+        problem = on_host(p, m, step / 4, 3 * step / 4, back)
+        schedule, plain = generate("chronos-offload", problem), generate("chronos", problem)
+        assert check(problem, schedule) == []
+        grown = max(0.0, back - p * F) + max(0.0, step - p * BW)
+        assert schedule.makespan_ms == pytest.approx(plain.makespan_ms + grown)
+        assert overlap(schedule) == pytest.approx(1 - grown / (back + step))
+        assert [peak.bytes for peak in certify(problem, schedule).device] == [peak.bytes for peak in certify(problem, plain).device]
+
+
+@pytest.mark.parametrize(("p", "shallow", "deep"), [(4, 2, 2), (8, 4, 6), (12, 7, 9), (16, 10, 12)])
+def test_equations_4_and_6_in_chunks(p, shallow, deep):
+    assert idle_before_shallow(p, 2 * p * BW) == shallow * BW  # p - ceil((2p-3)/6) - 1
+    assert idle_before_deep(p, 2 * p * F) == deep * F  # p - ceil((p-3)/6) - 1
+
+
+def test_idle_time_for_many_devices_is_as_the_paper_simplifies_it():
+    p = 10_000
+    assert 2 * p * idle_before_shallow(p, 1.0) == pytest.approx(2 * p / 3, rel=1e-3)  # T_step 3/(2p T_bwd) <= 1
+    assert 2 * p * idle_before_deep(p, 1.0) == pytest.approx(5 * p / 6, rel=1e-3)  # T_upload 6/(5p T_fwd) <= 1
+
+
+@pytest.mark.parametrize("p", [3, 4, 7, 8, 16])
+def test_where_equations_5_and_7_hold_all_of_it_hides(p):
+    step, back = idle_before_shallow(p, 2 * p * BW), idle_before_deep(p, 2 * p * F)
+    problem = on_host(p, 2 * p, step / 2, step / 2, back)
+    assert fits_in_bubbles(problem)
+    assert overlap(generate("chronos-offload", problem)) == 1.0
+    assert not fits_in_bubbles(on_host(p, 2 * p, step / 2, step / 2 + 0.01, back))
+    assert not fits_in_bubbles(on_host(p, 2 * p, step / 2, step / 2, back + 0.01))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_uneven_stages_and_shared_links(data):
+    p, v = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 3))
+    problem = unevenly(data.draw, on_host(p, data.draw(st.integers(1, 6)), 1, 2, 1, v))
+    link = data.draw(st.sampled_from([None, "pcie0"]))
+    problem = problem.replace(devices=[Device(memory_bytes=10**9, link=link)] * p)
+    schedule = generate(f"chronos-offload:chunks={data.draw(st.integers(1, v - 1))}", problem)
+    assert check(problem, schedule) == []
+    assert 0.0 <= overlap(schedule) <= 1.0
+
+
+def test_nothing_on_the_host_hides_whole():
+    assert overlap(generate("chronos", on_host(3, 4, 1, 1, 1))) == 1.0
+
+
+def test_what_it_needs_is_one_sentence():
+    with pytest.raises(InputError, match=r"^stages\[4\]\.update_ms is missing: chronos-offload updates stages 4 to 7 on the host$"):
+        generate("chronos-offload", units(4, 8, v=2))
+    with pytest.raises(InputError, match=r"^chunks = 2: expected 1 to 1, the shallowest chunk of a device is updated there$"):
+        generate("chronos-offload:chunks=2", on_host(4, 8, 1, 1, 1))
+
+
+def test_programs_as_in_the_figure():
+    schedule = generate("chronos-offload", on_host(2, 1, 1, 1, 1))
+    assert [program.texts() for program in schedule.programs] == [
+        ["2P0", "0F0", "2F0", "2BW0", "2G0", "2U0", "0BW0"],
+        ["3P0", "1F0", "3F0", "3BW0", "3G0", "3U0", "1BW0"],
+    ]
