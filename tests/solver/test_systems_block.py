@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.units import ACTIVATION, units
 
-from optpipe import Kind, Op, certify, check
+from optpipe import Kind, certify, check
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import Block, collisions, reordered, repeat, slots, with_weights
 from optpipe_solver.systems.order import by_slot
@@ -31,8 +31,8 @@ def test_ops_in_one_slot_are_refused_or_wait():
     with pytest.raises(ValueError, match=r"^block: 0BW0 and 0F4 collide in slot 8"):
         repeat(units(3, 5), block, [0, 3, 6, 9, 8])
     placed = slots(block, launches)
-    assert collisions(problem, block, placed)
-    schedule = by_slot(problem, placed)
+    assert collisions(problem, block, *placed)
+    schedule = by_slot(problem, *placed)
     assert check(problem, schedule) == []
     assert schedule.makespan_ms < repeat(problem, block, range(0, 40, 10)).makespan_ms
 
@@ -62,14 +62,14 @@ def test_reordered_ops_wait_for_less_and_hold_no_more(there, back, p, m):
     forward = range(0, there * p, there)
     turn = there * (p - 1) + 1
     block = with_weights(problem, Block(forward, [turn + back * (p - 1 - s) for s in range(p)]), 3)
-    before, placed = repeat(problem, block, launches), slots(block, launches)
-    moved = reordered(problem, placed)
-    assert moved.keys() == placed.keys()
-    assert not collisions(problem, block, moved)
-    assert all(moved[op] <= slot for op, slot in placed.items() if op.kind != Kind.W)
-    after = by_slot(problem, moved)
+    before, (table, slot) = repeat(problem, block, launches), slots(block, launches)
+    moved = reordered(problem, table, slot)
+    assert not collisions(problem, block, table, moved)
+    assert all((moved <= slot)[table[:, 0] != Kind.W])
+    after = by_slot(problem, table, moved)
     assert check(problem, after) == []
-    assert all(after.timeline.start <= np.array([moved[Op(*row[:4])] for row in after.timeline.table]))  # no slot is before its needs
+    at = {tuple(row): to for row, to in zip(table.tolist(), moved.tolist(), strict=True)}
+    assert all(after.timeline.start <= np.array([at[tuple(row)] for row in after.timeline.table.tolist()]))  # no slot is before its needs
     assert after.makespan_ms <= before.makespan_ms
     assert after.span_ms <= before.span_ms
     assert max(most(problem, after)) <= max(most(problem, before))
@@ -79,7 +79,8 @@ def test_reordering_fills_warm_up_and_cool_down():
     """V-Half on four devices: the bubble falls from 12 slots to 5, at the same peak."""
     problem, launches = units(4, 8, v=2, shape="v"), range(0, 48, 6)
     block = v_block(problem, 2, 1, (1, 4, 2))
-    before, after = repeat(problem, block, launches), by_slot(problem, reordered(problem, slots(block, launches)))
+    table, slot = slots(block, launches)
+    before, after = repeat(problem, block, launches), by_slot(problem, table, reordered(problem, table, slot))
     assert (before.span_ms, after.span_ms) == (48 + 12, 48 + 5)
     assert max(most(problem, before)) == max(most(problem, after)) == 6
 

@@ -172,10 +172,10 @@ def test_the_block_repeats_without_collisions(d, v):
     for times, p2p_ms in (((1, 1, 1), 0.0), ((2, 3, 1), 0.25), ((1, 2, 0.5), 0.5), ((1, 2, 4), 30.0)):
         problem = units(d, 2 * d, v=v, times=times).replace(p2p_ms=p2p_ms)
         block, slot_ms = uniform_block(problem)
-        starts = slots(block, [j * v * slot_ms for j in range(2 * d)])
+        table, start = slots(block, [j * v * slot_ms for j in range(2 * d)])
         assert slot_ms == sum(times)
-        lasts = dict(zip((Kind.F, Kind.B, Kind.W), times, strict=True))
-        assert all(starts[a] + lasts[a.kind] - starts[b] < 1e-9 for a, b in collisions(problem, block, starts))  # float noise
+        end = start + problem.costs.ms[table[:, 0], table[:, 1]]
+        assert all(end[a] - start[b] < 1e-9 for a, b in collisions(problem, block, table, start))  # float noise
         way = p2p_ms if d > 1 else 0.0
         for s in range(d * v - 1):
             assert block.forward[s + 1] - block.forward[s] >= times[0] + way - 1e-9

@@ -3,14 +3,15 @@ counted from a micro-batch's launch, each stage runs its F, B and W; a schedule 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
-from optpipe.ops import Kind, Op
+from optpipe.graph import Floats, Ints, Table
+from optpipe.ops import Kind
 from optpipe.problem import Problem
+from optpipe.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import by_slot
 
@@ -38,31 +39,35 @@ def repeat(problem: Problem, block: Block, launches: Sequence[float]) -> Schedul
     those of the problem, each op as soon as it can (squeezed, as the paper has it).
 
     Raises `ValueError` where two ops of a device take one slot: the block is wrong, or the launches are. Where such ops are to be moved
-    instead, `by_slot(problem, slots(block, launches))` lets the later one wait.
+    instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
     """
-    placed = slots(block, launches)
-    if found := collisions(problem, block, placed):
-        raise ValueError(f"block: {found[0][0]} and {found[0][1]} collide in slot {placed[found[0][1]]}")
-    return by_slot(problem, placed)
+    table, slot = slots(block, launches)
+    if found := collisions(problem, block, table, slot):
+        a, b = Program(table[list(found[0])]).ops()
+        raise ValueError(f"block: {a} and {b} collide in slot {slot[found[0][1]]:g}")
+    return by_slot(problem, table, slot)
 
 
-def slots(block: Block, launches: Sequence[float]) -> dict[Op, float]:
-    """The slot in which each op starts."""
-    return {
-        Op(kind, s, j): launch + slot
-        for kind, starts, _ in block.passes
-        for s, slot in enumerate(starts)
-        for j, launch in enumerate(launches)
-    }
+def slots(block: Block, launches: Sequence[float]) -> tuple[Table, Floats]:
+    """Rows of a program's table, by kind, stage and micro-batch, and the slot in which each op starts."""
+    kinds, starts, _ = zip(*block.passes, strict=True)
+    slot = np.add.outer(np.array(starts, dtype=np.float64), launches)
+    table = np.zeros((*slot.shape, 5), dtype=np.int32)
+    table[..., KIND] = np.array(kinds)[:, None, None]
+    _, table[..., STAGE], table[..., MICROBATCH] = np.indices(slot.shape)
+    return table.reshape(-1, 5), slot.ravel()
 
 
-def collisions(problem: Problem, block: Block, placed: Mapping[Op, float]) -> list[tuple[Op, Op]]:
-    """Ops next to each other on a device of which the second starts before the first has ended."""
-    lasts = {kind: length for kind, _, length in block.passes}
-    lists: list[list[Op]] = [[] for _ in problem.devices]
-    for op in sorted(placed, key=placed.__getitem__):
-        lists[problem.stages[op.stage].device].append(op)
-    return [(a, b) for ops in lists for a, b in pairwise(ops) if placed[a] + lasts[a.kind] > placed[b]]
+def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> list[tuple[int, int]]:
+    """Rows of ops next to each other on a device of which the second starts before the first has ended."""
+    lasts = np.zeros(len(Kind))
+    for kind, _, length in block.passes:
+        lasts[kind] = length
+    device = problem.costs.device[table[:, STAGE]]
+    order = np.lexsort((slot, device))
+    a, b = order[:-1], order[1:]
+    collide = (device[a] == device[b]) & (slot[a] + lasts[table[a, KIND]] > slot[b])
+    return list(zip(a[collide].tolist(), b[collide].tolist(), strict=True))
 
 
 def with_weights(problem: Problem, block: Block, interval: int) -> Block:
@@ -80,7 +85,7 @@ def with_weights(problem: Problem, block: Block, interval: int) -> Block:
     return replace(block, weight=weight)
 
 
-def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
+def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
     """The slots after the paper's reordering, which fills the bubbles of warm-up and cool-down and holds no more than before.
 
     In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F only as far as no
@@ -90,51 +95,50 @@ def reordered(problem: Problem, placed: Mapping[Op, float]) -> dict[Op, int]:
 
     Stages are one row, backwards are split, slots are whole, every op lasts one.
     """
-    device = [stage.device for stage in problem.stages]
-    end = int(max(placed.values())) + 2
-    last, changes = [0] * len(problem.devices), np.zeros((len(problem.devices), end), dtype=np.int64)
-    for op, at in placed.items():
-        d, slot = device[op.stage], int(at)
-        if op.kind == Kind.F:
-            last[d] = max(last[d], slot)
-            changes[d, slot] += 1
-        elif op.kind == Kind.W:
-            changes[d, slot + 1] -= 1
+    kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
+    device, at = problem.costs.device[stage], slot.astype(np.int64)
+    forward, weight = kind == Kind.F, kind == Kind.W
+    end = int(at.max()) + 2
+    last, changes = np.zeros(len(problem.devices), dtype=np.int64), np.zeros((len(problem.devices), end), dtype=np.int64)
+    np.maximum.at(last, device[forward], at[forward])
+    np.add.at(changes, (device[forward], at[forward]), 1)
+    np.add.at(changes, (device[weight], at[weight] + 1), -1)
     held = changes.cumsum(axis=1)
     most = held.max()
-    full = range(int(placed[Op(Kind.B, 0, 0)]), int(placed[Op(Kind.F, 0, problem.microbatches - 1)]) + 1)
+    full = range(int(at[(kind == Kind.B) & (stage == 0)].min()), int(at[forward & (stage == 0)].max()) + 1)
 
-    in_turn = sorted((op.kind == Kind.W and at > last[device[op.stage]], int(at), op) for op, at in placed.items())
+    waits = weight & (at > last[device])
     taken = [bytearray(end) for _ in problem.devices]
-    for waits, was, op in in_turn:
-        taken[device[op.stage]][was] = not waits
-    moved: dict[Op, int] = {}
+    for d, was in zip(device[~waits].tolist(), at[~waits].tolist(), strict=True):
+        taken[d][was] = True
+    in_turn = np.lexsort((microbatch, stage, kind, at, waits))
+    columns = (in_turn, kind[in_turn], device[in_turn], at[in_turn], waits[in_turn], _needs(problem, table)[in_turn])
+    moved = [-1] * (len(table) + 1)  # the last one is that of no op, for which nobody waits
     reached = [0] * len(problem.devices)  # the slot behind the last op that has moved
-    for waits, was, op in in_turn:
-        d, needs = device[op.stage], _needs(problem, op)
-        slot = moved[needs] + 1 if needs else 0
+    for row, k, d, was, later, needs in zip(*(column.tolist() for column in columns), strict=True):
+        to = moved[needs] + 1
         if was in full:
-            slot = max(slot, reached[d])
-        if op.kind == Kind.F and slot < was:
-            too_much = np.flatnonzero(held[d, slot:was] == most)
-            slot += int(too_much[-1]) + 1 if len(too_much) else 0
-        if not waits:
+            to = max(to, reached[d])
+        if k == Kind.F and to < was:
+            too_much = (held[d, to:was] == most).nonzero()[0]
+            to += int(too_much[-1]) + 1 if len(too_much) else 0
+        if not later:
             taken[d][was] = False
-        slot = moved[op] = taken[d].index(False, slot)
-        taken[d][slot] = True
-        reached[d] = max(reached[d], slot + 1)
-        if op.kind == Kind.F:
-            held[d, slot:was] += 1
-        elif op.kind == Kind.W:
-            held[d, slot + 1 : was + 1] -= 1
-    return moved
+        to = moved[row] = taken[d].index(False, to)
+        taken[d][to] = True
+        reached[d] = max(reached[d], to + 1)
+        if k == Kind.F:
+            held[d, to:was] += 1
+        elif k == Kind.W:
+            held[d, to + 1 : was + 1] -= 1
+    return np.array(moved[:-1], dtype=np.float64)
 
 
-def _needs(problem: Problem, op: Op) -> Op | None:
-    """The op that this one waits for, besides those of its own device."""
-    kind, s, j, _ = op
-    if kind == Kind.F:
-        return Op(Kind.F, s - 1, j) if s else None
-    if kind == Kind.B:
-        return Op(Kind.B, s + 1, j) if s + 1 < len(problem.stages) else Op(Kind.F, s, j)
-    return Op(Kind.B, s, j)
+def _needs(problem: Problem, table: Table) -> Ints:
+    """The row of the op that each waits for, besides those of its own device; -1 where there is none."""
+    row = np.full((len(Kind), len(problem.stages) + 1, problem.microbatches), -1)
+    kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
+    row[kind, stage, microbatch] = np.arange(len(table))
+    row[Kind.B, -1] = row[Kind.F, -2]  # behind the last stage stands its own forward
+    found: Ints = np.where(kind == Kind.F, row[Kind.F, stage - 1, microbatch], row[Kind.B, stage + (kind == Kind.B), microbatch])
+    return found

@@ -16,9 +16,9 @@ from itertools import count, groupby
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.ops import Kind, Op
+from optpipe.ops import Kind
 from optpipe.problem import Problem
-from optpipe.program import KIND, STAGE
+from optpipe.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
 from optpipe_solver.systems.order import by_slot
@@ -55,9 +55,9 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     longer for that. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would come too early (appendix A, Eq. 8).
 
     For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for its beat. Chunk 2
-    needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed again device s holds floor((p-s)/2) + 1: the
-    paper's formula leaves that one out, its measurements do not (5/16 of M at p = 8). Eq. 8 delays by one round not, as stated, at all p from
-    8 to 40: by none at 10, by two at 27.
+    needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed again device s holds floor((p-s)/2) + 1:
+    the paper's formula leaves that one out, its measurements do not (5/16 of M at p = 8). Eq. 8 delays by one round not, as stated, at all
+    p from 8 to 40: by none at 10, by two at 27.
     """
     p, v = _shape(problem)
     if not 1 <= recomputed <= v:
@@ -74,10 +74,11 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     back[-1] = there[-1] + p - 1
     for c in reversed(range(v - 1)):
         back[c] = beats.first(back[c] + 1, beats.start(back[c + 1] + 1) + BW * p) - 1
-    microbatches = range(problem.microbatches)
-    placed = slots(_block(p, there, back, beats), [beats.start(v * j) for j in microbatches])
-    again = {Op(Kind.C, s, j): placed[Op(Kind.BW, s, j)] - C for s in shallow for j in microbatches}
-    return by_slot(problem, placed | again)
+    table, start = slots(_block(p, there, back, beats), [beats.start(v * j) for j in range(problem.microbatches)])
+    backward = np.flatnonzero(of_kinds(table, Kind.BW) & (table[:, STAGE] < len(shallow)))
+    again = table[backward]
+    again[:, KIND] = Kind.C
+    return by_slot(problem, np.concatenate([table, again]), np.r_[start, start[backward] - C])
 
 
 def gradient_windows(schedule: Schedule) -> list[list[float]]:

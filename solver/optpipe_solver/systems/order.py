@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import numpy as np
+
+from optpipe.graph import Floats, Table
 from optpipe.ops import Op, Pair
 from optpipe.problem import Problem
-from optpipe.program import Program
+from optpipe.program import STAGE, Program
 from optpipe.schedule import Schedule
 
 
@@ -16,12 +19,13 @@ def in_order(problem: Problem, lists: Sequence[Iterable[Op | Pair]]) -> Schedule
     return Schedule(problem, tuple(Program.of(ops) for ops in lists))
 
 
-def by_slot(problem: Problem, slots: Mapping[Op, float]) -> Schedule:
-    """A schedule without transfers, from the slot in which each op stands; of two in one slot the one that is named first comes first."""
-    lists: list[list[Op]] = [[] for _ in problem.devices]
-    for op in sorted(slots, key=slots.__getitem__):
-        lists[problem.stages[op.stage].device].append(op)
-    return in_order(problem, lists)
+def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
+    """A schedule without transfers, from rows of a program's table and the slot in which each stands; of two in one slot the one that is
+    named first comes first."""
+    device = problem.costs.device[table[:, STAGE]]
+    order = np.lexsort((slot, device))
+    ends = np.searchsorted(device[order], np.arange(len(problem.devices) + 1))
+    return Schedule(problem, tuple(Program(table[order[a:b]]) for a, b in pairwise(ends)))
 
 
 def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up: int) -> list[Op]:

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from math import ceil
 
+import numpy as np
+
 from optpipe.errors import InputError
 from optpipe.memory import certify
 from optpipe.ops import Kind, Op
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.lift import lift
+from optpipe_solver.lift import lift_table
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import in_order, visits, warmed_up
 from optpipe_solver.systems.slots import Slots, fill, staggered
@@ -85,7 +87,8 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
         d: longest_lived([s for s in problem.stages_on(d) if problem.stages[s].can_offload], lives)[:leaving]
         for d in range(len(problem.devices))
     }
-    starts = slots(block, launches)
+    transfers: list[tuple[int, int, int, int, int]] = []
+    begins: list[float] = []
     for sharers in _links(problem, leave):
         for d, (offloads, reloads) in zip(sharers, _slots(problem, leave, sharers, lives, slot_ms), strict=True):
             for s in leave[d]:
@@ -93,8 +96,10 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
                 stays = [(lives[s][0] + launches[j], lives[s][1] + launches[j]) for j, _ in visits]
                 for visit, found in zip(visits, fill(offloads, reloads, stays, interval, slot_ms), strict=True):
                     if found:
-                        starts[Op(Kind.O, s, *visit)], starts[Op(Kind.R, s, *visit)] = found
-    return lift(problem, starts)
+                        transfers += [(Kind.O, s, *visit, 0), (Kind.R, s, *visit, 0)]
+                        begins += found
+    table, start = slots(block, launches)
+    return lift_table(problem, np.concatenate([table, np.array(transfers, dtype=np.int32).reshape(-1, 5)]), np.r_[start, begins])
 
 
 def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -> list[int]:

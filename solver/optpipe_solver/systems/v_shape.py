@@ -64,8 +64,8 @@ def v_block(problem: Problem, there: int, back: int, turns: tuple[int, int, int]
 
 
 def _v_schedule(problem: Problem, there: int, back: int, turns: tuple[int, int, int]) -> Schedule:
-    placed = slots(v_block(problem, there, back, turns), range(0, INTERVAL * problem.microbatches, INTERVAL))
-    return by_slot(problem, reordered(problem, placed))
+    table, slot = slots(v_block(problem, there, back, turns), range(0, INTERVAL * problem.microbatches, INTERVAL))
+    return by_slot(problem, table, reordered(problem, table, slot))
 
 
 def _devices(problem: Problem) -> int:
