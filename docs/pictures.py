@@ -48,6 +48,10 @@ def leaving(ms: float, v: int = 1) -> dict[str, Any]:
     return {"offload_ms": v * ms, "reload_ms": v * ms, "offload_bytes": v * ACTIVATION}
 
 
+def on_host(out: float, update: float, back: float, v: int) -> dict[str, Any]:
+    return {"gradient_out_ms": v * out, "update_ms": v * update, "parameters_in_ms": v * back}
+
+
 def again(ms: float, stays: int, v: int = 1) -> dict[str, Any]:
     return {"recompute_ms": v * ms, "checkpoint_bytes": stays}
 
@@ -77,6 +81,7 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "chronos": (units(4, 8, 2), "Lin et al., figure 5 (a)"),
     "chronos-recomp": (units(8, 8, 2, **again(1, 0, 2)), "Lin et al., figure 6 (b)"),
     "chronos-zero2": (units(4, 8, 2), "Lin et al., figure 7"),
+    "chronos-offload": (units(4, 8, 2, **on_host(2, 4, 3, 2)), "Lin et al., figure 8"),
     "bpipe": (units(4, 8, peers=True, evict_ms=0.5, load_ms=0.5, evict_bytes=ACTIVATION), "BPipe, figure in “Solution”"),
 }
 
