@@ -107,7 +107,13 @@ def compare(
         if len(name.split()) != 1:
             raise InputError(f"methods: {name!r} is no method's name")
     try:
-        request = Request(problem=problem, method=" ".join(names), time_limit_s=time_limit, threads=threads or 1, placements=placements)
+        request = Request(
+            problem=problem,
+            method=" ".join(names),
+            time_limit_s=time_limit,
+            threads=1 if threads is None else threads,
+            placements=placements,
+        )
     except ValidationError as error:
         raise InputError(str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
     searches: tuple[Placements, ...] = ("keep", "all") if placements == "all" else ("keep",)

@@ -47,6 +47,8 @@ def cases(ranks: int, microbatches: tuple[int, ...]) -> list[Case]:
     """A schedule of every system, for the first number of micro-batches that it takes; memory for three activations where it counts."""
     peers = [ranks - 1 - d if d < ranks // 2 else None for d in range(ranks)]
     ample = [rank_cases.problem(range(ranks), m, peers, offload_parts=2).replace(overlap_factor=0.8) for m in microbatches]
+    on_host = {"gradient_out_ms": 1.0, "update_ms": 1.0, "parameters_in_ms": 1.0}
+    ample = [problem.replace(stages=[stage.model_copy(update=on_host) for stage in problem.stages]) for problem in ample]
     tight = ample[0].replace(devices=[device.model_copy(update={"memory_bytes": 300}) for device in ample[0].devices])
     found = [Case(name, heuristics.generate(name, tight)) for name in heuristics.STREAMS]
     return found + [Case(name, first_that_runs(name, ample)) for name in systems.SYSTEMS]

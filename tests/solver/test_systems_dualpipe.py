@@ -17,7 +17,7 @@ FACTORS = [1.0, 0.9, 0.75, 2 / 3]  # of F + B = 3: from both in turn down to the
 
 
 def both_ways(p: int, m: int, factor: float | None, times: Any = (1, 1, 1)) -> Schedule:
-    return generate("dualpipe", with_factor(units(p, m, times=times), factor), placements="all")
+    return generate("dualpipe", with_factor(units(p, m, times=times), factor).rechunk(1, "bidirectional"))
 
 
 def folded(n: int, m: int, factor: float | None, times: Any = (1, 1, 1)) -> Schedule:
@@ -152,13 +152,15 @@ def test_an_odd_row_is_refused():
         both_ways(3, 12, None)
     with pytest.raises(InputError, match=r"^dualpipe needs one stage a device each way, on two routes \(bidirectional\)"):
         generate("dualpipe", units(4, 8))
+    with pytest.raises(InputError, match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds all parameters twice"):
+        generate("dualpipe", units(4, 8), placements="all")
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 24), st.sampled_from([None, 0.75, 1.0]))
 def test_it_runs_on_uneven_stages_whoever_takes_which_way(data, n, m, factor):
     problem = unevenly(data.draw, with_factor(units(2 * n, m), factor))
-    placed = generate("dualpipe", problem, placements="all").problem
+    placed = problem.rechunk(1, "bidirectional")
     ways = data.draw(st.lists(st.integers(0, 1), min_size=m, max_size=m))
     for stages in (placed, placed.replace(microbatch_routes=ways)):
         assert check(stages, generate("dualpipe", stages)) == []

@@ -35,7 +35,13 @@ class System:
         if own and (placements == "keep" or own >= self.chunks):
             return None
         if placements == "keep":
-            raise InputError(f"{self.name} needs {self._stages()}: the problem has other stages (with all placements it is given them)")
+            hint = " (with all placements it is given them)" if len(problem.all_routes) == 1 else ""
+            raise InputError(f"{self.name} needs {self._stages()}: the problem has other stages{hint}")
+        if self.shape == "bidirectional" and problem.overlap_factor is None:  # as in the placement search
+            raise InputError(
+                f"overlap_factor is missing: on stages not given both ways, {self.name} holds all parameters twice to run forwards beside "
+                "backwards"
+            )
         try:
             return Placement.balanced(problem, self.chunks, self.shape)
         except InputError:  # fewer layers than stages
