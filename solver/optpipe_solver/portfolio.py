@@ -9,13 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
-import numpy as np
-
 from optpipe.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.errors import OptPipeError
 from optpipe.jitter import Noise
-from optpipe.ops import Kind
-from optpipe.program import JOINED, KIND
+from optpipe.program import JOINED
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -23,6 +20,7 @@ from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 from optpipe_solver.methods import ENGINES, HEURISTICS, ON_CPSAT, ROBUST, WITHIN_MEMORY
+from optpipe_solver.paths import familiar
 from optpipe_solver.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
 from optpipe_solver.repair import repair
 from optpipe_solver.seeds import is_system, seeds
@@ -36,7 +34,6 @@ LARGE = 3_000  # parts of activations: list scheduling takes some tenths of a se
 BACKSTOP = 2.0  # with one thread an engine that should have ended by its own count is ended at so many times its time
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 NOISY = 3  # times as much work with a schedule whose percentile is simulated
-PLAIN = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R)  # what engines know
 NEAR = 1.05  # of the shortest nominal time: longer schedules are not worth a look under noise
 
 Emit = Callable[[Frame], None]
@@ -346,5 +343,5 @@ class Portfolio:
 
 
 def is_plain(schedule: Schedule) -> bool:
-    """Whether engines know all its ops: no pairs, and nothing but compute, offload, drop and reload."""
-    return all(not program.table[:, JOINED].any() and np.isin(program.table[:, KIND], PLAIN).all() for program in schedule.programs)
+    """Whether engines know all its ops, and none run in pairs."""
+    return familiar(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
