@@ -13,6 +13,7 @@ import torch.distributed as dist
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering import Plan
+from optpipe_runtime.team import Team
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -23,9 +24,9 @@ REFUSAL = "a schedule was offered and refused, training goes on with the one it 
 class Council:
     """The ranks' CPU group and the few things they agree on."""
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-        self.rank = dist.get_rank()
+    def __init__(self, team: Team) -> None:
+        self._team, self.rank = team, team.number
+        self._group = team.subgroup(range(team.size), torch.device("cpu"))
 
     def least(self, *values: int) -> list[int]:
         """Collective: the minimum of each value over all ranks."""
@@ -36,12 +37,12 @@ class Council:
     def tell(self, value: Any, source: int) -> Any:
         """Collective: the value of rank `source`, on every rank."""
         box = [value if self.rank == source else None]
-        dist.broadcast_object_list(box, source, group=self._group)
+        dist.broadcast_object_list(box, self._team.ranks[source], group=self._group)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: every rank's value, by rank."""
-        values: list[Any] = [None] * dist.get_world_size()
+        values: list[Any] = [None] * self._team.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 

@@ -21,21 +21,18 @@ from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Message
 from optpipe_runtime.stage import Spec, Tensors
 from optpipe_runtime.store import Memory
+from optpipe_runtime.team import Team
 
 
 class Mail:
-    """One rank's messages. Making one is collective: every rank of the default group calls it with the same layout."""
+    """One rank's messages. Making one is collective: every rank of the team calls it with the same layout."""
 
-    def __init__(self, rank: int, layout: Layout, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, team: Team, layout: Layout, device: torch.device) -> None:
+        self._team, self._rank, self._device = team, team.number, device
         pairs = {(layout.placement[a], layout.placement[b]) for _, a, b in layout.passages()}
         neighbours = {(a, b) for a, b in pairs if a != b}
-        self._groups = {
-            pair: dist.new_group(list(pair), backend="nccl" if device.type == "cuda" else "gloo")
-            for pair in sorted(neighbours | {(b, a) for a, b in neighbours})
-        }
-        self._outboxes = {to: _Outbox(device) for sender, to in self._groups if sender == rank}
-        self._rank = rank
+        self._groups = {pair: team.subgroup(pair, device) for pair in sorted(neighbours | {(b, a) for a, b in neighbours})}
+        self._outboxes = {to: _Outbox(device) for sender, to in self._groups if sender == self._rank}
         self._here: dict[Message, Tensors] = {}
         self._posted: dict[Message, tuple[list[Any], Tensors]] = {}
         self._moving: deque[Memory] = deque()
@@ -48,7 +45,7 @@ class Mail:
         """Allocates the buffers of a message and starts to receive it."""
         buffers = tuple(spec.empty(self._device) for spec in specs)
         group = self._groups[source, self._rank]
-        self._posted[message] = ([dist.irecv(buffer, source, group=group) for buffer in buffers], buffers)
+        self._posted[message] = ([dist.irecv(buffer, self._team.ranks[source], group=group) for buffer in buffers], buffers)
         self._count()
 
     def take(self, message: Message) -> Tensors:
@@ -75,7 +72,7 @@ class Mail:
         for tensor in tensors:
             whole = tensor.contiguous()
             self._moving.append(Memory(whole.untyped_storage()))
-            self._outboxes[to].put(dist.isend(whole, to, group=group), whole)
+            self._outboxes[to].put(dist.isend(whole, self._team.ranks[to], group=group), whole)
         self._count()
 
     def _count(self) -> None:

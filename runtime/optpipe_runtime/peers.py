@@ -22,11 +22,13 @@ from torch import Tensor
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Guests, Visit
 from optpipe_runtime.pool import Engine, Ticket, engine
+from optpipe_runtime.team import Team
 
 
 class _Way(NamedTuple):
     """One direction between a rank and its peer."""
 
+    team: Team
     group: Any
     engine: Engine
 
@@ -34,7 +36,7 @@ class _Way(NamedTuple):
         def work() -> None:
             if after is not None:
                 after.wait()
-            for handle in [transfer(piece, other, group=self.group) for piece in pieces]:
+            for handle in [transfer(piece, self.team.ranks[other], group=self.group) for piece in pieces]:
                 handle.wait()
 
         return self.engine.run(work)
@@ -57,16 +59,16 @@ class Peers:
     """One rank's evictions to its peer, as a `Carrier`, and the rooms it has for others. Making one is collective: every rank calls it with
     the same layout."""
 
-    def __init__(self, rank: int, layout: Layout, device: torch.device) -> None:
+    def __init__(self, team: Team, layout: Layout, device: torch.device) -> None:
+        rank = team.number
         self._rank, self._peer, self._device = rank, layout.peer(rank), device
-        backend = "nccl" if device.type == "cuda" else "gloo"
         self._out: dict[int, _Way] = {}  # by the evicting rank
         self._back: dict[int, _Way] = {}
         for evictor, acceptor in ((a, b) for a, b in enumerate(layout.peers) if b is not None):
             for ways in (self._out, self._back):
-                group = dist.new_group([evictor, acceptor], backend=backend)
+                group = team.subgroup((evictor, acceptor), device)
                 if rank in (evictor, acceptor):
-                    ways[evictor] = _Way(group, engine(device))
+                    ways[evictor] = _Way(team, group, engine(device))
         self._rooms: dict[Visit, _Room] = {}
         self._coming: dict[int, tuple[deque[Visit], deque[Visit]]] = {}
 

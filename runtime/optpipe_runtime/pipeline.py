@@ -41,13 +41,15 @@ from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
+from optpipe_runtime.team import Team
 from optpipe_runtime.ties import Tie
 
 log = logging.getLogger("optpipe.runtime")
 
 
 class Pipeline:
-    """This rank's part of the pipeline. Making one is collective: every rank of the default group does it, with the same placement.
+    """This rank's part of the pipeline. Making one is collective: every rank does it, with the same placement. With data parallelism each
+    replica of the pipeline is a process `group`, all alike, and `placement` numbers the ranks as the group does.
 
     `stages` maps the stages placed on this rank to their modules: tensors in, a tensor or a tuple of tensors out, of the same shapes for
     every micro-batch. `loss_fn(output, *targets)` gives the mean loss of a micro-batch, on the last stage's rank. Gradients are those of
@@ -69,28 +71,29 @@ class Pipeline:
         routes: Sequence[Sequence[int]] | None = None,
         microbatch_routes: Sequence[int] | None = None,
         peers: Sequence[int | None] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
-        number = dist.get_rank()
-        _require_sound(stages, placement, microbatches, peers, number, dist.get_world_size())
+        team = Team(group)
+        _require_sound(stages, placement, microbatches, peers, team.number, team.size)
         layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers)
         device = _device(stages)
         link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
         self._rank = Rank(
-            number=number,
+            team=team,
             layout=layout,
             device=device,
             stages={
                 s: StageRunner(s, module, device, link, pool, (loss_fn, 1 / microbatches) if s in layout.last else None)
                 for s, module in sorted(stages.items())
             },
-            council=Council(),
-            mail=Mail(number, layout, device),
+            council=Council(team),
+            mail=Mail(team, layout, device),
             pool=pool,
             link=link,
             full_duplex=full_duplex,
-            peers=Peers(number, layout, device),
+            peers=Peers(team, layout, device),
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
         self.version = 0  # how many schedules have been swapped in
@@ -137,7 +140,7 @@ class Pipeline:
         copy's own. Two stages on one rank need no tie: they share the parameter itself. For the two directions of DualPipe on p ranks:
         `for k in range(p): pipe.tie(stages.get(k, stages.get(p + k)))`.
         """
-        self._ties.append(Tie(copy, self._rank.council))
+        self._ties.append(Tie(copy, self._rank.council, self._rank.team))
 
     @property
     def schedule(self) -> Schedule | None:

@@ -13,13 +13,14 @@ from optpipe_runtime.mail import Mail
 from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.stage import Passage, StageRunner
+from optpipe_runtime.team import Team
 
 
 @dataclass(frozen=True)
 class Rank:
     """`stages`: those placed here."""
 
-    number: int
+    team: Team
     layout: Layout
     device: torch.device
     stages: Mapping[int, StageRunner]
@@ -30,6 +31,10 @@ class Rank:
     full_duplex: bool
     peers: Peers
     passages: dict[tuple[int, int], Passage] = field(default_factory=dict)  # by stage and route, of all ranks; learned in the first step
+
+    @property
+    def number(self) -> int:
+        return self.team.number
 
     @property
     def takes_inputs(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe_runtime.agreement import Council
+from optpipe_runtime.team import Team
 
 
 class Tie:
@@ -17,10 +18,10 @@ class Tie:
     A module is tied by its parameters, in their order.
     """
 
-    def __init__(self, copy: nn.Parameter | nn.Module | None, council: Council) -> None:
+    def __init__(self, copy: nn.Parameter | nn.Module | None, council: Council, team: Team) -> None:
         tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
         alike = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in tied]
-        told = council.gather(None if copy is None else (alike, any(parameter.is_cuda for parameter in tied)))
+        told = council.gather(None if copy is None else (alike, "cuda" if any(parameter.is_cuda for parameter in tied) else "cpu"))
         holders = [rank for rank, answer in enumerate(told) if answer is not None]
         if not holders:
             raise InputError("tie: every rank passed None, so there is no copy to tie")
@@ -31,11 +32,13 @@ class Tie:
                     f"tie: ranks {holders[0]} and {rank} hold copies of shapes {shapes[0]} and {shapes[1]}: they must be alike, "
                     "in type and in what is trained, too"
                 )
-        self._group = dist.new_group(holders, backend="nccl" if told[holders[0]][1] else "gloo")
-        self._trained = [parameter for parameter in tied if parameter.requires_grad] if len(holders) > 1 else []
+        self._trained: list[nn.Parameter] = []
         self._before: list[Tensor | None] = []
-        for parameter in tied if len(holders) > 1 else []:
-            dist.broadcast(parameter.data, holders[0], group=self._group)
+        if len(holders) > 1:
+            self._group = team.subgroup(holders, torch.device(told[holders[0]][1]))
+            self._trained = [parameter for parameter in tied if parameter.requires_grad]
+            for parameter in tied:
+                dist.broadcast(parameter.data, team.ranks[holders[0]], group=self._group)
 
     def start_step(self) -> None:
         """Sets aside what earlier steps added: only the step's own gradients are summed over the copies."""
