@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optpipe.graph import Ints, Table, Where, describe, flatten, require_known, second_of_pair
 from optpipe.ops import Kind
 from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, of_kinds
+from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -76,6 +75,17 @@ def certify(problem: Problem, schedule: Schedule) -> Certificate:
     return Certificate(tuple(on_device), tuple(on_host))
 
 
+def held_bytes(problem: Problem, program: Program) -> tuple[Ints, Ints]:
+    """The bytes that the program's device holds during each op and after it, (n,) each, for a program of this problem. A pair's ops may
+    share their bytes in any way: the first has after it what the pair holds."""
+    taken, freed = device_bytes(problem, program.table)
+    during = _during(taken, freed)
+    after = during - freed
+    first = np.flatnonzero(program.table[:, JOINED] == 1)
+    after[first] = during[first + 1] = during[first]
+    return during, after
+
+
 def device_bytes(problem: Problem, table: Table) -> tuple[Ints, Ints]:
     """Bytes that each op takes at its start and frees at its end; a pair's stand on its first op."""
     costs, kind, stage, microbatch = problem.costs, table[:, KIND], table[:, STAGE], table[:, MICROBATCH]
@@ -119,6 +129,12 @@ def _together(table: Table, amount: Ints) -> Ints:
 def _peak(table: Table, taken: Ints, freed: Ints, limit: int | None) -> Peak:
     if len(table) == 0:
         return Peak(0, "no op", limit)
-    during: NDArray[np.int64] = np.cumsum(taken) - np.cumsum(freed) + freed
+    during = _during(taken, freed)
     i = int(np.argmax(during))
     return Peak(int(during[i]), describe(table[i]), limit)
+
+
+def _during(taken: Ints, freed: Ints) -> Ints:
+    """The prefix scan: what an op takes counts from its start, what it frees until its end."""
+    during: Ints = np.cumsum(taken) - np.cumsum(freed) + freed
+    return during

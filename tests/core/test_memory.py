@@ -5,6 +5,7 @@ from support import clock
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
+from optpipe.memory import held_bytes
 
 durations = st.floats(0.0, 20.0, allow_subnormal=False)
 
@@ -66,6 +67,32 @@ def test_by_hand(stage, program, peak, at):
     assert check(problem, schedule) == []
     tight = one_device(peak - 1, **stage)
     assert check(tight, schedule) == [f"device 0 needs {peak} bytes during {at} and has {peak - 1}"]
+
+
+@given(problems_with_schedules(beyond=True))
+def test_bytes_op_by_op_are_those_of_the_certificate(pair):
+    """What is held during an op peaks where the certificate does; nothing is held at the end."""
+    problem, schedule = pair
+    for program, peak in zip(schedule.programs, certify(problem, schedule).device, strict=True):
+        during, after = held_bytes(problem, program)
+        assert max(during, default=0) == peak.bytes
+        assert len(during) == len(after) == len(program)
+        assert (after <= during).all()
+        assert len(after) == 0 or after[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "during", "after"),
+    [
+        ("0F0 0F1 0B0 0W0 0BW1", [10, 20, 20, 14, 10], [10, 20, 14, 10, 0]),
+        ("0F0 0O0 0D0 0F1 0BW1 0R0 0BW0", [10, 10, 10, 12, 12, 10, 10], [10, 10, 2, 12, 2, 10, 0]),
+        ("0F0 0F1+0B0 0W0 0BW1", [10, 20, 20, 14, 10], [10, 20, 14, 10, 0]),
+    ],
+)
+def test_op_by_op_by_hand(program, during, after):
+    problem = one_device(100, **OFFLOAD).replace(overlap_factor=0.5)
+    found = held_bytes(problem, Schedule.parse(problem, [program.split()]).programs[0])
+    assert [bytes.tolist() for bytes in found] == [during, after]
 
 
 def test_host_memory_is_held_until_the_backward():
