@@ -46,7 +46,10 @@ def check(problem: Problem, schedule: Schedule) -> list[str]:
 
 
 def _twice(table: Table) -> list[str]:
-    _, first, count = np.unique(table[:, :4], axis=0, return_index=True, return_counts=True)
+    if len(table) == 0:
+        return []
+    ops = np.ravel_multi_index(table[:, :4].T, table[:, :4].max(axis=0) + 1)  # one number each: sorted much sooner than rows
+    _, first, count = np.unique(ops, return_index=True, return_counts=True)
     return [f"{describe(table[i])} stands {n} times" for i, n in zip(first[count > 1][:MOST], count[count > 1], strict=False)]
 
 

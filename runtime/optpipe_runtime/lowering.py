@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.errors import ScheduleError
-from optpipe.memory import Certificate, certify
-from optpipe.ops import BACKWARD, Kind, Op
+from optpipe.memory import Certificate, certify, held_bytes
+from optpipe.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe.problem import Problem
 from optpipe.program import KIND
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_runtime.layout import Layout
 
-RUNS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R, Kind.E, Kind.L, Kind.A, Kind.V)
+RUNS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R, Kind.E, Kind.L, Kind.A, Kind.V, Kind.G, Kind.U, Kind.P)
 AHEAD = 2  # messages whose receives are posted before they are needed: one arrives while one is worked on
 
-
 Visit = tuple[int, int]  # stage, micro-batch
+Programs = Callable[[int], list[Op]]  # each rank's ops, made when they are asked for
 
 
 class Guests(NamedTuple):
@@ -68,17 +70,20 @@ class Plan:
     certificate: Certificate
     digest: str
     actions: tuple[Action, ...]
-    forwards: tuple[Action, ...]  # the same without anything but forwards, to evaluate
-    recomputed: frozenset[tuple[int, int]]  # (stage, micro-batch) with a C
+    certified_bytes: tuple[int, ...]  # what this rank's device holds after each action
+    forwards: tuple[Action, ...]  # the actions without anything but forwards, to evaluate
+    recomputed: frozenset[Visit]  # with a C
+    updated: frozenset[int]  # stages with G, U and P
     on_host: dict[tuple[int, int], int]  # (stage, part) -> the most micro-batches that are on the host at once
     guests: dict[int, Guests]  # for each rank that evicts to this one
 
 
-def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None) -> Plan:
+def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None, host_updates: Set[int] = frozenset()) -> Plan:
     """Checks a schedule for this pipeline and lowers it for one rank. A pure function: it may run in a thread beside the training.
 
     `problem`, where given, is what was measured here: the schedule must be valid and fit for it, not only for the problem that it came
-    with. Raises `ScheduleError` with one sentence for a schedule that cannot run here.
+    with. `host_updates`: this rank's stages with an optimizer on the host. Raises `ScheduleError` with one sentence for a schedule that
+    cannot run here.
     """
     own = problem or schedule.problem
     _require_same_pipeline(Layout.of(schedule.problem), layout)
@@ -86,18 +91,19 @@ def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | No
     _require_peers(schedule, layout)
     if complaints := check(own, schedule):
         raise ScheduleError(f"the schedule does not fit this pipeline: {complaints[0]}" + _and_more(complaints))
-    programs = [program.ops() for program in schedule.programs]
-    programs += [[] for _ in range(rank + 1 - len(programs))]
-    forwards = [[op for op in ops if op.kind == Kind.F] for ops in programs]
-    ops = programs[rank]
+    programs = cache(lambda d: schedule.programs[d].ops() if d < len(schedule.programs) else [])
+    ops = programs(rank)
+    _require_host_optimizers(ops, rank, host_updates)
     return Plan(
         schedule=schedule,
         problem=own,
         certificate=certify(own, schedule),
         digest=_digest(schedule, own),
         actions=_actions(programs, rank, layout),
-        forwards=_actions(forwards, rank, layout),
+        certified_bytes=tuple(held_bytes(own, schedule.programs[rank])[1].tolist()) if ops else (),
+        forwards=_actions(lambda d: [op for op in programs(d) if op.kind == Kind.F], rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
+        updated=frozenset(op.stage for op in ops if op.kind == Kind.U),
         on_host=_on_host(ops),
         guests=_guests(programs, rank, layout),
     )
@@ -129,6 +135,15 @@ def _require_known(schedule: Schedule) -> None:
             raise ScheduleError(f"{op} in the program of device {d}: this executor runs {names}, not {op.kind.name}")
 
 
+def _require_host_optimizers(ops: list[Op], rank: int, host_updates: Set[int]) -> None:
+    for op in ops:
+        if op.kind in OPTIMIZER and op.stage not in host_updates:
+            raise ScheduleError(
+                f"{op} in the program of device {rank}: stage {op.stage} has no optimizer on the host here, Pipeline's host_optimizers "
+                "does not name it"
+            )
+
+
 def _digest(schedule: Schedule, problem: Problem) -> str:
     content = hashlib.sha256(problem.sha256.encode())
     for program in schedule.programs:
@@ -154,12 +169,12 @@ def _received(op: Op, layout: Layout) -> tuple[Message, int] | None:
     return None
 
 
-def _actions(programs: list[list[Op]], rank: int, layout: Layout) -> tuple[Action, ...]:
-    ops = programs[rank]
+def _actions(programs: Programs, rank: int, layout: Layout) -> tuple[Action, ...]:
+    ops = programs(rank)
     received = [_received(op, layout) for op in ops]
     needed = [(i, *found) for i, found in enumerate(received) if found is not None and found[1] != rank]
     origins = {message: origin for _, message, origin in needed}
-    order = {origin: _pair(programs[origin], rank, layout) for origin in set(origins.values())}
+    order = {origin: _pair(programs(origin), rank, layout) for origin in set(origins.values())}
     place = {message: k for messages in order.values() for k, message in enumerate(messages)}
     _require_matched(order, origins)
 
@@ -207,11 +222,11 @@ def _require_peers(schedule: Schedule, layout: Layout) -> None:
             )
 
 
-def _guests(programs: list[list[Op]], rank: int, layout: Layout) -> dict[int, Guests]:
+def _guests(programs: Programs, rank: int, layout: Layout) -> dict[int, Guests]:
     def visits(evictor: int, wanted: Kind) -> tuple[Visit, ...]:
-        return tuple((op.stage, op.microbatch) for op in programs[evictor] if op.kind == wanted)
+        return tuple((op.stage, op.microbatch) for op in programs(evictor) if op.kind == wanted)
 
-    evictors = {layout.placement[op.stage] for op in programs[rank] if op.kind == Kind.A}
+    evictors = {layout.placement[op.stage] for op in programs(rank) if op.kind == Kind.A}
     return {d: Guests(visits(d, Kind.E), visits(d, Kind.L)) for d in evictors}
 
 
