@@ -6,20 +6,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from optpipe_runtime.drift import Profiler
     from optpipe_runtime.executor import OpTime, StepReport
+    from optpipe_runtime.follow import Follower
     from optpipe_runtime.layout import Layout
     from optpipe_runtime.lowering import Plan, prepare
     from optpipe_runtime.pipeline import Pipeline
 
 _HOME = {
+    "Follower": "follow",
     "Layout": "layout",
     "OpTime": "executor",
     "Pipeline": "pipeline",
     "Plan": "lowering",
+    "Profiler": "drift",
     "StepReport": "executor",
     "prepare": "lowering",
 }
-__all__ = ["Layout", "OpTime", "Pipeline", "Plan", "StepReport", "prepare"]
+__all__ = ["Follower", "Layout", "OpTime", "Pipeline", "Plan", "Profiler", "StepReport", "prepare"]
 
 
 def __getattr__(name: str) -> Any:

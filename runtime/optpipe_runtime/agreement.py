@@ -81,6 +81,11 @@ class Offers:
         with self._lock:
             self._newest = schedule
 
+    @property
+    def preparing(self) -> bool:
+        """Whether an offer is on its way to the ranks; between two steps the same on all."""
+        return self._work is not None
+
     def boundary(self, vote: bool) -> tuple[Plan | None, bool]:
         """Collective: the plan to swap to now, on every rank, or None; and, since all meet here anyway, whether all vote yes."""
         with self._lock:

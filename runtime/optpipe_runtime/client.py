@@ -3,6 +3,7 @@
 client = ScheduleClient("http://127.0.0.1:8000", problem)  # on one rank; the ranks agree among themselves
 if offer := client.poll():  # between two iterations; microseconds
     swap(offer.schedule)
+client.update(measured, running)  # the costs have changed: the search goes on with them, from the schedule that runs
 
 All waiting is done by one daemon thread. Every schedule is checked here before it is offered: the service may be wrong. Where it is
 away, slow or wrong, there is nothing to poll, the log has one warning an outage, and the training goes on with the schedule it has.
@@ -14,6 +15,7 @@ import asyncio
 import json
 import logging
 import math
+import queue
 import random
 import threading
 import time
@@ -110,43 +112,60 @@ class ScheduleClient:
         read_timeout_s: float = 45.0,
         backoff_s: tuple[float, float] = (0.5, 30.0),
     ) -> None:
-        self._url, self._problem, self._objective = _base(url), problem, objective
+        self._url, self._objective = _base(url), objective
         self._request = {"method": method, "objective": objective, "time_limit_s": time_limit_s}
         self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s)
         self._reply_s = connect_timeout_s + read_timeout_s
         self._backoff_s = backoff_s
-        self._best = warm_start
-        self._best_ms = math.inf
         self._job: str | None = None
         self._seen = 0  # the last incumbent of the job
         self._version = 0
         self._failures = 0  # since the service last was of use
         self._outages: set[str] = set()
         self._newest: deque[Offer] = deque(maxlen=1)
+        self._asked = self._searched = 0  # problems: how many the caller has given, how many searches are over
+        self._waiting: queue.SimpleQueue[tuple[Problem, Schedule | None] | None] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
+        self.update(problem, warm_start)
         self._thread = threading.Thread(target=self._run, name="optpipe-client", daemon=True)
         self._thread.start()
 
     def poll(self) -> Offer | None:
-        """The newest better schedule, once; None where there is none. Never blocks."""
+        """The newest better schedule for the problem as it is now, once; None where there is none. Never blocks."""
         try:
-            return self._newest.popleft()
+            offer = self._newest.popleft()
         except IndexError:
             return None
+        return offer if offer.schedule.problem is self._current else None
+
+    def update(self, problem: Problem, warm_start: Schedule | None) -> None:
+        """From now on another problem counts, such as the same with other times; the search starts at `warm_start`. Never blocks."""
+        self._current = problem
+        self._asked += 1
+        self._waiting.put((problem, warm_start))
+        self._interrupt(self._asked)
 
     @property
     def ended(self) -> bool:
         """Whether the search is over: what has not been polled by now is the last offer."""
-        return not self._thread.is_alive()
+        return self._searched == self._asked
 
     def close(self) -> None:
         """Stops following; the job on the service goes on to its own end."""
-        self._closed = True
-        with suppress(RuntimeError):  # the thread has ended by itself
-            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        self._waiting.put(None)
+        self._interrupt(self._asked + 1)
         self._thread.join(CLOSE_S)
+
+    def _interrupt(self, number: int) -> None:
+        """Ends the search for the problems before this one."""
+
+        def cancel() -> None:
+            if self._task is not None and self._searched < number - 1:
+                self._task.cancel()
+
+        with suppress(RuntimeError):  # the thread has ended by itself
+            self._loop.call_soon_threadsafe(cancel)
 
     def __enter__(self) -> ScheduleClient:
         return self
@@ -155,18 +174,31 @@ class ScheduleClient:
         self.close()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner, suppress(asyncio.CancelledError):
-            try:
-                runner.run(self._main())
-            except Exception:
-                log.exception("the client of the solver service failed; training goes on with the schedule it has")
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            while (asked := self._waiting.get()) is not None:
+                try:
+                    runner.run(self._main(*asked))
+                except asyncio.CancelledError:
+                    pass  # another problem waits, or the end
+                except Exception:
+                    log.exception("the client of the solver service failed; training goes on with the schedule it has")
+                self._searched += 1
 
-    async def _main(self) -> None:
+    async def _main(self, problem: Problem, running: Schedule | None) -> None:
         self._task = asyncio.current_task()
-        if self._best is not None:
-            self._judge_warm_start(self._best)
+        if not self._waiting.empty():
+            return  # a newer problem, or the end
+        self._problem, self._best, self._best_ms = problem, running, math.inf
+        old = self._job
+        self._forget_job()
+        self._failures = 0
+        if running is not None:
+            self._judge_warm_start(running)
         async with httpx.AsyncClient(timeout=self._timeout, trust_env=False, headers={"Accept-Encoding": "identity"}) as http:
-            while not self._closed:
+            if old is not None:  # nobody waits for it any more
+                with suppress(httpx.HTTPError):
+                    await http.post(f"{self._url}/v1/jobs/{old}/cancel")
+            while True:
                 try:
                     if await self._follow(http):
                         return

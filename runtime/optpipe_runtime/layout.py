@@ -1,4 +1,4 @@
-"""`Layout`: where a pipeline's stages are, which of them each micro-batch passes, and where ranks may evict to."""
+"""`Layout`: where a pipeline's stages are, which of them each micro-batch passes, where ranks may evict to, and which share a host link."""
 
 from __future__ import annotations
 
@@ -13,39 +13,47 @@ from optpipe.problem import Problem
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement`: the rank of each stage; `routes`, `microbatch_routes` and each rank's peer as in a `Problem`."""
+    """`placement`: the rank of each stage; `routes`, `microbatch_routes`, each rank's peer and the links that ranks share as in a `Problem`."""
 
     placement: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
     microbatch_routes: tuple[int, ...]
     peers: tuple[int | None, ...] = ()
+    links: tuple[str | None, ...] = ()  # None: a rank's link is its own
+    full_duplex: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> Layout:
         """The layout of the pipeline that a problem describes."""
         routes = problem.microbatch_routes or (0,) * problem.microbatches
         peers = tuple(device.peer for device in problem.devices)
+        links = tuple(device.link if device.link in problem.shared_links else None for device in problem.devices)
         return cls(
             tuple(stage.device for stage in problem.stages),
             problem.all_routes,
             routes,
             peers if any(peer is not None for peer in peers) else (),
+            links if any(link is not None for link in links) else (),
+            problem.transfer_mode == "full_duplex",
         )
 
     @classmethod
     def make(
-        cls, placement: Sequence[int], microbatches: int, routes: Any = None, microbatch_routes: Any = None, peers: Any = None
+        cls,
+        placement: Sequence[int],
+        microbatches: int,
+        routes: Any = None,
+        microbatch_routes: Any = None,
+        peers: Any = None,
+        links: Any = None,
+        full_duplex: bool = False,
     ) -> Layout:
         """Without routes every micro-batch passes all stages in order. Raises `InputError` where a problem could not have these."""
-        nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": 0, "weight_grad_bytes": 0}
-        fields = {
-            "microbatches": microbatches,
-            "devices": [{"memory_bytes": 0, "peer": peer} for peer in peers or [None] * (max(placement) + 1)],
-            "stages": [{"device": rank, **nothing} for rank in placement],
-            "routes": routes,
-            "microbatch_routes": microbatch_routes,
-        }
-        return cls.of(Problem.from_dict(fields, "the pipeline"))
+        return cls.of(_unmeasured(placement, microbatches, routes, microbatch_routes, peers))
+
+    def unmeasured(self) -> Problem:
+        """The problem before anything has been measured: no time, no bytes."""
+        return _unmeasured(self.placement, self.microbatches, self.routes, self.microbatch_routes, self.peers)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of a problem that say how many micro-batches go which way."""
@@ -75,6 +83,15 @@ class Layout:
         """The rank that it may evict to."""
         return self.peers[rank] if rank < len(self.peers) else None
 
+    def link(self, rank: int) -> str | None:
+        """The name of the host link that it shares with other ranks."""
+        return self.links[rank] if rank < len(self.links) else None
+
+    @cached_property
+    def shared_links(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that share each link."""
+        return {name: tuple(r for r, k in enumerate(self.links) if k == name) for name in dict.fromkeys(self.links) if name is not None}
+
     def before(self, stage: int, microbatch: int) -> int | None:
         """The stage before on the micro-batch's route; None for its first."""
         return self._neighbours[self.microbatch_routes[microbatch]][stage][0]
@@ -90,3 +107,15 @@ class Layout:
     def passages(self) -> Iterator[tuple[int, int, int]]:
         """Every two neighbouring stages of every route: route, stage, the one after."""
         return ((r, a, b) for r, route in enumerate(self.routes) for a, b in pairwise(route))
+
+
+def _unmeasured(placement: Sequence[int], microbatches: int, routes: Any, microbatch_routes: Any, peers: Any) -> Problem:
+    nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": 0, "weight_grad_bytes": 0}
+    fields = {
+        "microbatches": microbatches,
+        "devices": [{"memory_bytes": 0, "peer": peer} for peer in peers or [None] * (max(placement) + 1)],
+        "stages": [{"device": rank, **nothing} for rank in placement],
+        "routes": routes,
+        "microbatch_routes": microbatch_routes,
+    }
+    return Problem.from_dict(fields, "the pipeline")

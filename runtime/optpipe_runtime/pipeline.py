@@ -151,6 +151,24 @@ class Pipeline:
     def plan(self) -> Plan | None:
         return self._plan
 
+    @property
+    def preparing(self) -> bool:
+        """Whether an offer is being prepared: between two steps the same on every rank."""
+        return self._offers.preparing
+
+    @property
+    def layout(self) -> Layout:
+        return self._rank.layout
+
+    @property
+    def number(self) -> int:
+        """This rank's, among those of this pipeline."""
+        return self._rank.number
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective: every rank's value, by rank."""
+        return self._rank.council.gather(value)
+
     def _loaded(self) -> Plan:
         if self._plan is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")

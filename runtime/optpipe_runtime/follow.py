@@ -1,0 +1,172 @@
+"""`Follower`: what an existing torchrun script needs to train by OptPipe's schedules, from the first step on.
+
+    with Pipeline(stages, placement, loss_fn, microbatches=8) as pipe, Follower(pipe, "http://solver:8000") as follow:
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            report = follow.step(inputs, targets)
+            optimizer.step()
+
+The first step runs one micro-batch at a time, so that gradients and the optimizer's state are there when the second begins with profiling.
+From then on rank 0 follows the service: better schedules are swapped in as they come, and no step waits for one. Every `every` steps the
+ranks put together what they have measured: scalars for TensorBoard, and op times. Where these have drifted from the profile by more than
+`threshold`, the new times become the problem on all ranks, and the search goes on with it from the schedule that runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from optpipe.errors import InputError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.client import ScheduleClient
+from optpipe_runtime.drift import WINDOW, Profiler, drift, retimed
+from optpipe_runtime.executor import StepReport
+from optpipe_runtime.pipeline import Pipeline
+
+log = logging.getLogger("optpipe.follow")
+
+THRESHOLD = 0.2  # of a stage's F + B + W
+
+
+class Writer(Protocol):
+    """Takes scalars, as torch.utils.tensorboard's SummaryWriter does."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+
+
+class Follower:
+    """Trains a pipeline by the schedules of the service at `url`. Making one and `step` are collective, with the same arguments.
+
+    A pipeline that has been profiled goes on from there, with the schedule that it has; else one is profiled before its second step, and
+    `memory_bytes` and `offload_parts` are those of `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss,
+    step_ms of the slowest rank, predicted_ms, schedule (how many were swapped in), and for each rank peak_bytes and certified_bytes.
+    `search` goes to `ScheduleClient`: method, objective, time_limit_s. Raises `InputError` for arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        url: str,
+        memory_bytes: int | None = None,
+        offload_parts: int = 1,
+        writer: Writer | None = None,
+        every: int = WINDOW,
+        threshold: float = THRESHOLD,
+        **search: Any,
+    ) -> None:
+        if every < 1 or not threshold > 0:
+            raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
+        self._pipe, self._url, self._search = pipe, url, search
+        self._memory_bytes, self._offload_parts = memory_bytes, offload_parts
+        self._writer, self._every, self._threshold = writer, every, threshold
+        self._profiler = Profiler(pipe, every)
+        self._client: ScheduleClient | None = None
+        self._steps: list[_Seen] = []  # since the ranks last met
+        self._count = 0
+        self._predicted: tuple[Schedule, Problem, float] | None = None
+
+    def step(self, inputs: Any = None, targets: Any = None) -> StepReport:
+        """Collective: `Pipeline.step`, by the best schedule known by now."""
+        pipe = self._pipe
+        if pipe.problem is None and pipe.schedule is not None:
+            self._profile(inputs, targets)
+        elif pipe.schedule is None:
+            pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
+        if self._client is None and pipe.problem is not None and pipe.number == 0:
+            self._client = ScheduleClient(self._url, pipe.problem, warm_start=pipe.schedule, **self._search)
+        if self._client and not pipe.preparing and (offer := self._client.poll()):
+            pipe.offer(offer.schedule)
+        report = pipe.step(inputs, targets, trace=True)
+        self._profiler.add(report)
+        self._steps.append(_Seen(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
+        self._count += 1
+        if len(self._steps) == self._every:
+            self._meet()
+        return report
+
+    def _profile(self, inputs: Any, targets: Any) -> None:
+        """The problem, and what runs already as a schedule of it."""
+        running = self._pipe.schedule
+        problem = self._pipe.profile(inputs, targets, self._memory_bytes, self._offload_parts)
+        assert running is not None
+        self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
+
+    def _meet(self) -> None:
+        """Collective: what all ranks have seen since they last met."""
+        told = self._pipe.gather((self._steps, self._profiler.times))
+        if self._writer is not None:
+            self._write(self._writer, [seen for seen, _ in told])
+        self._steps = []
+        if self._pipe.problem is not None and not self._pipe.preparing:  # an offer under way was checked on the problem as it is
+            self._compare(self._pipe.problem, retimed(self._pipe.problem, [times for _, times in told]))
+
+    def _compare(self, problem: Problem, measured: Problem) -> None:
+        """On every rank the same. The schedule that runs stays valid: of the problem only times change."""
+        if (far := drift(problem, measured)) <= self._threshold:
+            return
+        self._pipe.problem = measured
+        if self._client is not None:
+            assert self._pipe.schedule is not None
+            log.info("step %d: op times are up to %.0f %% of a stage's work from the profile: solving on", self._count, 100 * far)
+            self._client.update(measured, self._pipe.schedule)
+
+    def _write(self, writer: Writer, ranks: list[list[_Seen]]) -> None:
+        plan = self._pipe.plan
+        for k, seen in enumerate(zip(*ranks, strict=True), self._count - len(self._steps) + 1):
+            losses = [loss for own in seen for loss in own.losses]
+            writer.add_scalar("optpipe/loss", sum(losses) / len(losses), k)
+            writer.add_scalar("optpipe/step_ms", max(own.step_ms for own in seen), k)
+            writer.add_scalar("optpipe/schedule", seen[0].version, k)
+            for rank, own in enumerate(seen):
+                writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", own.peak_bytes, k)
+        if plan is not None and self._pipe.problem is not None:
+            writer.add_scalar("optpipe/predicted_ms", self._predict(self._pipe.problem, plan.schedule), self._count)
+            for rank, peak in enumerate(plan.certificate.device):
+                writer.add_scalar(f"optpipe/rank{rank}/certified_bytes", peak.bytes, self._count)
+
+    def _predict(self, problem: Problem, schedule: Schedule) -> float:
+        if self._predicted is None or self._predicted[0] is not schedule or self._predicted[1] is not problem:
+            self._predicted = schedule, problem, Schedule(problem, schedule.programs, schedule.links).makespan_ms
+        return self._predicted[2]
+
+    def close(self) -> None:
+        """Collective: the ranks meet once more, and rank 0 stops following the service."""
+        if self._steps:
+            self._meet()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:  # after a failure the other ranks may not come
+            self.close()
+        else:
+            self._stop()
+
+
+class _Seen(NamedTuple):
+    """What a rank remembers of a step."""
+
+    losses: list[float]
+    step_ms: float
+    peak_bytes: int
+    version: int
+
+
+def one_at_a_time(problem: Problem) -> Schedule:
+    """What needs the least memory and no solver: each micro-batch forward and back before the next."""
+    programs: list[list[str]] = [[] for _ in problem.devices]
+    for j in range(problem.microbatches):
+        route = problem.route(j)
+        for kind, stages in (("F", route), ("BW", tuple(reversed(route)))):
+            for s in stages:
+                programs[problem.stages[s].device].append(f"{s}{kind}{j}")
+    return Schedule.parse(problem, programs, method="one at a time")
