@@ -32,6 +32,7 @@ from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.agreement import Council, Offers
+from optpipe_runtime.clipping import clip
 from optpipe_runtime.executor import Executor, StepReport, cut
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Plan, prepare
@@ -40,6 +41,7 @@ from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import profile
 from optpipe_runtime.rank import Rank
+from optpipe_runtime.replicas import Replicas
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
 from optpipe_runtime.team import Team
 from optpipe_runtime.ties import Tie
@@ -56,8 +58,9 @@ class Pipeline:
     the mean over the whole batch. `routes` and `microbatch_routes` say which stages each micro-batch passes, as in a problem; without them
     it is all, in order; copies of a stage that serve several routes are tied (`tie`). `peers` says for each rank to which other it may
     evict activations, or None. `host_memory_bytes` limits what this rank keeps on the host (None: no limit); `full_duplex`: offloads and
-    reloads run at the same time. The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. Raises
-    `InputError` for what does not fit together.
+    reloads run at the same time. The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. They may be in
+    `DistributedDataParallel` or `fully_shard`ed over the replicas: gradients are then the mean over them, too. Raises `InputError` for what
+    does not fit together.
     """
 
     def __init__(
@@ -80,13 +83,14 @@ class Pipeline:
         layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers)
         device = _device(stages)
         link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
+        self._replicas = Replicas(stages, team)
         self._rank = Rank(
             team=team,
             layout=layout,
             device=device,
             stages={
                 s: StageRunner(s, module, device, link, pool, (loss_fn, 1 / microbatches) if s in layout.last else None)
-                for s, module in sorted(stages.items())
+                for s, module in self._replicas.modules.items()
             },
             council=Council(team),
             mail=Mail(team, layout, device),
@@ -112,15 +116,16 @@ class Pipeline:
         tensors, cut into micro-batches along the first dimension; other ranks may leave them out. Where shapes, the modules' modes or what
         is trained have changed since the step before, the stages are learned anew.
         """
-        offered, known = self._offers.boundary(self._learned == self._signature(inputs, targets))
-        if not known:
-            self._learn(inputs, targets)
-        if offered is not None:
-            self.swap(offered)
-        plan = self._loaded()
         for tie in self._ties:
             tie.start_step()
-        report = self._executor.run(plan, inputs, targets, trace)
+        with self._replicas.whole():
+            offered, known = self._offers.boundary(self._learned == self._signature(inputs, targets))
+            if not known:
+                self._learn(inputs, targets)
+            if offered is not None:
+                self.swap(offered)
+            report = self._executor.run(self._loaded(), inputs, targets, trace)
+            self._replicas.reduce()
         for tie in self._ties:
             tie.end_step()
         return replace(report, version=self.version)
@@ -128,9 +133,18 @@ class Pipeline:
     def evaluate(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
         """Collective: losses of a batch, by the loaded schedule's forwards alone. Arguments as for `step`; modes are the caller's."""
         given, _ = self._signature(inputs, targets)
-        if not self._rank.council.least(self._learned is not None and self._learned[0] == given)[0]:
-            self._learn(inputs, targets)
-        return replace(self._executor.run(self._loaded(), inputs, targets, trace, evaluating=True), version=self.version)
+        with self._replicas.whole():
+            if not self._rank.council.least(self._learned is not None and self._learned[0] == given)[0]:
+                self._learn(inputs, targets)
+            return replace(self._executor.run(self._loaded(), inputs, targets, trace, evaluating=True), version=self.version)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Collective: after `step`, scales the gradients of all stages so that their norm, tied copies counted once, is at most `max_norm`.
+
+        Returns the norm before. As `torch.nn.utils.clip_grad_norm_` of the whole model; on each rank's own stages that would be another.
+        """
+        parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
+        return clip(parameters, (p for tie in self._ties for p in tie.uncounted), self._rank.council, max_norm, norm_type)
 
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
         """Collective: ties copies of one parameter (tied embeddings) or of one module (a stage that serves two routes) that several ranks
@@ -229,11 +243,12 @@ class Pipeline:
         if repeats < 1 or offload_parts < 1:
             raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
         rank = self._rank
-        if not rank.council.least(self._learned == self._signature(inputs, targets))[0]:
-            self._learn(inputs, targets)
-        given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
-        asked = self._sample(targets, "targets") if rank.takes_targets else ()
-        self.problem = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
+        with self._replicas.whole():
+            if not rank.council.least(self._learned == self._signature(inputs, targets))[0]:
+                self._learn(inputs, targets)
+            given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
+            asked = self._sample(targets, "targets") if rank.takes_targets else ()
+            self.problem = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
         return self.problem
 
     # Inside

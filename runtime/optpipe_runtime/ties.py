@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.agreement import Council
@@ -15,7 +16,8 @@ from optpipe_runtime.team import Team
 class Tie:
     """Copies that start equal and get the sum of their gradients after every step, so that equal optimizers keep them equal. Collective.
 
-    A module is tied by its parameters, in their order.
+    A module is tied by its parameters, in their order. Those of fully_shard, alike on all copies, are tied shard by shard; `uncounted` are
+    the parameters here that are copies of a lower rank's.
     """
 
     def __init__(self, copy: nn.Parameter | nn.Module | None, council: Council, team: Team) -> None:
@@ -32,25 +34,31 @@ class Tie:
                     f"tie: ranks {holders[0]} and {rank} hold copies of shapes {shapes[0]} and {shapes[1]}: they must be alike, "
                     "in type and in what is trained, too"
                 )
+        self.uncounted = tied if team.number in holders[1:] else []
         self._trained: list[nn.Parameter] = []
         self._before: list[Tensor | None] = []
         if len(holders) > 1:
             self._group = team.subgroup(holders, torch.device(told[holders[0]][1]))
             self._trained = [parameter for parameter in tied if parameter.requires_grad]
             for parameter in tied:
-                dist.broadcast(parameter.data, team.ranks[holders[0]], group=self._group)
+                dist.broadcast(_local(parameter.data), team.ranks[holders[0]], group=self._group)
 
     def start_step(self) -> None:
-        """Sets aside what earlier steps added: only the step's own gradients are summed over the copies."""
-        self._before = [parameter.grad for parameter in self._trained]
+        """Sets aside what earlier steps added: only the step's own gradients are summed over the copies. In memory of its own, for
+        DistributedDataParallel writes this step's into its buckets, where the earlier ones may be."""
+        self._before = [None if parameter.grad is None else parameter.grad.clone() for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
 
     @torch.no_grad()
     def end_step(self) -> None:
         grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._trained]
-        for work in [dist.all_reduce(grad, group=self._group, async_op=True) for grad in grads]:
+        for work in [dist.all_reduce(_local(grad), group=self._group, async_op=True) for grad in grads]:
             work.wait()
         for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
-            parameter.grad = grad if before is None else before.add_(grad)
+            parameter.grad = grad if before is None else grad.add_(before)
         self._before = []
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
