@@ -25,26 +25,22 @@ class Council:
     """The ranks' CPU group and the few things they agree on."""
 
     def __init__(self, team: Team) -> None:
-        self._team, self.rank = team, team.number
+        self.rank = team.number
         self._group = team.subgroup(range(team.size), torch.device("cpu"))
 
     def least(self, *values: int) -> list[int]:
         """Collective: the minimum of each value over all ranks."""
         votes = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
+        self._group.reduce(votes, dist.ReduceOp.MIN).wait()
         return [int(vote) for vote in votes]
 
     def tell(self, value: Any, source: int) -> Any:
         """Collective: the value of rank `source`, on every rank."""
-        box = [value if self.rank == source else None]
-        dist.broadcast_object_list(box, self._team.ranks[source], group=self._group)
-        return box[0]
+        return self._group.tell(value, source)
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: every rank's value, by rank."""
-        values: list[Any] = [None] * self._team.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._group.gather(value)
 
     def share(self, schedule: Schedule | None) -> Schedule:
         """Collective: rank 0's schedule, on every rank; `InputError` on every rank where rank 0 has none."""

@@ -10,10 +10,8 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from optpipe.errors import InputError
@@ -21,20 +19,20 @@ from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Message
 from optpipe_runtime.stage import Spec, Tensors
 from optpipe_runtime.store import Memory
-from optpipe_runtime.team import Team
+from optpipe_runtime.team import Team, Transfer
 
 
 class Mail:
     """One rank's messages. Making one is collective: every rank of the team calls it with the same layout."""
 
     def __init__(self, team: Team, layout: Layout, device: torch.device) -> None:
-        self._team, self._rank, self._device = team, team.number, device
+        self._rank, self._device = team.number, device
         pairs = {(layout.placement[a], layout.placement[b]) for _, a, b in layout.passages()}
         neighbours = {(a, b) for a, b in pairs if a != b}
         self._groups = {pair: team.subgroup(pair, device) for pair in sorted(neighbours | {(b, a) for a, b in neighbours})}
         self._outboxes = {to: _Outbox(device) for sender, to in self._groups if sender == self._rank}
         self._here: dict[Message, Tensors] = {}
-        self._posted: dict[Message, tuple[list[Any], Tensors]] = {}
+        self._posted: dict[Message, tuple[list[Transfer], Tensors]] = {}
         self._moving: deque[Memory] = deque()
         self.peak_bytes = 0  # receive buffers and sends under way, since `start_step`
 
@@ -45,16 +43,16 @@ class Mail:
         """Allocates the buffers of a message and starts to receive it."""
         buffers = tuple(spec.empty(self._device) for spec in specs)
         group = self._groups[source, self._rank]
-        self._posted[message] = ([dist.irecv(buffer, self._team.ranks[source], group=group) for buffer in buffers], buffers)
+        self._posted[message] = ([group.receive(buffer, source) for buffer in buffers], buffers)
         self._count()
 
     def take(self, message: Message) -> Tensors:
         """The tensors of a message, when they are there; the caller owns them."""
         if message in self._here:
             return self._here.pop(message)
-        works, buffers = self._posted.pop(message)
-        for work in works:
-            work.wait()
+        transfers, buffers = self._posted.pop(message)
+        for transfer in transfers:
+            transfer.wait()
         return buffers
 
     def send(self, message: Message, tensors: Tensors, to: int, specs: Sequence[Spec]) -> None:
@@ -72,7 +70,7 @@ class Mail:
         for tensor in tensors:
             whole = tensor.contiguous()
             self._moving.append(Memory(whole.untyped_storage()))
-            self._outboxes[to].put(dist.isend(whole, self._team.ranks[to], group=group), whole)
+            self._outboxes[to].put(group.send(whole, to), whole)
         self._count()
 
     def _count(self) -> None:
@@ -100,29 +98,29 @@ class _Outbox:
     """Keeps the tensors of sends to one rank until they have ended. On CUDA no thread is needed: `wait` blocks no host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Any, Tensor | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Transfer | threading.Event, Tensor | None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._on_stream: deque[tuple[Any, Tensor]] | None = deque() if device.type == "cuda" else None
+        self._on_stream: deque[tuple[Transfer, Tensor]] | None = deque() if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._work, name="optpipe-send", daemon=True)
         if self._on_stream is None:
             self._thread.start()
 
-    def put(self, work: Any, tensor: Tensor) -> None:
+    def put(self, transfer: Transfer, tensor: Tensor) -> None:
         if self._on_stream is None:
-            self._jobs.put((work, tensor))
+            self._jobs.put((transfer, tensor))
             return
-        self._on_stream.append((work, tensor))
+        self._on_stream.append((transfer, tensor))
         while self._on_stream and self._on_stream[0][0].is_completed():
             self._on_stream.popleft()[0].wait()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            work, tensor = job
+            awaited, tensor = job
             try:
-                work.set() if isinstance(work, threading.Event) else work.wait()
+                awaited.set() if isinstance(awaited, threading.Event) else awaited.wait()
             except BaseException as error:
                 self._error = error
-            del job, work, tensor
+            del job, awaited, tensor
 
     def flush(self) -> None:
         if self._on_stream is None:

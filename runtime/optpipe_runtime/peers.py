@@ -13,31 +13,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Guests, Visit
 from optpipe_runtime.pool import Engine, Ticket, engine
-from optpipe_runtime.team import Team
+from optpipe_runtime.team import Subgroup, Team, Transfer
 
 
 class _Way(NamedTuple):
     """One direction between a rank and its peer."""
 
-    team: Team
-    group: Any
+    group: Subgroup
     engine: Engine
 
-    def start(self, transfer: Callable[..., Any], pieces: Sequence[Tensor], other: int, after: Ticket | None = None) -> Ticket:
+    def send(self, pieces: Sequence[Tensor], to: int, after: Ticket | None = None) -> Ticket:
+        return self._start(self.group.send, pieces, to, after)
+
+    def receive(self, pieces: Sequence[Tensor], source: int) -> Ticket:
+        return self._start(self.group.receive, pieces, source)
+
+    def _start(self, move: Callable[[Tensor, int], Transfer], pieces: Sequence[Tensor], other: int, after: Ticket | None = None) -> Ticket:
         def work() -> None:
             if after is not None:
                 after.wait()
-            for handle in [transfer(piece, self.team.ranks[other], group=self.group) for piece in pieces]:
-                handle.wait()
+            for transfer in [move(piece, other) for piece in pieces]:
+                transfer.wait()
 
         return self.engine.run(work)
 
@@ -68,7 +72,7 @@ class Peers:
             for ways in (self._out, self._back):
                 group = team.subgroup((evictor, acceptor), device)
                 if rank in (evictor, acceptor):
-                    ways[evictor] = _Way(team, group, engine(device))
+                    ways[evictor] = _Way(group, engine(device))
         self._rooms: dict[Visit, _Room] = {}
         self._coming: dict[int, tuple[deque[Visit], deque[Visit]]] = {}
 
@@ -85,12 +89,12 @@ class Peers:
     def away(self, pieces: Sequence[Tensor]) -> Sequence[Ticket]:
         """E"""
         assert self._peer is not None
-        return [self._out[self._rank].start(dist.isend, pieces, self._peer)]
+        return [self._out[self._rank].send(pieces, self._peer)]
 
     def back(self, homes: Sequence[Tensor]) -> Sequence[Ticket]:
         """L"""
         assert self._peer is not None
-        return [self._back[self._rank].start(dist.irecv, homes, self._peer)]
+        return [self._back[self._rank].receive(homes, self._peer)]
 
     def end(self) -> None:
         """The room is the peer's to let go."""
@@ -102,10 +106,10 @@ class Peers:
         self._rooms[visit] = _Room([torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes])
         evicted, loaded = self._coming[evictor]
         while evicted and (room := self._rooms.get(evicted[0])):
-            room.received = self._out[evictor].start(dist.irecv, room.pieces, evictor)
+            room.received = self._out[evictor].receive(room.pieces, evictor)
             evicted.popleft()
         while loaded and (room := self._rooms.get(loaded[0])) and room.received:
-            room.returned = self._back[evictor].start(dist.isend, room.pieces, evictor, room.received)
+            room.returned = self._back[evictor].send(room.pieces, evictor, room.received)
             loaded.popleft()
 
     def vacate(self, visit: Visit) -> None:

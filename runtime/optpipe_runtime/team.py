@@ -1,14 +1,40 @@
-"""`Team`: the ranks of one pipeline, numbered from 0. Where replicas of a pipeline train side by side (data parallel), each is a team."""
+"""`Team`: the ranks of one pipeline, numbered from 0. Where replicas of a pipeline train side by side (data parallel), each is a team.
+
+A team fails as one. A rank that fails says why in the store of torch.distributed and closes its connections: whoever waits for it, or comes
+to wait, has an error at once, reads why, and closes its own. So within moments no rank waits for any other, whether the first one raised or
+was killed, and every rank raises the same sentence. Nothing is watched meanwhile: a rank that only takes long is no failure.
+
+torch offers no other way to end a wait on gloo: a work cannot be aborted, `abort` of a group leaves its waits alone (2.13), and a wait with
+a timeout ends the connection. On NCCL, where a group's `abort` ends its works, the same steps are taken; not measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
+
+ROLL_CALL_S = 2.0  # a rank that has not answered by then is said to be gone
+
+
+class LostError(OptPipeError):
+    """A rank did not answer: its connection is closed, or it was silent for as long as torch waits (30 minutes)."""
+
+
+class AgreedError(Exception):
+    """Carries an error that all ranks raise together and survive."""
+
+    def __init__(self, error: OptPipeError) -> None:
+        self.error = error
 
 
 class Team:
@@ -23,6 +49,9 @@ class Team:
             raise InputError(f"group: rank {dist.get_rank()} is no member of it; every rank gives the group of its own pipeline")
         self.ranks = dist.get_process_group_ranks(group)  # as the default group numbers them
         self.number = dist.get_rank(group)
+        self.failure: str | None = None  # what ended it
+        self._subgroups: list[Subgroup] = []
+        self._notices: Store | None = None
         self._teams = [self.ranks]
         if group is not None:
             told: list[Any] = [None] * dist.get_world_size()
@@ -38,11 +67,170 @@ class Team:
     def size(self) -> int:
         return len(self.ranks)
 
-    def subgroup(self, members: Iterable[int], device: torch.device) -> Any:
-        """A process group of its own for tensors on `device`, of these members of this team, which need not include this rank."""
-        chosen, own = sorted(members), None
+    def subgroup(self, members: Iterable[int], device: torch.device) -> Subgroup:
+        """Connections of their own for tensors on `device`, among these members of this team, which need not include this rank."""
+        chosen = sorted(members)
         for team in self._teams:
             made = dist.new_group([team[member] for member in chosen], backend="nccl" if device.type == "cuda" else "gloo")
             if team == self.ranks:
                 own = made
-        return own
+        if self.number in chosen:
+            if self._notices is None:  # a group's name is the same on its members, and no other's
+                self._notices = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
+            self._subgroups.append(Subgroup(self, own))
+        return self._subgroups[-1] if self.number in chosen else Subgroup(self, None)
+
+    # Failure
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do together: an error in here ends the team, unless it is agreed."""
+        if self.failure is not None:
+            raise OptPipeError(f"this pipeline has failed, make a new one: {self.failure}")
+        try:
+            yield
+        except AgreedError as agreed:
+            raise agreed.error from None
+        except LostError as lost:
+            raise OptPipeError(self.fail(_sentence(lost), lost=True)) from lost
+        except BaseException as error:
+            self.fail(_sentence(error) if hasattr(error, "__notes__") else f"rank {self.number}: {_sentence(error)}")
+            raise
+
+    def fail(self, why: str, lost: bool = False) -> str:
+        """Ends the team: tells the others, and leaves none of them waiting. Returns what is told on all ranks: the first failure.
+
+        `lost`: another rank is, so who answers is found out first, unless one of them says why.
+        """
+        if self.failure is None:
+            self.failure = why
+            try:
+                self.failure = why if lost else self._told(why)
+                self._close()
+                self.failure = self._roll_call(why) if lost else self.failure
+            except RuntimeError:  # torch's DistError: the store is where a rank was that is gone
+                self._close()
+        return self.failure
+
+    def _told(self, why: str) -> str:
+        """The first sentence that any rank told."""
+        assert self._notices is not None
+        return str(self._notices.compare_set("why", "", why), "utf-8")
+
+    def _roll_call(self, why: str) -> str:
+        assert self._notices is not None
+        self._notices.set(f"here/{self.number}", "")
+        until, absent = time.monotonic() + ROLL_CALL_S, list(range(self.size))
+        while time.monotonic() < until and not self._notices.check(["why"]):
+            if not (absent := [rank for rank in absent if not self._notices.check([f"here/{rank}"])]):
+                break
+            time.sleep(0.02)
+        gone = ", ".join(map(str, absent))
+        return self._told(f"rank{'s' * (len(absent) > 1)} {gone} did not answer any more; {why}" if absent else why)
+
+    def _close(self) -> None:
+        for subgroup in self._subgroups:
+            subgroup.close()
+
+
+class Subgroup:
+    """Some ranks of a team, numbered as in it, with connections of their own. Raises `LostError` where the other side is gone.
+
+    Connections close when nothing holds torch's group or a work of it any more, tracebacks included, so only what is here does.
+    """
+
+    def __init__(self, team: Team, group: dist.ProcessGroup | None) -> None:
+        self._team, self._group = team, group
+        self._size = 0 if group is None else dist.get_world_size(group)
+        self._transfers: WeakSet[Transfer] = WeakSet()
+
+    def send(self, tensor: Tensor, to: int) -> Transfer:
+        with self.reaching(to):
+            return Transfer(self, dist.isend(tensor, self._team.ranks[to], group=self._open()), to)
+
+    def receive(self, buffer: Tensor, source: int) -> Transfer:
+        with self.reaching(source):
+            return Transfer(self, dist.irecv(buffer, self._team.ranks[source], group=self._open()), source)
+
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Transfer:
+        """All-reduce, in place."""
+        with self.reaching():
+            return Transfer(self, dist.all_reduce(tensor, op, group=self._open(), async_op=True), None)
+
+    def spread(self, tensor: Tensor, source: int) -> None:
+        """The tensor of rank `source`, in place on all."""
+        with self.reaching():
+            dist.broadcast(tensor, self._team.ranks[source], group=self._open())
+
+    def tell(self, value: Any, source: int) -> Any:
+        """The value of rank `source`, on all."""
+        box = [value if self._team.number == source else None]
+        with self.reaching():
+            dist.broadcast_object_list(box, self._team.ranks[source], group=self._open())
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every member's value."""
+        values: list[Any] = [None] * self._size
+        with self.reaching():
+            dist.all_gather_object(values, value, group=self._open())
+        return values
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        for transfer in self._transfers:
+            transfer.forget()
+        if group is not None and dist.is_initialized():
+            with suppress(RuntimeError, ValueError):  # it has gone with its ranks, or the user has destroyed it
+                if dist.get_backend(group) == "nccl":
+                    group.abort()
+                dist.destroy_process_group(group)
+
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise LostError(self.why_closed)
+        return self._group
+
+    @property
+    def why_closed(self) -> str:
+        return self._team.failure or "the pipeline is closed"
+
+    @contextmanager
+    def reaching(self, other: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).rpartition("] ")[2] if "] " in str(error) else str(error)
+            whom = "another rank" if other is None else f"rank {other}"
+            told = f"rank {self._team.number} lost its connection to {whom}: {text.partition('. ')[0]}"
+            raise LostError(told) from error.with_traceback(None)
+
+
+class Transfer:
+    """One message, or one reduction, under way."""
+
+    def __init__(self, subgroup: Subgroup, work: Any, other: int | None) -> None:
+        self._subgroup, self._work, self._other = subgroup, work, other
+        subgroup._transfers.add(self)
+
+    def wait(self) -> None:
+        """Once; on CUDA only the stream waits."""
+        if self._work is None:
+            raise LostError(self._subgroup.why_closed)
+        try:
+            with self._subgroup.reaching(self._other):
+                self._work.wait()
+        finally:
+            self.forget()
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def forget(self) -> None:
+        self._work = None
+
+
+def _sentence(error: BaseException) -> str:
+    """Where it was, where that is known, and what it says."""
+    what = str(error) if isinstance(error, OptPipeError) else f"{type(error).__name__}: {error}"
+    return ": ".join([*getattr(error, "__notes__", [])[:1], what])

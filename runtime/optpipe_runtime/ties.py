@@ -4,7 +4,6 @@ both directions of a bidirectional pipeline."""
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +40,7 @@ class Tie:
             self._group = team.subgroup(holders, torch.device(told[holders[0]][1]))
             self._trained = [parameter for parameter in tied if parameter.requires_grad]
             for parameter in tied:
-                dist.broadcast(_local(parameter.data), team.ranks[holders[0]], group=self._group)
+                self._group.spread(_local(parameter.data), holders[0])
 
     def start_step(self) -> None:
         """Sets aside what earlier steps added: only the step's own gradients are summed over the copies. In memory of its own, for
@@ -53,8 +52,8 @@ class Tie:
     @torch.no_grad()
     def end_step(self) -> None:
         grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._trained]
-        for work in [dist.all_reduce(_local(grad), group=self._group, async_op=True) for grad in grads]:
-            work.wait()
+        for reduction in [self._group.reduce(_local(grad)) for grad in grads]:
+            reduction.wait()
         for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
             parameter.grad = grad if before is None else grad.add_(before)
         self._before = []
