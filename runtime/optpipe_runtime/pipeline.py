@@ -39,7 +39,7 @@ from optpipe_runtime.lowering import Plan, prepare
 from optpipe_runtime.mail import Mail
 from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.profiler import profile
+from optpipe_runtime.profiler import Measured, profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.replicas import Replicas
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
@@ -100,6 +100,7 @@ class Pipeline:
             peers=Peers(team, layout, device),
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
+        self.measured: Measured | None = None  # set by `profile`: how far what it measured is spread
         self.version = 0  # how many schedules have been swapped in
         self._plan: Plan | None = None
         self._ties: list[Tie] = []
@@ -248,7 +249,10 @@ class Pipeline:
                 self._learn(inputs, targets)
             given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
             asked = self._sample(targets, "targets") if rank.takes_targets else ()
-            self.problem = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
+            self.measured = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
+        if rank.number == 0 and self.measured.launch_bound:
+            log.warning("these may be as long as the host takes to launch them, stage and time: %s", self.measured.launch_bound)
+        self.problem = self.measured.problem
         return self.problem
 
     # Inside

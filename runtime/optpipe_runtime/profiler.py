@@ -1,176 +1,221 @@
 """`profile`: a `Problem` measured on the user's stages, with the split backward, the hooks and the copies that training uses.
 
-All ranks measure at the same time, as they will work; links between ranks are measured one after the other. Times are medians in ms, after
-warm-up. Bytes are counted by live storages: `activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `weight_grad_bytes`
-between B and W, `offload_bytes` what drops really freed. Parts need not be equal, the problem says they are: each counts as the smallest,
-so no rank holds more than certified.
+Compute and host transfers are measured one after the other, each on all ranks at the same time and for as long on all: who is faster does
+more rounds, so that nobody is measured beside ranks that have already finished. Where transfers run both ways at once, they do here; ranks
+that take turns on a link take turns here. The loss is part of the last stage. Links between ranks are measured one after the other.
+
+Times are medians in ms, after warm-up, in which gradients are allocated, too. Bytes are counted by live storages: `activation_bytes` after
+F, `checkpoint_bytes` after an F that a C repeats, `weight_grad_bytes` between B and W, `offload_bytes` what drops really freed. Parts need
+not be equal, the problem says they are: each counts as the smallest, so no rank holds more than certified. Of a stage that serves several
+routes, times are the mean over the micro-batches, and of sizes the safe one counts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from statistics import median
+from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from optpipe.errors import InputError
 from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.problem import EVICTION, OFFLOAD, RECOMPUTE, Problem
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Guests, Message
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import StageRunner, Tensors
+from optpipe_runtime.trial import Spread, Times, Trial
 
-WARM_UP = 2
+WARM_UP = 2  # rounds
+MOST_ROUNDS = 1000
+LINK_ROUNDS = 3  # for each of the repeats: messages are short
+SIZES = ("activation_bytes", "weight_grad_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
 
-def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | None, parts: int, repeats: int) -> Problem:
+@dataclass(frozen=True)
+class Measured:
+    """What `profile` found. The problem holds the medians; here is how far measurements are spread."""
+
+    problem: Problem
+    stages: tuple[Mapping[str, Spread], ...]  # by stage, of each of its times
+    links: Mapping[tuple[int, int], Spread]  # of a message from one rank to another
+    launch_bound: tuple[tuple[int, str], ...]  # stage and time, on GPUs
+
+
+def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | None, parts: int, repeats: int) -> Measured:
     """Collective. `inputs` and `targets` are those of one micro-batch, on the ranks that need them. See `Pipeline.profile`."""
-    if memory_bytes is None:
-        memory_bytes = _budget(rank.device)
-    rank.council.least(0)  # start together
+    memory_bytes = _budget(rank) if memory_bytes is None else memory_bytes
     inputs = tuple(tensor.clone() for tensor in inputs)  # a stage may change them in place, again and again
-    layout = rank.layout
-    measurements = {s: _Measurement(rank, s, inputs, targets, parts) for s in rank.stages}
-    costs = {s: measurement(repeats) for s, measurement in measurements.items()}
-    for s in range(len(layout.placement)):
-        if evicted := _evicted(rank, s, measurements.get(s), repeats):
-            costs[s] |= evicted
-    p2p_ms = max((_p2p_ms(rank, *passage, repeats) for passage in layout.passages()), default=0.0)
-    host = _host_budget(rank, costs)
-    device = {"memory_bytes": memory_bytes, "host_memory_bytes": host, "peer": layout.peer(rank.number)}
-    gathered = rank.council.gather((device, costs, p2p_ms))
-    return Problem.from_dict(
+    layout, clock = rank.layout, Clock(rank.device)
+    trials = {s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)} for s, stage in rank.stages.items()}
+    with ExitStack() as stack:
+        for stage in rank.stages.values():
+            stack.enter_context(_as_before(stage))
+        everything = [trial for ways in trials.values() for trial in ways.values()]
+        _try_compute(rank, everything, clock, repeats)
+        _try_transfers(rank, everything, clock, repeats)
+        _try_evictions(rank, trials, repeats)
+        links = _links(rank, trials, clock, repeats)
+    clock.settle()
+    counts = Counter(layout.microbatch_routes)
+    times = {s: _times(ways, counts) for s, ways in trials.items()}
+    costs = {s: _costs(times[s], list(ways.values()), parts) for s, ways in trials.items()}
+    host = _host_budget(rank, everything, costs)
+    device = {"memory_bytes": memory_bytes, "host_memory_bytes": host, "peer": layout.peer(rank.number), "link": layout.link(rank.number)}
+    gathered = rank.council.gather((device, costs, times, links, _launch_bound(rank, times)))
+    problem = Problem.from_dict(
         {
             **layout.to_dict(),
-            "p2p_ms": max(ms for *_, ms in gathered),
-            "transfer_mode": "full_duplex" if rank.full_duplex else "half_duplex",
+            "p2p_ms": max((spread.ms for *_, links, _ in gathered for spread in links.values()), default=0.0),
+            "transfer_mode": "full_duplex" if layout.full_duplex else "half_duplex",
             "devices": [device for device, *_ in gathered],
             "stages": [{"device": owner} | gathered[owner][1][s] for s, owner in enumerate(layout.placement)],
         },
         "the measured problem",
     )
+    own = [(gathered[owner][1][s], gathered[owner][2][s]) for s, owner in enumerate(layout.placement)]
+    return Measured(
+        problem=problem,
+        stages=tuple({k: times[k] for k in costs if k in times} for costs, times in own),
+        links={pair: spread for *_, links, _ in gathered for pair, spread in links.items()},
+        launch_bound=tuple(found for *_, bound in gathered for found in bound),
+    )
 
 
-class _Measurement:
-    """One stage, run alone on the first route over it: F, the same with C, then out and back, then B and W, again and again."""
-
-    def __init__(self, rank: Rank, s: int, inputs: Tensors, targets: Tensors, parts: int) -> None:
-        self._stage, self._pool, self._peers, self._parts = rank.stages[s], rank.pool, rank.peers, parts
-        self._route, passage = min(self._stage.passages.items())
-        self._inputs = inputs if passage.begins else ()
-        self._targets = targets if passage.ends else ()
-        self._gradients = () if passage.ends else passage.answered
-        self._batch = (*self._inputs, *self._targets)
-        self._clock = Clock(rank.device)
-        self._times: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-
-    def __call__(self, repeats: int) -> dict[str, Any]:
-        """The stage's cost fields."""
-        with _as_before(self._stage):
-            sizes = [self._once() for _ in range(WARM_UP + repeats)][-1]
-        found = self._ms() | sizes | {"offload_parts": self._parts}
-        left_out = {"offload_bytes", "offload_ms", "reload_ms", "offload_parts"} if not sizes["offload_bytes"] else set()
-        if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
-            left_out |= {"checkpoint_bytes", "recompute_ms"}
-        return {name: value for name, value in found.items() if name not in left_out}
-
-    def evicted(self, repeats: int) -> dict[str, Any]:
-        """The fields of eviction; none where a drop frees something else than what the peer holds."""
-        stage, freed = self._stage, set()
-        self._times.clear()
-        with _as_before(stage):
-            for _ in range(WARM_UP + repeats):
-                stage.start_step(self._batch, 1)
-                stage.forward(0, self._fresh_inputs(), self._targets, route=self._route)
-                held = stage.held_bytes(0)
-                with self._timed("evict_ms"):
-                    stage.evict(0, self._peers)
-                    stage.drop(0, 0)
-                freed.add(held - stage.held_bytes(0))
-                with self._timed("load_ms"):
-                    stage.reload(0, 0)
-                    stage.activation(0).wait()
-                stage.backward(0, self._fresh_gradients(), split=False)
-        nbytes = sum(stage.passages[self._route].leaving)
-        return self._ms() | {"evict_bytes": nbytes} if freed == {nbytes} else {}
-
-    def _ms(self) -> dict[str, float]:
-        self._clock.settle()
-        return {name: _rounded([self._clock.ms(a, b) for a, b in marks[WARM_UP:]]) for name, marks in self._times.items()}
-
-    def _may_leave(self, parts: int) -> bool:
-        """Whether the host takes one micro-batch's activation at all."""
-        limit = self._pool.limit
-        return limit is None or sum(self._pool.size(nbytes) for nbytes in self._stage.part_bytes(parts)) <= limit
-
-    def _once(self) -> dict[str, int]:
-        """One micro-batch, timed; returns the bytes it held."""
-        stage = self._stage
-        stage.start_step(self._batch, self._parts)
-        inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
-        with self._timed("forward_ms"):
-            stage.forward(0, inputs.pop(), self._targets, route=self._route)
-        saved = stage.held_bytes(0)
-        stage.forget(0)
-        stage.forward(0, inputs.pop(), self._targets, recompute=True, route=self._route)
-        checkpoint = stage.held_bytes(0)
-        with self._timed("recompute_ms"):
-            stage.recompute(0)
-        held = [stage.held_bytes(0)]
-        if self._may_leave(self._parts):
-            self._out_and_back(held)
-        with self._timed("backward_input_ms"):
-            stage.backward(0, gradients, split=True)
-        kept = stage.held_bytes(0)
-        with self._timed("backward_weight_ms"):
-            stage.weight(0)
-        least = min((before - after for before, after in pairwise(held)), default=0)
-        return {
-            "activation_bytes": max(saved, held[0]),
-            "weight_grad_bytes": kept,
-            "offload_bytes": least * self._parts,
-            "checkpoint_bytes": checkpoint,
-        }
-
-    def _out_and_back(self, held: list[int]) -> None:
-        """O, D and R of all parts; adds to `held` what is left after each drop."""
-        stage, parts = self._stage, range(self._parts)
-        with self._timed("offload_ms"):
-            for part in parts:
-                stage.offload(0, part)
-            for part in parts:
-                stage.drop(0, part)
-                held.append(stage.held_bytes(0))
-        with self._timed("reload_ms"):
-            for part in parts:
-                stage.reload(0, part)
-            stage.activation(0).wait()
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = self._clock.mark()
-        yield
-        self._times[name].append((start, self._clock.mark()))
-
-    def _fresh_inputs(self) -> Tensors:
-        return self._inputs or tuple(_noise(spec.zeros(self._stage.device)) for spec in self._stage.passages[self._route].inputs)
-
-    def _fresh_gradients(self) -> Tensors:
-        return tuple(_noise(spec.zeros(self._stage.device)) for spec in self._gradients)
+def _routes(rank: Rank, s: int) -> list[int]:
+    """Those over a stage that micro-batches take."""
+    over = [r for r, route in enumerate(rank.layout.routes) if s in route]
+    return [r for r in over if r in rank.layout.microbatch_routes] or over[:1]
 
 
-def _noise(tensor: Tensor) -> Tensor:
-    return tensor.normal_() if tensor.is_floating_point() else tensor
+# Trying things out. All of these are collective
 
 
-def _rounded(times: list[float]) -> float:
-    return round(median(times), 4)
+def _together(rank: Rank, once: Callable[[], object], times: Iterable[Times], clock: Clock, repeats: int) -> None:
+    """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest."""
+    own = 0.0
+    for _ in range(WARM_UP):
+        start = time.perf_counter()
+        once()
+        clock.settle()
+        own = time.perf_counter() - start
+    for kept in times:
+        kept.clear()
+    slowest = -rank.council.least(-int(1e9 * own))[0] / 1e9  # here all begin
+    for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest / own)))):
+        once()
+    clock.settle()
+
+
+def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
+    def once() -> None:
+        for trial in trials:
+            trial.compute()
+
+    _together(rank, once, [trial.computing for trial in trials], clock, repeats)
+
+
+def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
+    """Activations of all stages go out and come back, one after the other; in full duplex one comes back while the next goes out."""
+    layout, limit = rank.layout, rank.pool.limit
+    fitting = [trial for trial in trials if limit is None or trial.host_bytes(rank.pool) <= limit]
+    two = 2 * max((trial.host_bytes(rank.pool) for trial in fitting), default=0)
+    both_ways = layout.full_duplex and bool(fitting) and (limit is None or two <= limit)
+    moving = [(trial, j) for j in range(2 if both_ways and len(fitting) == 1 else 1) for trial in fitting]
+    for trial, j in moving:
+        trial.forward(j)
+    sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
+    for turn in range(max(map(len, layout.shared_links.values()), default=1)):
+        here = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
+        with _one_away(here if both_ways else []):
+            once = partial(_both_ways if both_ways else _one_way, here)
+            _together(rank, once, [trial.moving for trial, _ in here], clock, repeats)
+    for trial, j in moving:
+        trial.forget(j)
+
+
+def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:
+    for trial, j in moving:
+        trial.end_out(j, trial.start_out(j))
+        trial.end_back(j, trial.start_back(j))
+
+
+def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
+    """The first is away, before and after."""
+    for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
+        returning, leaving = trial.start_back(j), other.start_out(k)
+        other.end_out(k, leaving)
+        trial.end_back(j, returning)
+
+
+@contextmanager
+def _one_away(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
+    for trial, j in moving[:1]:
+        trial.end_out(j, trial.start_out(j))
+    yield
+    for trial, j in moving[:1]:
+        trial.come_home(j)
+
+
+def _try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats: int) -> None:
+    """From one stage after the other, on the first route over it."""
+    for s, owner in enumerate(rank.layout.placement):
+        leaving = rank.passages[s, _routes(rank, s)[0]].leaving
+        rank.council.least(0)  # one link at a time
+        if rank.layout.peer(owner) is None or not any(leaving):
+            continue
+        if owner == rank.number:
+            trial = trials[s][_routes(rank, s)[0]]
+            freed = {trial.visit(rank.peers) for _ in range(WARM_UP)}
+            trial.visiting.clear()
+            freed |= {trial.visit(rank.peers) for _ in range(repeats)}
+            trial.sizes["evict_bytes"] = sum(leaving) if freed == {sum(leaving)} else 0  # 0: a drop frees something else
+        elif rank.layout.peer(owner) == rank.number:
+            visits = tuple((s, r) for r in range(WARM_UP + repeats))
+            rank.peers.start_step({owner: Guests(visits, visits)})
+            for visit in visits:
+                rank.peers.accept(owner, visit, [size for size in leaving if size])
+                rank.peers.vacate(visit)
+
+
+def _links(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, repeats: int) -> dict[tuple[int, int], Spread]:
+    """From this rank to others: half of the time that what passes from one stage to the next takes there and back, one pair of ranks after
+    the other. As in a step, what is sent has just been computed, and who receives it waits for it already."""
+    found: dict[tuple[int, int], Spread] = {}
+    placement, mail = rank.layout.placement, rank.mail
+    for route, s, after in rank.layout.passages():
+        here, there = placement[s], placement[after]
+        rank.council.least(0)  # one link at a time
+        if here == there or rank.number not in (here, there) or route not in _routes(rank, s):
+            continue
+        times, other = Times(clock), there if rank.number == here else here
+        specs = rank.passages[s, route].outputs
+        for r in range(WARM_UP + LINK_ROUNDS * repeats):
+            if r == WARM_UP:
+                times.clear()
+            out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
+            if rank.number == here:
+                mail.post(back, other, specs)
+                tensors = trials[s][route].outputs()
+                with times.of("p2p_ms"):
+                    mail.send(out, tensors, other, specs)
+                    mail.take(back)
+            else:
+                mail.post(out, other, specs)
+                mail.send(back, mail.take(out), other, specs)
+        mail.flush()
+        clock.settle()
+        if rank.number == here:
+            [half] = times.spreads(0.5).values()
+            found[here, there] = max(half, found.get((here, there), half))
+    return found
 
 
 @contextmanager
@@ -185,68 +230,57 @@ def _as_before(stage: StageRunner) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def _evicted(rank: Rank, s: int, measurement: _Measurement | None, repeats: int) -> dict[str, Any]:
-    """Collective: what it costs to evict from stage s; nothing on other ranks than its own, and where nothing is evicted."""
-    owner = rank.layout.placement[s]
-    leaving = rank.passages[s, min(route for stage, route in rank.passages if stage == s)].leaving
-    rank.council.least(0)  # one link at a time
-    if rank.layout.peer(owner) is None or not any(leaving):
-        return {}
-    if measurement is not None:
-        return measurement.evicted(repeats)
-    if rank.layout.peer(owner) == rank.number:
-        visits = tuple((s, r) for r in range(WARM_UP + repeats))
-        rank.peers.start_step({owner: Guests(visits, visits)})
-        for visit in visits:
-            rank.peers.accept(owner, visit, [size for size in leaving if size])
-            rank.peers.vacate(visit)
-    return {}
+# What it comes to
 
 
-def _p2p_ms(rank: Rank, route: int, s: int, after: int, repeats: int) -> float:
-    """Half of the time that what passes from stage s to the next takes there and back; 0 on ranks that have neither."""
-    here, there = rank.layout.placement[s], rank.layout.placement[after]
-    rank.council.least(0)  # one link at a time
-    if here == there or rank.number not in (here, there):
-        return 0.0
-    sends, mail = rank.number == here, rank.mail
-    specs = rank.stages[s].passages[route].outputs if sends else rank.stages[after].passages[route].inputs
-    other = there if sends else here
-    clock, marks = Clock(rank.device), []
-    for r in range(WARM_UP + repeats):
-        out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
-        if sends:
-            mail.post(back, other, specs)
-            tensors = tuple(spec.zeros(rank.device) for spec in specs)
-            start = clock.mark()
-            mail.send(out, tensors, other, specs)
-            mail.take(back)
-            marks.append((start, clock.mark()))
-        else:
-            mail.post(out, other, specs)
-            mail.send(back, mail.take(out), other, specs)
-    mail.flush()
-    clock.settle()
-    return _rounded([clock.ms(a, b) / 2 for a, b in marks[WARM_UP:]]) if marks else 0.0
+def _times(ways: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str, Spread]:
+    """A stage's times: over the routes that it serves the mean of the medians, by micro-batches, and the widest spread."""
+    found: dict[str, list[tuple[int, Spread]]] = defaultdict(list)
+    for route, trial in ways.items():
+        for times in (trial.computing, trial.moving, trial.visiting):
+            for name, spread in times.spreads().items():
+                found[name].append((max(1, counts[route]), spread))
+    return {name: Spread.mean(spreads) for name, spreads in found.items()}
 
 
-def _budget(device: torch.device) -> int:
-    """What a GPU has left, less a tenth for workspace. Not measured."""
+def _costs(times: Mapping[str, Spread], trials: Sequence[Trial], parts: int) -> dict[str, Any]:
+    """A stage's cost fields; of what it cannot do, none."""
+    least = {"offload_bytes", "evict_bytes"}
+    sizes = {name: (min if name in least else max)(trial.sizes.get(name, 0) for trial in trials) for name in SIZES}
+    found = {name: spread.ms for name, spread in times.items()} | sizes | {"offload_parts": parts}
+    left_out: set[str] = set()
+    if not sizes["offload_bytes"]:
+        left_out |= {*OFFLOAD, "offload_parts"}
+    if not sizes["evict_bytes"]:
+        left_out |= {*EVICTION}
+    if sizes["checkpoint_bytes"] >= sizes["activation_bytes"]:
+        left_out |= {*RECOMPUTE}
+    return {name: value for name, value in found.items() if name not in left_out}
+
+
+def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list[tuple[int, str]]:
+    """On a GPU, what is launch-bound. Not measured."""
+    if rank.device.type != "cuda":
+        return []
+    return [(s, name) for s, spreads in times.items() for name, spread in spreads.items() if spread.launch_bound]
+
+
+def _budget(rank: Rank) -> int:
+    """What a GPU has left, less gradients that are still to come, less a tenth for workspace. Not measured."""
+    device = rank.device
     if device.type != "cuda":
         raise InputError("memory_bytes is missing: how many bytes of activations may this rank hold?")
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(0.9 * (free + cached))
+    parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
+    coming = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad and parameter.grad is None)
+    return max(0, int(0.9 * (free + cached - coming)))
 
 
-def _host_budget(rank: Rank, costs: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The pool's limit in the problem's bytes: slots take more than `offload_bytes` where parts are uneven or pinned sizes rounded up."""
+def _host_budget(rank: Rank, trials: Sequence[Trial], costs: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """The pool's limit in the problem's bytes: pages take more than `offload_bytes` where parts are uneven or sizes rounded up."""
     limit = rank.pool.limit
     if limit is None:
         return None
-    shares = [1.0]
-    for s, cost in costs.items():
-        if "offload_bytes" in cost:
-            taken = sum(rank.pool.size(nbytes) for nbytes in rank.stages[s].part_bytes(cost["offload_parts"]))
-            shares.append(cost["offload_bytes"] / taken)
-    return int(limit * min(shares))
+    known = [(trial, costs[trial.stage.index].get("offload_bytes")) for trial in trials]
+    return int(limit * min((offloaded / trial.host_bytes(rank.pool) for trial, offloaded in known if offloaded), default=1.0))
