@@ -90,7 +90,7 @@ class _Copied:
                 f"stage {self._stage}: {names[0]} and {len(names) - 1} other parameters got no gradient in this step: make its "
                 "DistributedDataParallel with find_unused_parameters=True"
             )
-        module, wrapper.module = wrapper.module, _Complete(found)
+        module, wrapper.module = wrapper.module, _Complete(wrapper.module, found)
         try:
             signal: Tensor = wrapper(found[0].new_empty(0))
         finally:
@@ -99,11 +99,11 @@ class _Copied:
 
 
 class _Complete(nn.Module):
-    """Stands in for a module whose gradients are there already."""
+    """Stands in for a module whose gradients are there already; its buffers are still the module's, DDP keeps them alike."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self._found = parameters  # in a list: none of its own
+        self._module, self._found = module, parameters
 
     def forward(self, _: Tensor) -> Any:
         return _AddsNothing.apply(*self._found)  # type: ignore[no-untyped-call]

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_cases import Gradients, batch, loss_fn, make_stages
+import torch.distributed.checkpoint as dcp
+from rank_cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+
+
+class Odd(nn.Module):
+    """A stage with running means, and with a layer that it does not use."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.unused = nn.Sequential(*layers), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
 
 
 class Seen(NamedTuple):
@@ -36,7 +52,11 @@ def mesh() -> DeviceMesh:
 
 def whole(tensor: Tensor) -> Any:
     """Collective where it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).numpy().copy()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
+
+
+def parameters(modules: dict[int, nn.Module]) -> Gradients:
+    return {f"{s}.{name.removeprefix('module.')}": whole(p) for s, module in modules.items() for name, p in module.named_parameters()}
 
 
 def gradients(modules: dict[int, nn.Module]) -> Gradients:
@@ -45,13 +65,13 @@ def gradients(modules: dict[int, nn.Module]) -> Gradients:
 
 
 def wrapped(module: nn.Module, how: str, **options: Any) -> nn.Module:
+    if how == "alone":
+        return module
     replicas = mesh()["replica"]
     if how == "ddp":
         return DistributedDataParallel(module, process_group=replicas.get_group(), **options)
-    if how == "fsdp":
-        for part in list(module.children()):
-            fully_shard(part, mesh=replicas, **options)
-        fully_shard(module, mesh=replicas, **options)
+    for part in (*module.children(), module):
+        fully_shard(part, mesh=replicas, **options)
     return module
 
 
@@ -76,13 +96,13 @@ def replicated(schedules: Sequence[Sequence[Schedule]], how: str, max_norm: floa
 
 
 def plain(
-    stages: int, microbatches: int, steps: int, replica: int | None = None, max_norm: float = 0.0
+    stages: int, microbatches: int, steps: int, replica: int | None = None, max_norm: float = 0.0, norm_type: float = 2.0
 ) -> tuple[list[list[float]], list[Gradients], list[float]]:
     """The same in one process: over the whole batch, or a replica's half of it. Losses, gradients, and the norms that clipping saw."""
     torch.set_num_threads(1)
     modules = make_stages(stages)
-    parameters = [p for module in modules for p in module.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    every = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.SGD(every, lr=0.1)
     losses: list[list[float]] = []
     found, norms = [], []
     for step in range(steps):
@@ -97,7 +117,244 @@ def plain(
             loss = loss_fn(x, y)
             torch.autograd.backward(loss / microbatches)
             losses[-1].append(loss.item())
-        norms.append(nn.utils.clip_grad_norm_(parameters, max_norm).item() if max_norm else 0.0)
+        norms.append(nn.utils.clip_grad_norm_(every, max_norm, norm_type).item() if max_norm else 0.0)
         found.append(gradients(dict(enumerate(modules))))
         optimizer.step()
     return losses, found, norms
+
+
+def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) -> list[Seen]:
+    """A step with each schedule on two ranks."""
+    rank, m = dist.get_rank(), schedules[0].problem.microbatches
+    modules = own_stages([0, 1])
+    optimizer = torch.optim.SGD(modules[rank].parameters(), lr=0.1)
+    seen = []
+    with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
+        for step, schedule in enumerate(schedules):
+            pipe.load(schedule)
+            optimizer.zero_grad()
+            report = pipe.step(*batch(step, m))
+            norm = pipe.clip_grad_norm_(max_norm, norm_type)
+            seen.append(Seen(report.losses, gradients(modules), norm, report.peak_activation_bytes))
+            optimizer.step()
+    return seen
+
+
+class Odds(NamedTuple):
+    """What a rank saw of a profile, evaluations before, between and after two accumulated steps, and of clipping."""
+
+    sizes: tuple[int, ...]
+    losses: list[list[float] | None]
+    gradients: Gradients
+    norm: float
+    clipped: Gradients
+    means: list[float]  # of the norm, after the last step
+
+
+def odd_stages() -> list[nn.Module]:
+    """The head is the embedding's transpose, tied by whoever uses them."""
+    torch.manual_seed(5)
+    first = Odd(nn.Embedding(WORDS, WIDTH), nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+    last = Odd(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
+    return [first, last]
+
+
+def tied(module: nn.Module, stage: int) -> nn.Parameter:
+    weight = module.get_submodule("layers.0" if stage == 0 else "layers.2").weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def odds(schedule: Schedule, how: str, **options: Any) -> Odds:
+    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
+    number, m = dist.get_rank(group), schedule.problem.microbatches
+    inner = odd_stages()[number]
+    module = wrapped(inner, how, **options)
+    data = [tuple(part.chunk(2)[replica] for part in batch(step, 2 * m)) for step in range(2)]
+    with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
+        pipe.tie(tied(inner, number))
+        problem = pipe.profile(*data[0], memory_bytes=10**9, repeats=1)
+        pipe.load(Schedule(problem, schedule.programs))
+        losses = [pipe.evaluate(*data[0]).losses]
+        for inputs, targets in data:
+            pipe.step(inputs, targets)
+            means = [float(mean) for mean in inner.get_submodule("layers.1").running_mean] if number == 0 else []  # type: ignore[union-attr]
+            losses.append(pipe.evaluate(inputs, targets).losses)
+        found, norm = gradients({number: module}), pipe.clip_grad_norm_(0.1)
+        stage = problem.stages[number]
+        sizes = stage.activation_bytes, stage.weight_grad_bytes, stage.checkpoint_bytes or 0, stage.offload_bytes or 0
+        return Odds(sizes, losses, found, norm, gradients({number: module}), means)
+
+
+def plain_odds(microbatches: int) -> tuple[Gradients, float, Gradients]:
+    """Gradients of two accumulated steps in one process, the norm, and the clipped gradients."""
+    torch.set_num_threads(1)
+    modules = odd_stages()
+    tied(modules[1], 1).data = tied(modules[0], 0).data
+    modules[1].get_submodule("layers.2").weight = tied(modules[0], 0)
+    for step in range(2):
+        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
+            for module in modules:
+                x = module(x)
+            torch.autograd.backward(loss_fn(x, y) / microbatches)
+    found = gradients(dict(enumerate(modules)))
+    norm = nn.utils.clip_grad_norm_(list(dict.fromkeys(p for module in modules for p in module.parameters())), 0.1)
+    return found, norm.item(), gradients(dict(enumerate(modules)))
+
+
+def refused(schedule: Schedule) -> list[str]:
+    """What is told to who wraps a stage in a way that cannot work."""
+    group, m = mesh()["pipe"].get_group(), schedule.problem.microbatches
+    number = dist.get_rank(group)
+    told = []
+
+    def attempt(module: nn.Module, **data: Tensor) -> None:
+        try:
+            with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
+                pipe.load(schedule)
+                pipe.step(**data)
+        except InputError as error:
+            told.append(str(error))
+
+    torch.manual_seed(0)
+    attempt(DistributedDataParallel(nn.Linear(2, 2)))
+    attempt(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,))))
+    attempt(nn.Sequential(wrapped(nn.Linear(2, 2), "ddp")))
+    attempt(wrapped(nn.Linear(2, 2), "ddp", static_graph=True))
+    inputs, targets = batch(0, m)
+    attempt(wrapped(odd_stages()[number], "ddp"), inputs=inputs, targets=targets)
+    return told
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1),
+    "adamw fused": lambda own: torch.optim.AdamW(own, lr=1e-2, fused=True),
+    "adamw foreach": lambda own: torch.optim.AdamW(own, lr=1e-2, foreach=True),
+    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True),
+    "adafactor": lambda own: torch.optim.Adafactor(own, lr=1e-2),
+}
+
+
+class Habits(NamedTuple):
+    """How somebody trains: every `accumulate` steps the optimizer, then the scheduler; gradients are set to None or to zero."""
+
+    optimizer: str
+    accumulate: int = 1
+    to_none: bool = True
+
+
+def optimized(habits: Habits, modules: dict[int, nn.Module], steps: int, run: Callable[[int], Any]) -> Gradients:
+    """Trains by `run(step)` and returns the parameters."""
+    optimizer = OPTIMIZERS[habits.optimizer]([p for module in modules.values() for p in module.parameters()])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    for step in range(steps):
+        run(step)
+        if (step + 1) % habits.accumulate == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=habits.to_none)
+    return parameters(modules)
+
+
+def habitual(schedule: Schedule, all_habits: Sequence[Habits], steps: int) -> list[Gradients]:
+    m = schedule.problem.microbatches
+    found = []
+    for habits in all_habits:
+        modules = own_stages([0, 1])
+        with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
+            pipe.load(schedule)
+            found.append(optimized(habits, modules, steps, lambda step: pipe.step(*batch(step, m))))
+    return found
+
+
+def plainly(habits: Habits, microbatches: int, steps: int) -> Gradients:
+    torch.set_num_threads(1)
+    modules = dict(enumerate(make_stages(2)))
+
+    def run(step: int) -> None:
+        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
+            torch.autograd.backward(loss_fn(modules[1](modules[0](x)), y) / microbatches)
+
+    return optimized(habits, modules, steps, run)
+
+
+def scaled(schedule: Schedule, overflow: int) -> tuple[list[float], list[list[float] | None], Gradients]:
+    """Four steps with a loss scale that overflows once, on rank 1 only: the scales, the losses, the parameters."""
+    m, rank = schedule.problem.microbatches, dist.get_rank()
+    modules = own_stages([0, 1])
+    optimizer = torch.optim.SGD(modules[rank].parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**16, process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))  # the scale is made at its first use, and only the last rank computes a loss
+    scales, losses = [], []
+    with Pipeline(modules, [0, 1], lambda output, target: scaler.scale(loss_fn(output, target)), m) as pipe:
+        pipe.load(schedule)
+        for step in range(4):
+            optimizer.zero_grad()
+            report = pipe.step(*batch(step, m))
+            if step == overflow and rank == 1:
+                next(modules[1].parameters()).grad[0] = torch.inf  # type: ignore[index]
+            losses.append(report.losses and [loss / scaler.get_scale() for loss in report.losses])
+            scaler.unscale_(optimizer)
+            pipe.clip_grad_norm_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+    return scales, losses, parameters(modules)
+
+
+def plainly_skipping(microbatches: int, skipped: int, max_norm: float) -> tuple[list[list[float]], Gradients]:
+    """The same without a scale, and without the optimizer's step that overflows."""
+    torch.set_num_threads(1)
+    modules = dict(enumerate(make_stages(2)))
+    every = [p for module in modules.values() for p in module.parameters()]
+    optimizer = torch.optim.SGD(every, lr=0.1)
+    losses: list[list[float]] = []
+    for step in range(4):
+        optimizer.zero_grad()
+        losses.append([])
+        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
+            loss = loss_fn(modules[1](modules[0](x)), y)
+            torch.autograd.backward(loss / microbatches)
+            losses[-1].append(loss.item())
+        nn.utils.clip_grad_norm_(every, max_norm)
+        if step != skipped:
+            optimizer.step()
+    return losses, parameters(modules)
+
+
+def checkpointed(
+    schedule: Schedule, folder: str, steps: range, resume: bool, save: bool, how: str = "alone"
+) -> tuple[list[Any], Gradients]:
+    """Trains some steps of a training, from the checkpoint or from the start; losses, and the parameters at the end."""
+    placement = [stage.device for stage in schedule.problem.stages]
+    group = mesh()["pipe"].get_group() if how != "alone" else None
+    number, m = dist.get_rank(group), schedule.problem.microbatches
+    modules = {s: wrapped(module, how) for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    model = nn.ModuleDict({str(s): module for s, module in modules.items()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    losses = []
+    if resume:
+        for module in modules.values():
+            nn.init.zeros_(next(module.parameters()))  # all comes from the checkpoint
+
+    def states() -> dict[str, Any]:
+        own, its = get_state_dict(model, optimizer, options=by_name)
+        return {"model": own, "optimizer": its, "scheduler": scheduler.state_dict()}
+
+    with Pipeline(modules, placement, loss_fn, m, group=group) as pipe:
+        pipe.load(schedule)
+        if resume:
+            state = states()
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=by_name)
+            scheduler.load_state_dict(state["scheduler"])
+        for step in steps:
+            optimizer.zero_grad()
+            losses.append(pipe.step(*batch(step, m)).losses)
+            optimizer.step()
+            scheduler.step()
+        if save:
+            dcp.save(states(), checkpoint_id=folder)
+    return losses, parameters(modules)

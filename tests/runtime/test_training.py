@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import rank_cases
 import rank_training
+import torch
+from rank_training import Habits
 from rank_worker import Ranks
 from test_executor import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule
 
@@ -49,3 +53,111 @@ def test_replicas_without_a_wrapper_train_apart(four_ranks: Ranks) -> None:
             assert found.keys() == gradients[step].keys()
             for name, grad in found.items():
                 np.testing.assert_array_equal(grad, gradients[step][name], err_msg=name)
+
+
+WRAPPERS = {
+    "ddp": ("ddp", {"find_unused_parameters": True}),
+    "bucket views": ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    "fsdp": ("fsdp", {}),
+    "float64 reduction": ("fsdp", {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
+    """Neither a profile, evaluations, accumulation, a tie, unused layers nor buffers; what it adds is no activation."""
+    how, options = WRAPPERS[wrapper]
+    (schedule,) = parsed(OFFLOADED)
+    alone = four_ranks(rank_training.odds, schedule=schedule, how="alone")
+    results = four_ranks(rank_training.odds, schedule=schedule, how=how, **options)
+    gradients, norm, clipped = rank_training.plain_odds(8)
+    for rank, seen in enumerate(results):
+        assert seen.sizes == alone[rank].sizes
+        assert seen.norm == pytest.approx(norm, rel=1e-5)
+    for first, last in ((results[0], results[1]), (results[2], results[3])):
+        close(first.gradients | last.gradients, gradients)
+        close(first.clipped | last.clipped, clipped)
+    assert all(results[rank].losses == alone[rank].losses for rank in (0, 1))  # in training mode buffers change no loss
+    assert (results[0].means == results[2].means) == (how == "ddp")  # which alone keeps buffers equal
+
+
+def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
+    of_these = "spans ranks [0, 1, 2, 3], of which [{a}, {b}] are in the same pipeline: give it the "
+    parts = [
+        "stage {s}: its DistributedDataParallel " + of_these + "process_group",
+        "stage {s}: its fully_shard " + of_these + "mesh",
+        "stage {s} has a DistributedDataParallel inside: wrap the stage as a whole",
+        "stage {s}: DistributedDataParallel with static_graph counts on one backward a step: leave it out",
+        "stage {s}: unused.weight and 1 other parameters got no gradient in this step: make its DistributedDataParallel with find_unused",
+    ]
+    (schedule,) = parsed(SPLIT)
+    for rank, told in enumerate(four_ranks(rank_training.refused, schedule=schedule)):
+        names = {"s": rank % 2, "a": rank // 2 * 2, "b": rank // 2 * 2 + 1}
+        for message, part in zip(told, parts, strict=True):
+            assert message.startswith(part.format(**names))
+
+
+def test_optimizers_see_what_they_see_in_a_plain_run(ranks: Ranks) -> None:
+    """Any whose update of a parameter depends on that parameter alone: the same bits."""
+    habits = [*map(Habits, rank_training.OPTIMIZERS), Habits("adamw", accumulate=2), Habits("momentum", accumulate=2, to_none=False)]
+    (schedule,) = parsed(SPLIT)
+    first, last = ranks(rank_training.habitual, schedule=schedule, all_habits=habits, steps=4)
+    for habit, *found in zip(habits, first, last, strict=True):
+        expected = rank_training.plainly(habit, 4, 4)
+        assert (found[0] | found[1]).keys() == expected.keys()
+        for name, parameter in (found[0] | found[1]).items():
+            np.testing.assert_array_equal(parameter, expected[name], err_msg=f"{habit}, {name}")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_is_that_of_the_whole_model(ranks: Ranks, norm_type: float) -> None:
+    schedules = parsed(SPLIT, OFFLOADED)
+    results = ranks(rank_training.clipped, schedules=schedules, max_norm=0.3, norm_type=norm_type)
+    _, gradients, norms = rank_training.plain(2, 4, steps=2, max_norm=0.3, norm_type=norm_type)
+    for step in range(2):
+        assert [seen[step].norm for seen in results] == pytest.approx([norms[step]] * 2, rel=1e-6)
+        close(results[0][step].gradients | results[1][step].gradients, gradients[step])
+
+
+def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
+    (schedule,) = parsed(SPLIT)
+    results = ranks(rank_training.scaled, schedule=schedule, overflow=1)
+    assert [scales for scales, *_ in results] == [[2.0**16, 2.0**15, 2.0**15, 2.0**15]] * 2
+    losses, parameters = rank_training.plainly_skipping(4, 1, 0.5)
+    close({str(step): found for step, found in enumerate(results[1][1])}, {str(step): found for step, found in enumerate(losses)})
+    close(results[0][2] | results[1][2], parameters)
+
+
+def gpipe(placement: list[int], m: int) -> Schedule:
+    """All forwards, then all backwards: the same sums in the same order on any placement."""
+    programs = []
+    for rank in range(max(placement) + 1):
+        own = [s for s, owner in enumerate(placement) if owner == rank]
+        programs.append([f"{s}F{j}" for s in own for j in range(m)] + [f"{s}BW{j}" for s in reversed(own) for j in range(m)])
+    return Schedule.parse(rank_cases.problem(placement, m), programs)
+
+
+def test_a_checkpoint_is_resumed_on_another_placement(ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks train, save and go on; four ranks resume: the same bits in every loss and parameter afterwards."""
+    folder = str(tmp_path / "checkpoint")
+    two, four = gpipe([0, 1, 1, 0], 2), gpipe([0, 1, 2, 3], 2)
+    ranks(rank_training.checkpointed, schedule=two, folder=folder, steps=range(2), resume=False, save=True)
+    whole = ranks(rank_training.checkpointed, schedule=two, folder="", steps=range(4), resume=False, save=False)
+    for pool, schedule, last in ((ranks, two, 0), (four_ranks, four, 3)):
+        again = pool(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2, 4), resume=True, save=False)
+        assert again[last][0] == whole[0][0][2:]
+        found = {name: parameter for _, own in again for name, parameter in own.items()}
+        assert found.keys() == whole[0][1].keys() | whole[1][1].keys()
+        for name, parameter in found.items():
+            np.testing.assert_array_equal(parameter, (whole[0][1] | whole[1][1])[name], err_msg=name)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_a_checkpoint_of_replicas_is_resumed_without_them(ranks: Ranks, four_ranks: Ranks, tmp_path: Path, how: str) -> None:
+    folder, schedule = str(tmp_path / "checkpoint"), gpipe([0, 1], 2)
+    saved = four_ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2), resume=False, save=True, how=how)
+    loaded = ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(0), resume=True, save=False)
+    for rank in range(2):
+        assert loaded[rank][1].keys() == saved[rank][1].keys()
+        for name, parameter in saved[rank][1].items():
+            np.testing.assert_array_equal(loaded[rank][1][name], parameter, err_msg=name)
