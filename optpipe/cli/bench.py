@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optpipe.cli.bench_gpu import gpu
 from optpipe.cli.bench_milp import milp
 from optpipe.cli.bench_pareto import pareto
+from optpipe.cli.bench_runtime import runtime
 from optpipe.cli.bench_solver import jitter, solver
 from optpipe.cli.output import Json, print_json
 
@@ -30,6 +32,8 @@ app.command()(milp)
 app.command()(solver)
 app.command()(jitter)
 app.command()(pareto)
+app.command()(gpu)
+app.command()(runtime)
 
 
 @app.command()

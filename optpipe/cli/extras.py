@@ -9,8 +9,8 @@ from optpipe.errors import InputError
 NEEDS = {"runtime": ("torch", "httpx"), "server": ("fastapi", "uvicorn", "sqlalchemy")}
 
 
-def need(extra: str) -> None:
-    """Raises `InputError` where a package of this extra is not installed."""
-    missing = [name for name in NEEDS[extra] if find_spec(name) is None]
+def need(extra: str, *packages: str) -> None:
+    """Raises `InputError` where a package of this extra, or of those of it that are named, is not installed."""
+    missing = [name for name in packages or NEEDS[extra] if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} is not installed: pip install 'optpipe[{extra}]'")

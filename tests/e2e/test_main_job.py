@@ -61,4 +61,4 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
     told = Told.load(tmp_path / "told.json")
     assert outcome.loss_difference <= 1e-5
     assert outcome.within_memory
-    assert len(told.steps) >= 2 * (plan.block + 1), "the quiet phase, too, came to its end"
+    assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"

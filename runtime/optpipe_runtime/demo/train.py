@@ -1,7 +1,8 @@
 """The training of `optpipe demo`, one process a rank, started by torchrun: profile, ask the service, train, swap, note what was measured.
 
 While the service solves, every schedule that it finds is swapped in (the live phase). The solver then shares the cores with the ranks,
-so the gain is measured afterwards: in the quiet phase the first and the best schedule take turns in blocks of steps.
+so the gain is measured afterwards: in the quiet phase the first and the best schedule take turns, a few steps each, so that what the
+machine does besides comes upon both.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Plan:
     first_s: float = 20.0  # how long to wait for a first schedule before the plainest one is taken
     solve_s: float = 20.0
     block: int = 5  # steps that a schedule runs before another takes its turn
-    rounds: int = 3  # of the quiet phase
+    rounds: int = 10  # of the quiet phase
+    turn: int = 2  # steps of each of the two schedules in a round, beside the first after the swap
     most_live_steps: int = 60
     size: gpt.Size = field(default_factory=gpt.Size)
 
@@ -161,7 +163,7 @@ def train(plan: Plan, url: str) -> Told:
         for _ in range(plan.rounds):
             for schedule in (training.schedules[0], best):
                 training.pipe.load(schedule)
-                for _ in range(plan.block + 1):
+                for _ in range(plan.turn + 1):
                     training.step(live=False)
     return Told(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
 

@@ -1,0 +1,184 @@
+"""Does a pipeline do what `simulate` predicted? Profiles, runs schedules of many kinds, and puts what was measured beside it.
+
+On two models: stages whose ops and copies take a given time and no processor (`paced`), so that ranks may outnumber cores; and the GPT of
+the demo, trained for real. Started by torchrun, for `optpipe bench runtime`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optpipe.anytime import solve
+from optpipe.errors import OptPipeError
+from optpipe.placement import Placement, Shape
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.bench import paced
+from optpipe_runtime.demo import gpt
+from optpipe_runtime.demo.text import batch, corpus
+from optpipe_runtime.executor import StepReport
+from optpipe_runtime.pipeline import Pipeline
+
+WARM_UP = 2  # steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method of `optpipe.solve`, the stages that each rank gets, and its memory in activations of all of them (None: for all)."""
+
+    method: str
+    chunks: int = 1
+    shape: Shape = "looped"
+    memory: float | None = None
+
+    def placement(self, ranks: int) -> list[int]:
+        """The rank of each stage."""
+        return Placement(chunks=self.chunks, shape=self.shape).along(range(ranks))
+
+    def budget(self, profiled: Problem) -> Problem:
+        """The problem with this case's memory."""
+        if self.memory is None:
+            return profiled
+        whole = [sum(profiled.stages[s].activation_bytes for s in profiled.stages_on(d)) for d in range(len(profiled.devices))]
+        budgets = [{"memory_bytes": int(self.memory * size)} for size in whole]
+        return profiled.replace(devices=[d.model_copy(update=own) for d, own in zip(profiled.devices, budgets, strict=True)])
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one start by torchrun does. `paced_ms`: F, B, W and a copy's time of paced stages; None: the GPT, whose losses count, too."""
+
+    cases: list[Case]
+    microbatches: int
+    steps: int
+    paced_ms: paced.Times | None = None
+    solve_s: float = 10.0  # for the methods that search
+    size: gpt.Size = field(default_factory=gpt.Size)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Task:
+        content = json.loads(path.read_text())
+        times, cases = content["paced_ms"], [Case(**case) for case in content["cases"]]
+        return cls(**{**content, "cases": cases, "size": gpt.Size(**content["size"]), "paced_ms": times and paced.Times(*times)})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case as it was predicted and as it ran: ms of a step over all ranks, bytes by rank."""
+
+    case: Case
+    found_by: str
+    predicted_ms: float
+    steps_ms: list[float]
+    predicted_peak: list[int]
+    measured_peak: list[int]
+    losses: list[float]
+
+    @property
+    def measured_ms(self) -> float:
+        return median(self.steps_ms)
+
+    @property
+    def spread_ms(self) -> float:
+        """Between the quartiles."""
+        low, _, high = quantiles(self.steps_ms, n=4)
+        return high - low
+
+    @property
+    def deviation(self) -> float:
+        """Of the measured time from the predicted one, relatively."""
+        return self.measured_ms / self.predicted_ms - 1
+
+
+def save(rows: Sequence[Row], path: Path) -> None:
+    path.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def load(path: Path) -> list[Row]:
+    return [Row(**{**row, "case": Case(**row["case"])}) for row in json.loads(path.read_text())]
+
+
+def run(task: Task) -> list[Row]:
+    """Collective: every case, those with the same stages in one pipeline."""
+    return [_measured(case, *_pipeline(task, case), task) for case in task.cases]
+
+
+Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer | None, Batches]:
+    """A pipeline of fresh stages, its optimizer, and its data by step."""
+    rank, placement = dist.get_rank(), case.placement(dist.get_world_size())
+    if task.paced_ms:
+        own = {s: paced.Stage(task.paced_ms) for s, owner in enumerate(placement) if owner == rank}
+        pipe = Pipeline(own, placement, paced.loss, task.microbatches)
+        paced.pace(pipe, task.paced_ms.copy)
+        x = torch.zeros(task.microbatches * paced.SHAPE[0], *paced.SHAPE[1:])
+        return pipe, None, lambda step: (x, x)
+    blocks = {s: stage for s, stage in enumerate(gpt.stages(task.size, len(placement))) if placement[s] == rank}
+    optimizer = torch.optim.AdamW([p for stage in blocks.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE)
+    text, size = corpus(), task.size
+    pipe = Pipeline(blocks, placement, gpt.loss, task.microbatches)
+    return pipe, optimizer, lambda step: batch(text, step, task.microbatches * size.sequences, size.context)
+
+
+def _measured(case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task) -> Row:
+    """Collective."""
+    with pipe:
+        pipe.problem = case.budget(pipe.profile(*data(0), memory_bytes=2**50))
+        pipe.load(_found(pipe.problem, case.method, task.solve_s) if dist.get_rank() == 0 else None)
+        reports = []
+        for step in range(WARM_UP + task.steps):
+            reports.append(pipe.step(*data(step)))
+            if optimizer:
+                optimizer.step()
+                optimizer.zero_grad()
+        plan = pipe.plan
+    assert plan is not None
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, reports)
+    steps: list[tuple[StepReport, ...]] = list(zip(*told, strict=True))
+    return Row(
+        case,
+        plan.schedule.method,
+        predicted_ms=plan.schedule.makespan_ms,
+        steps_ms=[max(report.step_ms for report in ranks) for ranks in steps[WARM_UP:]],
+        predicted_peak=[peak.bytes for peak in plan.certificate.device],
+        measured_peak=[max(report.peak_activation_bytes for report in reports) for reports in told],
+        losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
+    )
+
+
+def _found(problem: Problem, method: str, solve_s: float) -> Schedule:
+    result = solve(problem, method=method, time_limit=solve_s)
+    if result.schedule is None:
+        raise OptPipeError(f"{method}: {result.reason}")
+    return result.schedule
+
+
+def main() -> None:
+    """`python -m optpipe_runtime.bench.fidelity TASK ROWS`, under torchrun."""
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)  # ranks share the cores
+    dist.init_process_group("gloo")
+    rows = run(Task.load(Path(sys.argv[1])))
+    if dist.get_rank() == 0:
+        save(rows, Path(sys.argv[2]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Stages and a host link that take a given time and no processor: what a pipeline does when ranks do not share cores, on a machine on
+which they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.pool import Engine, Ticket
+
+SHAPE = (64, 256)  # of what passes between two stages, for one micro-batch
+
+
+class Times(NamedTuple):
+    """What each op lasts, in ms; copies out and in alike."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    copy: float
+
+
+class Stage(nn.Module):
+    """F, B and W sleep. A forward saves one tensor as large as its input."""
+
+    def __init__(self, times: Times) -> None:
+        super().__init__()
+        self.times = times
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Sleep.apply(x, self.weight, self.times)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, times: Times) -> Tensor:
+        mode = torch.overrides._get_current_function_mode()
+        ctx.queue, ctx.times = getattr(mode, "queue", None), times
+        ctx.save_for_backward(x.clone())
+        time.sleep(times.forward / 1e3)
+        return x + 0.0
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        time.sleep(ctx.times.backward_input / 1e3)
+        if ctx.queue is not None and ctx.queue.deferring:
+            ctx.queue.push(lambda: time.sleep(ctx.times.backward_weight / 1e3), (x, dy))
+        else:
+            time.sleep(ctx.times.backward_weight / 1e3)
+        return dy, None, None
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Saves nothing."""
+    return output.mean()
+
+
+class PacedEngine:
+    """An engine whose transfers take `ms` each."""
+
+    def __init__(self, engine: Engine, ms: float) -> None:
+        self._engine, self._s = engine, ms / 1e3
+
+    def run(self, work: Callable[[], object]) -> Ticket:
+        def paced() -> None:
+            time.sleep(self._s)
+            work()
+
+        return self._engine.run(paced)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def pace(pipe: Pipeline, ms: float) -> None:
+    """From now on a copy of the pipeline's host link takes `ms`; each activation of `Stage` is one copy."""
+    link = pipe._rank.link
+    link.down = link.up = PacedEngine(link.down, ms)
