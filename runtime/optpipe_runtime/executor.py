@@ -50,7 +50,7 @@ class Executor:
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._layout, self._stages, self._device = rank, rank.layout, rank.stages, rank.device
-        self._mail, self._pool, self._peers = rank.mail, rank.pool, rank.peers
+        self._mail, self._pool, self._peers, self._link = rank.mail, rank.pool, rank.peers, rank.link
         self._clock = Clock(rank.device)
 
     @property
@@ -72,7 +72,9 @@ class Executor:
             stage.start_step(staying, plan.problem.stages[s].offload_parts)
         self._mail.start_step()
         self._pool.start_step()
-        self._peers.start_step(plan.guests)
+        if not evaluating:
+            self._peers.start_step(plan.guests)
+            self._link.start_step(plan.turns)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -129,11 +131,13 @@ class Executor:
             case Kind.W:
                 stage.weight(j)
             case Kind.O:
-                copies = stage.offload(j, part)
+                with self._link.turn(action.op):
+                    copies = stage.offload(j, part)
             case Kind.D:
                 stage.drop(j, part)
             case Kind.R:
-                copies = stage.reload(j, part)
+                with self._link.turn(action.op):
+                    copies = stage.reload(j, part)
             case Kind.E:
                 copies = stage.evict(j, self._peers)
             case Kind.L:

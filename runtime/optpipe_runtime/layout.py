@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from optpipe.problem import Problem
@@ -13,7 +13,8 @@ from optpipe.problem import Problem
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement`: the rank of each stage; `routes`, `microbatch_routes`, each rank's peer and the links that ranks share as in a `Problem`."""
+    """`placement`: the rank of each stage; `routes`, `microbatch_routes`, each rank's peer and the links that ranks share, as in a
+    `Problem`."""
 
     placement: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
@@ -49,11 +50,12 @@ class Layout:
         full_duplex: bool = False,
     ) -> Layout:
         """Without routes every micro-batch passes all stages in order. Raises `InputError` where a problem could not have these."""
-        return cls.of(_unmeasured(placement, microbatches, routes, microbatch_routes, peers))
+        return cls.of(_unmeasured(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex))
 
     def unmeasured(self) -> Problem:
         """The problem before anything has been measured: no time, no bytes."""
-        return _unmeasured(self.placement, self.microbatches, self.routes, self.microbatch_routes, self.peers)
+        ways = self.routes, self.microbatch_routes
+        return _unmeasured(self.placement, self.microbatches, *ways, self.peers, self.links, self.full_duplex)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of a problem that say how many micro-batches go which way."""
@@ -109,11 +111,15 @@ class Layout:
         return ((r, a, b) for r, route in enumerate(self.routes) for a, b in pairwise(route))
 
 
-def _unmeasured(placement: Sequence[int], microbatches: int, routes: Any, microbatch_routes: Any, peers: Any) -> Problem:
+def _unmeasured(
+    placement: Sequence[int], microbatches: int, routes: Any, microbatch_routes: Any, peers: Any, links: Any, full_duplex: bool
+) -> Problem:
     nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": 0, "weight_grad_bytes": 0}
+    alone = [None] * (max(placement) + 1)
     fields = {
         "microbatches": microbatches,
-        "devices": [{"memory_bytes": 0, "peer": peer} for peer in peers or [None] * (max(placement) + 1)],
+        "transfer_mode": "full_duplex" if full_duplex else "half_duplex",
+        "devices": [{"memory_bytes": 0, "peer": peer, "link": link} for peer, link in zip_longest(peers or alone, links or alone)],
         "stages": [{"device": rank, **nothing} for rank in placement],
         "routes": routes,
         "microbatch_routes": microbatch_routes,

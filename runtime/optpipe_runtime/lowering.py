@@ -8,7 +8,7 @@ a schedule that `simulate` accepts cannot deadlock here.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +18,13 @@ import numpy as np
 
 from optpipe.errors import ScheduleError
 from optpipe.memory import Certificate, certify, held_bytes
-from optpipe.ops import BACKWARD, OPTIMIZER, Kind, Op
+from optpipe.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind, Op
 from optpipe.problem import Problem
-from optpipe.program import KIND
+from optpipe.program import KIND, of_kinds
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_runtime.layout import Layout
+from optpipe_runtime.turns import Turns, turns
 
 RUNS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.D, Kind.R, Kind.E, Kind.L, Kind.A, Kind.V, Kind.G, Kind.U, Kind.P)
 AHEAD = 2  # messages whose receives are posted before they are needed: one arrives while one is worked on
@@ -74,8 +75,22 @@ class Plan:
     forwards: tuple[Action, ...]  # the actions without anything but forwards, to evaluate
     recomputed: frozenset[Visit]  # with a C
     updated: frozenset[int]  # stages with G, U and P
-    on_host: dict[tuple[int, int], int]  # (stage, part) -> the most micro-batches that are on the host at once
     guests: dict[int, Guests]  # for each rank that evicts to this one
+    turns: tuple[Turns | None, ...]  # for each lane of a host link that this rank shares
+
+    def host_peak(self, taken: Callable[[int, int], int]) -> int:
+        """The most that is on this rank's host at once, where part k of a stage takes `taken(stage, k)` bytes there."""
+        now = most = 0
+        away: dict[Visit, int] = defaultdict(int)
+        for action in self.actions:
+            op = action.op
+            if op.kind == Kind.O:
+                away[op.stage, op.microbatch] += taken(op.stage, op.part)
+                now += taken(op.stage, op.part)
+                most = max(most, now)
+            elif op.kind in BACKWARD:
+                now -= away.pop((op.stage, op.microbatch), 0)
+        return most
 
 
 def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | None = None, host_updates: Set[int] = frozenset()) -> Plan:
@@ -89,6 +104,7 @@ def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | No
     _require_same_pipeline(Layout.of(schedule.problem), layout)
     _require_known(schedule)
     _require_peers(schedule, layout)
+    _require_links(schedule, layout)
     if complaints := check(own, schedule):
         raise ScheduleError(f"the schedule does not fit this pipeline: {complaints[0]}" + _and_more(complaints))
     programs = cache(lambda d: schedule.programs[d].ops() if d < len(schedule.programs) else [])
@@ -104,8 +120,8 @@ def prepare(schedule: Schedule, rank: int, layout: Layout, problem: Problem | No
         forwards=_actions(lambda d: [op for op in programs(d) if op.kind == Kind.F], rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         updated=frozenset(op.stage for op in ops if op.kind == Kind.U),
-        on_host=_on_host(ops),
         guests=_guests(programs, rank, layout),
+        turns=turns(schedule, rank, layout),
     )
 
 
@@ -148,6 +164,8 @@ def _digest(schedule: Schedule, problem: Problem) -> str:
     content = hashlib.sha256(problem.sha256.encode())
     for program in schedule.programs:
         content.update(len(program).to_bytes(8, "little") + program.table.astype("<i4").tobytes())
+    for _, order in sorted(schedule.links.items()):
+        content.update(len(order).to_bytes(8, "little") + order.table.astype("<i4").tobytes())
     return content.hexdigest()
 
 
@@ -222,23 +240,23 @@ def _require_peers(schedule: Schedule, layout: Layout) -> None:
             )
 
 
+def _require_links(schedule: Schedule, layout: Layout) -> None:
+    """Ranks that share a link here share it in the schedule, which then has the order of their transfers."""
+    theirs = Layout.of(schedule.problem)
+    for d, program in enumerate(schedule.programs):
+        if not of_kinds(program.table, *HOST_LINK).any():
+            continue
+        there, here = (f"the link {name!r}" if name else "a link of its own" for name in (theirs.link(d), layout.link(d)))
+        if there != here:
+            raise ScheduleError(f"the schedule transfers over {there} from device {d}, in this pipeline rank {d} has {here}")
+        if layout.link(d) and theirs.full_duplex != layout.full_duplex:
+            modes = {True: "full duplex", False: "half duplex"}
+            raise ScheduleError(f"{there} is {modes[theirs.full_duplex]} in the schedule's problem, here {modes[layout.full_duplex]}")
+
+
 def _guests(programs: Programs, rank: int, layout: Layout) -> dict[int, Guests]:
     def visits(evictor: int, wanted: Kind) -> tuple[Visit, ...]:
         return tuple((op.stage, op.microbatch) for op in programs(evictor) if op.kind == wanted)
 
     evictors = {layout.placement[op.stage] for op in programs(rank) if op.kind == Kind.A}
     return {d: Guests(visits(d, Kind.E), visits(d, Kind.L)) for d in evictors}
-
-
-def _on_host(ops: list[Op]) -> dict[tuple[int, int], int]:
-    now: Counter[tuple[int, int]] = Counter()
-    most: dict[tuple[int, int], int] = {}
-    away: dict[tuple[int, int], list[int]] = {}
-    for op in ops:
-        if op.kind == Kind.O:
-            now[op.stage, op.part] += 1
-            most[op.stage, op.part] = max(most.get((op.stage, op.part), 0), now[op.stage, op.part])
-            away.setdefault((op.stage, op.microbatch), []).append(op.part)
-        elif op.kind in BACKWARD:
-            now.subtract((op.stage, part) for part in away.pop((op.stage, op.microbatch), ()))
-    return most

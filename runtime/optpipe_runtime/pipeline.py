@@ -45,6 +45,7 @@ from optpipe_runtime.replicas import Replicas
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
 from optpipe_runtime.team import Team
 from optpipe_runtime.ties import Tie
+from optpipe_runtime.turns import tokens
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -58,9 +59,9 @@ class Pipeline:
     the mean over the whole batch. `routes` and `microbatch_routes` say which stages each micro-batch passes, as in a problem; without them
     it is all, in order; copies of a stage that serve several routes are tied (`tie`). `peers` says for each rank to which other it may
     evict activations, or None. `host_memory_bytes` limits what this rank keeps on the host (None: no limit); `full_duplex`: offloads and
-    reloads run at the same time. The modules stay the user's: parameters, buffers, state dict and optimizer are untouched. They may be in
-    `DistributedDataParallel` or `fully_shard`ed over the replicas: gradients are then the mean over them, too. Raises `InputError` for what
-    does not fit together.
+    reloads run at the same time; `links` names for each rank the host link that it shares with others, or None: on it they take turns. The
+    modules stay the user's: parameters, buffers, state dict and optimizer are untouched. They may be in `DistributedDataParallel` or
+    `fully_shard`ed over the replicas: gradients are then the mean over them, too. Raises `InputError` for what does not fit together.
     """
 
     def __init__(
@@ -74,15 +75,16 @@ class Pipeline:
         routes: Sequence[Sequence[int]] | None = None,
         microbatch_routes: Sequence[int] | None = None,
         peers: Sequence[int | None] | None = None,
+        links: Sequence[str | None] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
         team = Team(group)
-        _require_sound(stages, placement, microbatches, peers, team.number, team.size)
-        layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers)
+        _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
+        layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
         device = _device(stages)
-        link, pool = Link(device, full_duplex), HostPool(device, host_memory_bytes)
+        link, pool = Link(device, full_duplex, tokens(team, layout, device)), HostPool(device, host_memory_bytes)
         self._replicas = Replicas(stages, team)
         self._rank = Rank(
             team=team,
@@ -96,7 +98,6 @@ class Pipeline:
             mail=Mail(team, layout, device),
             pool=pool,
             link=link,
-            full_duplex=full_duplex,
             peers=Peers(team, layout, device),
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
@@ -225,8 +226,9 @@ class Pipeline:
 
     def _reserve(self, plan: Plan) -> None:
         """Takes the host memory that a plan needs, if it is not there yet; `OptPipeError` where there is too little."""
-        for (s, part), count in plan.on_host.items():
-            self._rank.pool.reserve(self._rank.stages[s].part_bytes(plan.problem.stages[s].offload_parts)[part], count)
+        pool, parts = self._rank.pool, [stage.offload_parts for stage in plan.problem.stages]
+        sizes = {s: [pool.size(nbytes) for nbytes in stage.part_bytes(parts[s])] for s, stage in self._rank.stages.items()}
+        pool.reserve(plan.host_peak(lambda s, part: sizes[s][part]))
 
     # Profile
 
@@ -327,7 +329,7 @@ def _require_sound(
     stages: Mapping[int, nn.Module],
     placement: Sequence[int],
     microbatches: int,
-    peers: Sequence[int | None] | None,
+    by_rank: Mapping[str, Sequence[Any] | None],
     rank: int,
     ranks: int,
 ) -> None:
@@ -338,8 +340,9 @@ def _require_sound(
     for s, owner in enumerate(placement):
         if not isinstance(owner, int) or not 0 <= owner < ranks:
             raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
-    if peers is not None and len(peers) != ranks:
-        raise InputError(f"peers has {len(peers)} entries: there are {ranks} ranks, one entry each")
+    for name, entries in by_rank.items():
+        if entries is not None and len(entries) != ranks:
+            raise InputError(f"{name} has {len(entries)} entries: there are {ranks} ranks, one entry each")
     if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
         raise InputError("stages must map the number of each stage on this rank to its torch.nn.Module")
     own = {s for s, owner in enumerate(placement) if owner == rank}

@@ -8,11 +8,12 @@ above them is the same and is tested without a GPU.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +21,11 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
+from optpipe.ops import Op
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.turns import Token, Turns
+
+PAGE = {"cpu": 1 << 16, "cuda": 1 << 23}  # bytes; on CUDA large enough that copying page by page loses little (not measured)
 
 
 class Ticket(Protocol):
@@ -59,7 +64,8 @@ class _Done:
 
     def __init__(self) -> None:
         self.event = threading.Event()
-        self.start = self.end = 0.0
+        self.start: Any = None
+        self.end: Any = None
         self.error: BaseException | None = None
 
     def wait(self) -> None:
@@ -69,9 +75,10 @@ class _Done:
 
 
 class ThreadEngine:
-    """The CPU's engine: one thread, first in, first out."""
+    """The CPU's engine: one thread, first in, first out. What comes after a transfer that failed fails with it: order is what it is for."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[], Any] = time.perf_counter) -> None:
+        self._mark = mark
         self._jobs: queue.SimpleQueue[tuple[Callable[[], object], _Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="optpipe-copy", daemon=True)
         self._thread.start()
@@ -82,14 +89,17 @@ class ThreadEngine:
         return done
 
     def _work(self) -> None:
+        failure: BaseException | None = None
         while (job := self._jobs.get()) is not None:
             work, done = job
-            done.start = time.perf_counter()
+            done.start = self._mark()
             try:
-                work()
+                if failure is None:
+                    work()
             except BaseException as error:
-                done.error = error
-            done.end = time.perf_counter()
+                failure = error
+            done.error = failure
+            done.end = self._mark()
             del job, work  # before anyone is told: a drop right after must find no reference left
             done.event.set()
 
@@ -129,94 +139,149 @@ def engine(device: torch.device) -> Engine:
 
 
 class Link:
-    """A device's way to the host: one lane where it is half duplex, one a direction where it is full duplex."""
+    """A device's way to the host: one lane where it is half duplex, one a direction where it is full duplex. Where ranks share it, `tokens`
+    has one for each lane."""
 
-    def __init__(self, device: torch.device, full_duplex: bool) -> None:
+    def __init__(self, device: torch.device, full_duplex: bool, tokens: Sequence[Token] = ()) -> None:
         self.down = engine(device)
         self.up = engine(device) if full_duplex else self.down
+        self._shared = tuple(zip(tokens, self._lanes, strict=True)) if tokens else ()
+
+    @property
+    def _lanes(self) -> tuple[Engine, ...]:
+        return (self.down,) if self.up is self.down else (self.down, self.up)
+
+    def start_step(self, turns: Sequence[Turns | None]) -> None:
+        """`turns`: this step's, lane by lane."""
+        for (token, lane), found in zip(self._shared, turns, strict=True):
+            if found is not None:
+                token.start_step(found, lane)
+
+    @contextmanager
+    def turn(self, op: Op) -> Iterator[None]:
+        """What `op` transfers in here goes over a shared link when it is its turn."""
+        with ExitStack() as stack:
+            for token, lane in self._shared:
+                stack.enter_context(token.turn(op, lane))
+            yield
 
     def close(self) -> None:
-        for lane in {id(lane): lane for lane in (self.down, self.up)}.values():
+        for lane in self._lanes:
             lane.close()
 
 
 class HostPool:
-    """Host slots for offloaded bytes, allocated once and reused; pinned for CUDA, where torch rounds them up to powers of two.
+    """Host memory for offloaded bytes, in pages of one size: whatever is given back fits whatever comes next, so what a program needs is
+    known before it runs. Allocated once, by `reserve`; page-locked for CUDA.
 
-    `peak_bytes` is the most in use since `start_step`. Raises `OptPipeError` where `limit` bytes are not enough.
+    `peak_bytes` is the most in use since `start_step`, in whole pages. Raises `OptPipeError` where `limit` bytes are not enough.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
-        self._pinned = device.type == "cuda"
+        self._device, self._page = device, PAGE[device.type]
         self.limit = limit
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._free: list[Tensor] = []
         self._allocated = 0
-        self._used = 0
         self.peak_bytes = 0
 
     def start_step(self) -> None:
         self.peak_bytes = self._used
 
+    @property
+    def _used(self) -> int:
+        return self._allocated - self._page * len(self._free)
+
     def size(self, nbytes: int) -> int:
-        """What a slot for `nbytes` really takes."""
-        return 1 << (nbytes - 1).bit_length() if self._pinned and nbytes else nbytes
+        """What `nbytes` really take."""
+        return -(-nbytes // self._page) * self._page
 
-    def take(self, nbytes: int) -> Tensor:
-        """A slot of at least `nbytes`, a tensor of bytes; `give` it back."""
-        size = self.size(nbytes)
-        slot = self._free[size].pop() if self._free[size] else self._allocate(size)
-        self._used += size
+    def take(self, nbytes: int) -> list[Tensor]:
+        """Pages for `nbytes`, tensors of bytes; `give` them back."""
+        self.reserve(self._used + self.size(nbytes))
+        count = self.size(nbytes) // self._page
+        pages = [self._free.pop() for _ in range(count)]
         self.peak_bytes = max(self.peak_bytes, self._used)
-        return slot
+        return pages
 
-    def give(self, slot: Tensor) -> None:
-        self._used -= slot.numel()
-        self._free[slot.numel()].append(slot)
+    def give(self, pages: Sequence[Tensor]) -> None:
+        self._free += pages
 
-    def reserve(self, nbytes: int, count: int) -> None:
-        """Allocates now what taking `count` slots at once will need, so that no step has to."""
-        size = self.size(nbytes)
-        while len(self._free[size]) < count:
-            self._free[size].append(self._allocate(size))
+    def reserve(self, nbytes: int) -> None:
+        """Allocates now what is missing where so many bytes are in use at once, so that no step has to."""
+        missing = self.size(nbytes) - self._allocated
+        if missing <= 0:
+            return
+        if self.limit is not None and self._allocated + missing > self.limit:
+            raise OptPipeError(f"host_memory_bytes = {self.limit}: {self._allocated} bytes are allocated and {missing} more are needed")
+        memory = HostMemory(-1, missing)
+        memory.lock(self._device)
+        self._free += [memory.tensor()[k : k + self._page] for k in range(0, missing, self._page)]
+        self._allocated += missing
 
-    def _allocate(self, size: int) -> Tensor:
-        for slots in self._free.values():  # idle slots of other sizes make room
-            while slots and self._lacks(size):
-                self._allocated -= slots.pop().numel()
-        if self._lacks(size):
-            raise OptPipeError(f"host_memory_bytes = {self.limit}: {self._allocated} bytes are in use and {size} more are needed")
-        self._allocated += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def _lacks(self, size: int) -> bool:
-        return self.limit is not None and self._allocated + size > self.limit
+class HostMemory(mmap.mmap):
+    """`HostMemory(-1, nbytes)`: zeros of exactly that many bytes. torch's own pinned memory comes in powers of two, up to twice as much.
+
+    It goes when its last tensor does. Shared with forks of the process, such as a data loader's workers: a private page that is locked
+    would be copied away under the device's hands.
+    """
+
+    _unlock: Callable[[], object] | None = None
+
+    def tensor(self) -> Tensor:
+        return torch.frombuffer(self, dtype=torch.uint8)
+
+    def lock(self, device: torch.device) -> None:
+        """Lets a CUDA device copy from and to it beside the host; nothing on CPU."""
+        if device.type == "cuda":
+            driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(driver.cudaHostRegister(self.tensor().data_ptr(), len(self), 1))  # 1: for all contexts
+            self._unlock = partial(_unlock, driver, device, self.tensor().data_ptr())
+
+    def __del__(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+
+
+def _unlock(driver: Any, device: torch.device, address: int) -> None:
+    torch.cuda.synchronize(device)  # a copy may still be under way
+    driver.cudaHostUnregister(address)
 
 
 class OnHost:
-    """A slot of the host pool, reached over the link: a `Carrier`."""
+    """Pages of the host pool, reached over the link: a `Carrier`."""
 
     def __init__(self, link: Link, pool: HostPool) -> None:
         self._link, self._pool = link, pool
-        self._slot: Tensor | None = None
+        self._pages: list[Tensor] = []
 
     def away(self, pieces: Sequence[Tensor]) -> Sequence[Ticket]:
-        self._slot = self._pool.take(sum(piece.nbytes for piece in pieces))
-        return [self._link.down.run(partial(place.copy_, piece, non_blocking=True)) for place, piece in self._places(pieces)]
+        self._pages = self._pool.take(sum(piece.nbytes for piece in pieces))
+        return self._start(self._link.down, [(place, stretch) for place, stretch in self._places(pieces)])
 
     def back(self, homes: Sequence[Tensor]) -> Sequence[Ticket]:
-        return [self._link.up.run(partial(home.copy_, place, non_blocking=True)) for place, home in self._places(homes)]
+        return self._start(self._link.up, [(stretch, place) for place, stretch in self._places(homes)])
 
     def end(self) -> None:
-        assert self._slot is not None
-        self._pool.give(self._slot)
+        self._pool.give(self._pages)
 
-    def _places(self, pieces: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each piece with its place in the slot."""
-        assert self._slot is not None
-        offset = 0
+    def _start(self, lane: Engine, copies: list[tuple[Tensor, Tensor]]) -> Sequence[Ticket]:
+        return [lane.run(partial(_copy, copies))] if copies else ()
+
+    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pieces one after the other over the pages: each stretch that lies on one page, and its place there."""
+        pages, page = iter(self._pages), torch.empty(0)
         for piece in pieces:
-            yield self._slot[offset : offset + piece.nbytes], piece
-            offset += piece.nbytes
+            while len(piece):
+                page = page if len(page) else next(pages)
+                n = min(len(page), len(piece))
+                yield page[:n], piece[:n]
+                page, piece = page[n:], piece[n:]
+
+
+def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+    for to, source in copies:
+        to.copy_(source, non_blocking=True)
 
 
 class Nowhere:

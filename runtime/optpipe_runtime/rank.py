@@ -28,7 +28,6 @@ class Rank:
     mail: Mail
     pool: HostPool
     link: Link
-    full_duplex: bool
     peers: Peers
     passages: dict[tuple[int, int], Passage] = field(default_factory=dict)  # by stage and route, of all ranks; learned in the first step
 

@@ -83,10 +83,11 @@ def test_receives_are_posted_in_the_senders_order() -> None:
     assert [message.microbatch for message, _ in plan.actions[0].post] == [1, 0]
 
 
-def test_slots_on_the_host_are_counted() -> None:
+def test_what_the_host_holds_at_once_is_counted() -> None:
     problem = rank_cases.problem([0], 2, offload_parts=2)
-    texts = ["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0F1", "0O1", "0D1", "0R0", "0R0.1", "0BW0", "0R1", "0BW1"]
-    assert prepare(Schedule.parse(problem, [texts]), 0, Layout.of(problem)).on_host == {(0, 0): 2, (0, 1): 1}
+    texts = ["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0F1", "0O1", "0D1", "0R0", "0R0.1", "0BW0", "0O1.1", "0D1.1", "0R1", "0R1.1", "0BW1"]
+    plan = prepare(Schedule.parse(problem, [texts]), 0, Layout.of(problem))
+    assert plan.host_peak(lambda stage, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
 
 
 FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.pool import PAGE, HostPool, Link
 from optpipe_runtime.stage import StageRunner
 from optpipe_runtime.store import OffloadedError, balance
 
@@ -73,7 +73,7 @@ def test_out_and_back_changes_no_bit(link: Link, parts: int, split: bool) -> Non
         assert stage.held_bytes(microbatch) == 0
         assert torch.equal(dx, plain.grad)
         assert all(map(torch.equal, gradients(module), expected))
-    assert pool.peak_bytes == sum(stage.part_bytes(parts))
+    assert pool.peak_bytes == sum(map(pool.size, stage.part_bytes(parts)))
 
 
 def test_the_received_input_is_freed_too(link: Link) -> None:
@@ -175,16 +175,18 @@ def test_recompute_draws_the_same_random_numbers(link: Link) -> None:
     assert all(map(torch.equal, grads1, grads2))
 
 
-def test_the_host_pool_is_capped_and_its_slots_are_used_again(link: Link) -> None:
-    pool = HostPool(CPU, limit=100)
-    slot = pool.take(60)
-    with pytest.raises(OptPipeError, match="host_memory_bytes = 100"):
-        pool.take(60)
-    pool.give(slot)
-    assert pool.take(60) is slot
-    pool.give(slot)
-    assert pool.take(90).numel() == 90  # idle slots of other sizes make room
-    assert pool.peak_bytes == 90
+def test_the_host_pool_is_capped_and_its_pages_are_used_again() -> None:
+    page = PAGE["cpu"]
+    pool = HostPool(CPU, limit=3 * page + 1)
+    pages = pool.take(page + 1)
+    assert [len(one) for one in pages] == [page, page]
+    with pytest.raises(OptPipeError, match=f"host_memory_bytes = {3 * page + 1}: {2 * page} bytes are allocated and {2 * page} more"):
+        pool.take(page + 1)
+    pool.give(pages)
+    again = pool.take(3 * page)  # whatever was given back fits, and only what is missing is allocated
+    assert {one.data_ptr() for one in again} > {one.data_ptr() for one in pages}
+    assert pool.peak_bytes == 3 * page
+    assert pool.take(0) == []
 
 
 def test_parts_are_about_equal() -> None:

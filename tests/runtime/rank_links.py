@@ -1,0 +1,91 @@
+"""What the ranks do in `test_links`: they train over links that they share, with copies that last long enough to collide."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rank_cases import Gradients, batch, loss_fn, numbers, own_stages
+
+from optpipe.errors import InputError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, Pipeline, stage
+from optpipe_runtime.pool import Engine, HostPool, Link, OnHost, Ticket
+
+COPY_S = 0.002
+
+
+class Transfer(NamedTuple):
+    """When a rank's link was in use, by the clock that all processes have in common, in s."""
+
+    link: str | None
+    inward: bool
+    start: float
+    end: float
+
+
+class Slow:
+    """A lane whose copies last a while and are noted."""
+
+    def __init__(self, lane: Engine, note: Callable[[float, float], None]) -> None:
+        self._lane, self._note = lane, note
+
+    def run(self, work: Callable[[], object]) -> Ticket:
+        def slowly() -> None:
+            start = time.monotonic()
+            work()
+            time.sleep(COPY_S)
+            self._note(start, time.monotonic())
+
+        return self._lane.run(slowly)
+
+
+def train(schedules: Sequence[Schedule], alone: bool = False) -> tuple[list[dict[int, float]], list[Gradients], list[Transfer]]:
+    """One step with each schedule, all of one layout: losses by micro-batch, gradients, and every transfer. `alone`: no rank waits for
+    its turn."""
+    layout = Layout.of(schedules[0].problem)
+    modules, rank = own_stages(layout.placement), torch.distributed.get_rank()
+    seen: list[Transfer] = []
+
+    class SlowOnHost(OnHost):
+        def __init__(self, link: Link, pool: HostPool) -> None:
+            super().__init__(link, pool)
+            self.inward = False
+
+        def back(self, homes: Any) -> Sequence[Ticket]:
+            self.inward = True
+            return super().back(homes)
+
+        def _start(self, lane: Engine, copies: Any) -> Sequence[Ticket]:
+            inward = self.inward
+            slow: Any = Slow(lane, lambda start, end: seen.append(Transfer(layout.link(rank), inward, start, end)))
+            return super()._start(slow, copies)
+
+    where: Any = stage
+    where.OnHost = SlowOnHost
+    ways = {"peers": layout.peers or None, "links": layout.links or None, "full_duplex": layout.full_duplex}
+    losses, gradients = [], []
+    try:
+        with Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways) as pipe:
+            for token, _ in pipe._rank.link._shared if alone else ():
+                token._move = lambda transfer, other: None  # type: ignore[method-assign]
+            for schedule in schedules:
+                pipe.load(schedule)
+                for module in modules.values():
+                    module.zero_grad()
+                report = pipe.step(*batch(0, layout.microbatches))
+                losses.append(dict(enumerate(report.losses or ())))
+                gradients.append(numbers(modules))
+    finally:
+        where.OnHost = OnHost
+    return losses, gradients, seen
+
+
+def too_few_links() -> str:
+    try:
+        Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2, links=["pcie0"])
+    except InputError as error:
+        return str(error)
+    return "it was made"

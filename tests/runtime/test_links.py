@@ -1,0 +1,161 @@
+"""Ranks that share a host link take turns on it: gradients are those of a plain run, and no two transfers of a lane ever meet."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_cases
+import rank_links
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_links import Transfer
+from rank_worker import Ranks
+from support.strategies import schedules
+
+from optpipe.errors import InputError, ScheduleError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, prepare
+
+OFFLOADED = [
+    ["0F0", "0O0", "0F1", "0D0", "0O1", "0F2", "0D1", "0R0", "0BW0", "0R1", "0BW1", "0BW2"],
+    ["1F0", "1O0", "1D0", "1R0", "1F1", "1BW0", "1O1", "1D1", "1R1", "1BW1", "1F2", "1BW2"],
+]
+ORDER = ["0O0", "1O0", "1R0", "0O1", "0R0", "1O1", "1R1", "0R1"]
+
+
+def shared(placement: list[int], microbatches: int, links: list[str | None], mode: str = "half_duplex", **stage: Any) -> Problem:
+    problem = rank_cases.problem(placement, microbatches, **stage)
+    devices = [device.model_copy(update={"link": link}) for device, link in zip(problem.devices, links, strict=True)]
+    return problem.replace(devices=devices, transfer_mode=mode)
+
+
+def require_same(schedule: Schedule, results: list[Any], steps: int = 1) -> list[Transfer]:
+    """Losses and gradients of every step are a plain run's; returns what was transferred."""
+    layout = Layout.of(schedule.problem)
+    (losses,), (gradients,) = rank_cases.plain(len(layout.placement), layout.microbatches)
+    for step in range(steps):
+        assert results[layout.placement[-1]][0][step] == dict(enumerate(losses))
+        found = {name: grad for _, by_step, _ in results for name, grad in by_step[step].items()}
+        assert found.keys() == gradients.keys()
+        for name, grad in found.items():
+            np.testing.assert_allclose(grad, gradients[name], rtol=1e-4, atol=1e-7, err_msg=name)
+    return [transfer for _, _, seen in results for transfer in seen]
+
+
+def meetings(transfers: list[Transfer], full_duplex: bool) -> int:
+    """How often a transfer begins on a lane of a shared link before the one before it has ended."""
+    lanes: dict[Any, list[Transfer]] = {}
+    for transfer in transfers:
+        if transfer.link is not None:
+            lanes.setdefault((transfer.link, full_duplex and transfer.inward), []).append(transfer)
+    return sum(b.start < a.end for lane in lanes.values() for a, b in pairwise(sorted(lane, key=lambda t: t.start)))
+
+
+@settings(max_examples=4)
+@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]), st.sampled_from(["half_duplex", "full_duplex"]))
+def test_two_ranks_take_turns(ranks: Ranks, data: Any, placement: list[int], mode: str) -> None:
+    take_turns(ranks, data, shared(placement, 3, ["pcie0", "pcie0"], mode, offload_parts=2))
+
+
+@settings(max_examples=4)
+@given(
+    st.data(),
+    st.sampled_from([[0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0]]),
+    st.sampled_from(["half_duplex", "full_duplex"]),
+    st.sampled_from([["a", "a", "a", "a"], ["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", None, "a", "a"]]),
+)
+def test_four_ranks_take_turns(four_ranks: Ranks, data: Any, placement: list[int], mode: str, links: list[str | None]) -> None:
+    take_turns(four_ranks, data, shared(placement, 2, links, mode))
+
+
+def take_turns(ranks: Ranks, data: Any, problem: Problem) -> None:
+    """Two random schedules, the first of them again after the second: the token passes from step to step, too."""
+    first, second = data.draw(schedules(problem)), data.draw(schedules(problem))
+    results = ranks(rank_links.train, schedules=[first, second, first])
+    assert meetings(require_same(first, results, steps=3), problem.transfer_mode == "full_duplex") == 0
+
+
+@pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
+def test_without_turns_they_meet(ranks: Ranks, mode: str) -> None:
+    """Else the tests above show nothing."""
+    schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], mode), OFFLOADED, {"pcie0": ORDER})
+    turns, none = (ranks(rank_links.train, schedules=[schedule] * 4, alone=alone) for alone in (False, True))
+    assert meetings(require_same(schedule, turns, steps=4), mode == "full_duplex") == 0
+    assert meetings(require_same(schedule, none, steps=4), mode == "full_duplex") > 0
+
+
+def test_full_duplex_uses_both_ways_at_once(ranks: Ranks) -> None:
+    programs = [["0F0", "0O0", "0F1", "0D0", "0R0", "0BW0", "0BW1"], ["1F0", "1O0", "1D0", "1R0", "1BW0", "1F1", "1BW1"]]
+    problem = shared([0, 1], 2, ["pcie0", "pcie0"], "full_duplex")
+    schedule = Schedule.parse(problem, programs, {"pcie0": ["0O0", "0R0", "1O0", "1R0"]})
+    transfers = require_same(schedule, ranks(rank_links.train, schedules=[schedule]))
+    assert meetings(transfers, full_duplex=True) == 0
+    assert len(transfers) == 4
+    assert meetings(transfers, full_duplex=False) > 0, "0R0 and 1O0 wait for nothing that the other does"
+
+
+def test_links_that_differ_are_refused() -> None:
+    problem = shared([0, 1], 3, ["pcie0", "pcie0"])
+    schedule = Schedule.parse(problem, OFFLOADED, {"pcie0": ORDER})
+    assert prepare(schedule, 0, Layout.make([0, 1], 3, links=["pcie0", "pcie0"])).turns
+    for other, told in (
+        (Layout.make([0, 1], 3), "over the link 'pcie0' from device 0, in this pipeline rank 0 has a link of its own"),
+        (Layout.make([0, 1], 3, links=["a", "a"]), "over the link 'pcie0' from device 0, in this pipeline rank 0 has the link 'a'"),
+        (
+            Layout.make([0, 1], 3, links=["pcie0"] * 2, full_duplex=True),
+            "'pcie0' is half duplex in the schedule's problem, here full duplex",
+        ),
+    ):
+        with pytest.raises(ScheduleError, match=told):
+            prepare(schedule, 0, other)
+    stays = Schedule.parse(problem, [[text for text in program if text[1] not in "ODR"] for program in OFFLOADED])
+    assert prepare(stays, 0, Layout.make([0, 1], 3)).turns == (), "a link that is not used may differ"
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        (["1O0", "0O0", "0R0", "1R0", "0O1", "1O1", "1R1", "0R1"], "0R0 stands before 0O1"),
+        (["0O0", "1O0", "0O1", "0R0", "1O1", "1R0", "1R1", "0R1"], "1O1 stands before 1R0"),
+        (ORDER[1:], "has 7 entries"),
+        (["0O0", "0O1", "0R0", "0R1", "1O0", "1R0", "1O1", "1R1"], "deadlock: 0BW0 waits for"),
+    ],
+)
+def test_an_order_that_cannot_be_kept_is_refused(order: list[str], told: str) -> None:
+    schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"]), OFFLOADED, {"pcie0": order})
+    for rank in range(2):
+        with pytest.raises(ScheduleError, match=told):
+            prepare(schedule, rank, Layout.of(schedule.problem))
+
+
+def test_tokens_of_a_pair_have_one_order() -> None:
+    """Whom a rank waits for, in the order of its program, is who gives it the token, in the order of theirs."""
+    schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"]), OFFLOADED, {"pcie0": ORDER})
+    (zero,), (one,) = (prepare(schedule, rank, Layout.of(schedule.problem)).turns for rank in range(2))
+    assert zero is not None
+    assert one is not None
+    assert [str(op) for op in zero.before] == ["0O0", "0R0"]
+    assert [str(op) for op in one.after] == ["1O0", "1O1"]
+    assert [str(op) for op in one.before] == ["1R0", "1R1"]
+    assert [str(op) for op in zero.after] == ["0O1", "0R1"]
+    assert (zero.first, zero.last) == (one.first, one.last) == (0, 0)
+
+
+def test_the_digest_knows_the_order() -> None:
+    layout = Layout.make([0, 1], 3, links=["pcie0", "pcie0"])
+    other = ["1O0", "0O0", *ORDER[2:]]
+    a, b = (Schedule.parse(shared([0, 1], 3, ["pcie0"] * 2), OFFLOADED, {"pcie0": order}) for order in (ORDER, other))
+    assert prepare(a, 0, layout).digest != prepare(b, 0, layout).digest
+
+
+def test_as_many_links_as_ranks(ranks: Ranks) -> None:
+    assert ranks(rank_links.too_few_links) == ["links has 1 entries: there are 2 ranks, one entry each"] * 2
+
+
+def test_a_link_has_a_name() -> None:
+    with pytest.raises(InputError, match="link"):
+        Layout.make([0, 1], 2, links=["", 3])
