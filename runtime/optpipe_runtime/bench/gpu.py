@@ -1,0 +1,134 @@
+"""`bench gpu`: what offloading costs and what predictions are worth, on one GPU and in one process.
+
+The same GPT runs twice: all of its stages on this device, and one of them between stand-ins for its neighbours, each with everything kept
+and with half of every activation offloaded. On the CPU the same code runs; what only CUDA can show is then told as not measured. On CUDA
+none of it has been measured yet: this has run on the CPU only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from optpipe.ops import COMPUTE, MARKS, TRANSFERS, Kind
+from optpipe.show.trace import Track, document, tracks
+from optpipe_runtime.bench.gpu_runs import COUNTERS, Measured, Setup, Steps, measure
+from optpipe_runtime.bench.gpu_schedules import share_offloaded
+from optpipe_runtime.bench.gpu_verdict import Report, Row
+
+WORKSPACE = 0.05  # of the certified peak: messages under way, outputs and gradients that wait for their neighbour
+
+
+def run(setup: Setup) -> Report:
+    """Measures and judges; raises as `measure` does."""
+    return judge(setup, measure(setup))
+
+
+def judge(setup: Setup, measured: Measured) -> Report:
+    """What is asked beside what was reached."""
+    cuda = setup.device.type == "cuda"
+    rows = (*_inside(measured), *_copies(measured), *_stage(setup, measured), *_memory(measured, cuda))
+    return Report(
+        device=torch.cuda.get_device_name(setup.device) if cuda else "CPU",
+        torch=str(torch.__version__),
+        rows=rows,
+        figures=_figures(measured),
+        trace=document(
+            track
+            for names, pair in (("all stages", measured.inside), (f"stage {setup.emulated} of {setup.stages}", measured.stage))
+            for steps in pair
+            for track in _tracks(names, steps)
+        ),
+    )
+
+
+def _inside(measured: Measured) -> tuple[Row, ...]:
+    """All stages in one process: offloading against keeping."""
+    keeps, halves = measured.inside
+    fall = keeps.certified_bytes - halves.certified_bytes
+    return (
+        Row("shortest F of a stage", "at least", 10.0, min(stage.forward_ms for stage in measured.problem.stages), "ms"),
+        Row("activation bytes that leave", "at least", 0.45, share_offloaded(halves.schedule), "%"),
+        Row("longer iteration with them offloaded", "at most", 0.05, halves.ms / keeps.ms - 1, "%"),
+        Row("peak falls, of what is certified", "at least", 0.95, (keeps.peak_bytes - halves.peak_bytes) / fall, "%"),
+        Row("gradients that differ", "at most", 0, measured.differing),
+    )
+
+
+def _copies(measured: Measured) -> tuple[Row, ...]:
+    """Offloads and reloads of stage 0, with nothing beside them, against one plain copy of as many bytes."""
+    return tuple(
+        Row(f"{what}, of a plain copy's rate", "at least", 0.85, plain / _copy_ms(measured, kind), "%")
+        for what, kind, plain in zip(("offload", "reload"), (Kind.O, Kind.R), measured.plain_ms, strict=True)
+    )
+
+
+def _stage(setup: Setup, measured: Measured) -> tuple[Row, ...]:
+    """One stage between stand-ins: its span against the predicted one."""
+    return tuple(
+        Row(f"span of stage {setup.emulated}/{setup.stages} off the predicted, {steps.schedule.method}", "at most", 0.05, off, "%")
+        for steps in measured.stage
+        for off in [abs(steps.span_ms / predicted_span(steps) - 1)]
+    )
+
+
+def predicted_span(steps: Steps) -> float:
+    """From the device's first compute op to its last, ms, by `simulate`."""
+    spans = [(start, end) for op, start, end in tracks(steps.schedule)[steps.device].spans if op.kind in COMPUTE]
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def _copy_ms(measured: Measured, kind: Kind) -> float:
+    return sum(measured.copies.op_ms(kind, 0, part) for part in range(len(measured.part_bytes)))
+
+
+def _figures(measured: Measured) -> dict[str, float]:
+    """What nothing is asked of: by prediction and as measured, ms; and rates of copies, GB/s."""
+    nbytes = sum(measured.part_bytes)
+    figures: dict[str, float] = {}
+    for names, pair in (("all stages", measured.inside), ("stage", measured.stage)):
+        for steps in pair:
+            figures[f"{names}, {steps.schedule.method}: predicted ms"] = predicted_span(steps)
+            figures[f"{names}, {steps.schedule.method}: measured ms"] = steps.span_ms
+            figures[f"{names}, {steps.schedule.method}: certified bytes"] = steps.certified_bytes
+            figures[f"{names}, {steps.schedule.method}: peak bytes"] = steps.peak_bytes
+    figures["offload GB/s"] = nbytes / _copy_ms(measured, Kind.O) / 1e6
+    figures["reload GB/s"] = nbytes / _copy_ms(measured, Kind.R) / 1e6
+    figures["plain copy to the host GB/s"], figures["plain copy back GB/s"] = (nbytes / ms / 1e6 for ms in measured.plain_ms)
+    figures["stand-ins late by ms"] = measured.late_ms
+    return figures
+
+
+def _memory(measured: Measured, cuda: bool) -> tuple[Row, ...]:
+    """What was held after every op, against the certificates, and whether the driver was asked for memory, over all steps."""
+    runs = (*measured.inside, measured.copies, *measured.stage)
+    times = [(steps, time) for steps in runs for report in steps.reports for time in report.trace]
+    held = max((time.held_bytes - time.certified_bytes) / steps.certified_bytes for steps, time in times)
+    above = [
+        (time.allocated_bytes - steps.base_bytes - time.certified_bytes) / steps.certified_bytes
+        for steps, time in times
+        if time.allocated_bytes is not None and steps.base_bytes is not None
+    ]
+    return (
+        Row("activations above the certificate, of its peak", "at most", 0.0, held, "%"),
+        Row("memory_allocated above it, of its peak", "at most", WORKSPACE, max(above, default=None), "%"),
+        *(Row(f"{name} in steady state", "at most", 0, sum(s.allocations[name] for s in runs) if cuda else None) for name in COUNTERS),
+    )
+
+
+def _tracks(names: str, steps: Steps) -> tuple[Track, Track]:
+    """The device as predicted, from its first op on, and as measured in a typical step."""
+    predicted, times = tracks(steps.schedule)[steps.device], steps.typical.trace
+    begins = min(start for _, start, _ in predicted.spans)
+    name = f"{names}, {steps.schedule.method}"
+    return (
+        Track(
+            f"{name}: predicted",
+            [(op, start - begins, end - begins) for op, start, end in predicted.spans],
+            [(moment - begins, nbytes) for moment, nbytes in predicted.held],
+        ),
+        Track(
+            f"{name}: measured",
+            [(time.op, time.start_ms, time.end_ms) for time in times if time.op.kind not in MARKS],
+            [(time.end_ms, time.held_bytes) for time in times if time.op.kind not in TRANSFERS],
+        ),
+    )

@@ -1,0 +1,251 @@
+"""What `bench gpu` runs: all stages of a GPT on one device, and one stage of them between stand-ins for its neighbours."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optpipe.errors import InputError
+from optpipe.memory import certify
+from optpipe.ops import COMPUTE, Kind
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.bench.gpu_neighbours import Neighbours, arrivals
+from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.demo import gpt
+from optpipe_runtime.executor import Executor, StepReport
+from optpipe_runtime.layout import Layout
+from optpipe_runtime.lowering import prepare
+from optpipe_runtime.pipeline import Pipeline
+
+WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules take turns: so many steps, so many times
+PARTS = 2  # of which one leaves
+ENOUGH = 2**50  # bytes of activations, on the CPU
+COUNTERS = ("num_alloc_retries", "num_device_alloc")  # of torch.cuda.memory_stats; the second counts calls of cudaMalloc
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A GPT in `stages` stages, one of them `emulated`; `p2p_ms` is what a message of its neighbours is taken to be under way."""
+
+    device: torch.device
+    size: gpt.Size
+    stages: int = 4
+    emulated: int = 0
+    microbatches: int = 8
+    p2p_ms: float = 0.5
+
+
+@dataclass
+class Steps:
+    """Measured steps of one schedule on device `device` of it, after warm-up."""
+
+    schedule: Schedule
+    device: int = 0
+    reports: list[StepReport] = field(default_factory=list)
+    allocations: Counter[str] = field(default_factory=Counter)  # by the driver, over all of them, on CUDA
+    base_bytes: int | None = None  # allocated before a step, on CUDA
+
+    @property
+    def ms(self) -> float:
+        return median(report.step_ms for report in self.reports)
+
+    @property
+    def typical(self) -> StepReport:
+        """The step that took the median."""
+        return sorted(self.reports, key=lambda report: report.step_ms)[len(self.reports) // 2]
+
+    @property
+    def span_ms(self) -> float:
+        """From the first compute op's start to the last one's end, the median."""
+        return median(
+            max(time.end_ms for time in ops) - min(time.start_ms for time in ops)
+            for ops in ([time for time in report.trace if time.op.kind in COMPUTE] for report in self.reports)
+        )
+
+    def op_ms(self, kind: Kind, stage: int, part: int) -> float:
+        """What these ops took, the median."""
+        wanted = (kind, stage, part)
+        return median(
+            time.end_ms - time.start_ms
+            for report in self.reports
+            for time in report.trace
+            if (time.op.kind, time.op.stage, time.op.part) == wanted
+        )
+
+    @cached_property
+    def certified_bytes(self) -> int:
+        """The peak of activations that the certificate bounds."""
+        return certify(self.schedule.problem, self.schedule).device[self.device].bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory, weights included, where torch counts it; else that of activations."""
+        return max(report.cuda_peak_bytes or report.peak_activation_bytes for report in self.reports)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured. Pairs are a schedule that keeps everything and one that offloads half."""
+
+    problem: Problem
+    inside: tuple[Steps, Steps]  # all stages in this process
+    copies: Steps  # copies with nothing beside them
+    stage: tuple[Steps, Steps]  # one stage between stand-ins
+    late_ms: float  # by how much a stand-in missed its moment, at most
+    differing: int  # gradients that offloading has changed
+    part_bytes: tuple[int, ...]  # of an activation of stage 0
+    plain_ms: tuple[float, float]  # a plain copy of all of them to (pinned) host memory, and back
+
+
+def measure(setup: Setup) -> Measured:
+    """Runs it all. In a process without process groups of its own: raises `InputError` where it has some."""
+    if dist.is_initialized():
+        raise InputError("bench gpu makes a process group of its own: torch.distributed is initialised in this process")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begins: else cuBLAS may add in any order
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        return _Bench(setup).measured()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Bench:
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._device, self._cuda = setup, setup.device, setup.device.type == "cuda"
+        with setup.device:
+            modules = gpt.stages(setup.size, setup.stages)
+        self._modules = [module.to(torch.bfloat16 if self._cuda else torch.float32) for module in modules]
+        shape = (setup.microbatches * setup.size.sequences, setup.size.context + 1)
+        text = torch.randint(gpt.BYTES, shape, generator=torch.Generator().manual_seed(0)).to(setup.device)
+        self._batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        for gradient in self._gradients():
+            gradient.zero_()
+
+    def measured(self) -> Measured:
+        setup = self._setup
+        with Pipeline(dict(enumerate(self._modules)), [0] * setup.stages, gpt.loss, setup.microbatches, full_duplex=True) as pipe:
+            problem = pipe.profile(*self._batch, memory_bytes=None if self._cuda else ENOUGH, offload_parts=PARTS)
+            if not all(stage.can_offload for stage in problem.stages):
+                raise InputError("of a stage's activation nothing can be offloaded: take a larger --width or --context")
+            ahead = [setup.stages - 1]
+            kept_inside, halved_inside = self._in_turns(pipe, [kept(problem, ahead), halved(problem, ahead)])
+            differing = self._differing(pipe, [kept_inside.schedule, halved_inside.schedule])
+            [copies] = self._in_turns(pipe, [alone(problem)])
+            spread, ahead = _spread(problem, setup.p2p_ms), list(range(setup.stages))[::-1]
+            kept_stage, late_ms = self._emulated(pipe, kept(spread, ahead))
+            halved_stage, later_ms = self._emulated(pipe, halved(spread, ahead))
+            part_bytes = tuple(pipe._rank.stages[0].part_bytes(PARTS))
+        return Measured(
+            problem=problem,
+            inside=(kept_inside, halved_inside),
+            copies=copies,
+            stage=(kept_stage, halved_stage),
+            late_ms=max(late_ms, later_ms),
+            differing=differing,
+            part_bytes=part_bytes,
+            plain_ms=_plain_copies(self._device, sum(part_bytes)),
+        )
+
+    def _in_turns(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> list[Steps]:
+        """All stages here, one schedule after the other, again and again."""
+        found = [Steps(schedule) for schedule in schedules]
+        for _ in range(ROUNDS):
+            for steps in found:
+                pipe.load(steps.schedule)
+                self._run(steps, lambda: pipe.step(*self._batch, trace=True))
+        return found
+
+    def _emulated(self, pipe: Pipeline, schedule: Schedule) -> tuple[Steps, float]:
+        """The stage alone, with the pipeline's own executor, learned stage and host pool: its mail is all that is not real."""
+        i, layout, rank = self._setup.emulated, Layout.of(schedule.problem), pipe._rank
+        mail = Neighbours(rank.team, self._device, arrivals(schedule, i))
+        executor = Executor(replace(rank, layout=layout, stages={i: rank.stages[i]}, mail=mail))
+        plan = prepare(schedule, i, layout)
+        pipe._reserve(plan)
+        steps = Steps(schedule, i)
+        for _ in range(ROUNDS):
+            self._run(steps, lambda: executor.run(plan, *self._batch, trace=True))
+        late_ms = mail.timer.late_ms()
+        mail.close()
+        return steps, late_ms
+
+    def _run(self, steps: Steps, step: Callable[[], StepReport]) -> None:
+        for _ in range(WARM_UP):
+            self._fresh(step)
+        before = self._counters()
+        steps.base_bytes = torch.cuda.memory_allocated(self._device) if self._cuda else None
+        steps.reports += [self._fresh(step) for _ in range(STEPS)]
+        steps.allocations.update({name: count - before[name] for name, count in self._counters().items()})
+
+    def _fresh(self, step: Callable[[], StepReport]) -> StepReport:
+        for gradient in self._gradients():
+            gradient.zero_()
+        return step()
+
+    def _counters(self) -> dict[str, int]:
+        if not self._cuda:
+            return {}
+        counted = torch.cuda.memory_stats(self._device)
+        return {name: counted[name] for name in COUNTERS}
+
+    def _differing(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> int:
+        """How many gradients are not bit by bit the same under both schedules, with algorithms that always add in the same order."""
+        found: list[list[Tensor]] = []
+        with _deterministic():
+            for schedule in schedules:
+                pipe.load(schedule)
+                self._fresh(lambda: pipe.step(*self._batch))
+                found.append([gradient.clone() for gradient in self._gradients()])
+        return sum(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Every parameter's, made once: a step adds to them, so that no step allocates them."""
+        for module in self._modules:
+            for parameter in module.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                yield parameter.grad
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _spread(problem: Problem, p2p_ms: float) -> Problem:
+    """Each stage on a device of its own, all like this one."""
+    stages = [stage.model_copy(update={"device": s}) for s, stage in enumerate(problem.stages)]
+    return problem.replace(devices=problem.devices * len(stages), stages=stages, p2p_ms=p2p_ms)
+
+
+def _plain_copies(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """One copy to the host and one back, ms, medians: what the link can do, since pinned memory and copy engine have nothing else to do."""
+    clock = Clock(device)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def ms(to: Tensor, of: Tensor) -> float:
+        start = clock.mark()
+        to.copy_(of, non_blocking=True)
+        end = clock.mark()
+        clock.settle()
+        return clock.ms(start, end)
+
+    down, up = zip(*((ms(here, there), ms(there, here)) for _ in range(WARM_UP + ROUNDS * STEPS)), strict=True)
+    return median(down[WARM_UP:]), median(up[WARM_UP:])

@@ -1,0 +1,92 @@
+"""The schedules that `bench gpu` runs: 1F1B with the weight gradient apart, everything kept, or half of every activation offloaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain, count
+
+from optpipe.ops import Kind, Op
+from optpipe.problem import Problem
+from optpipe.program import Program
+from optpipe.schedule import Schedule
+
+LONGER = 0.01  # what offloading may cost by prediction
+
+
+def kept(problem: Problem, warm_up: Sequence[int]) -> Schedule:
+    """Nothing leaves. Device d runs `warm_up[d]` micro-batches forward through its stages, then in turn one forward and one backward."""
+    return Schedule(problem, tuple(Program.of(ops) for ops in _compute(problem, warm_up)), method="all kept")
+
+
+def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
+    """`kept` with the first half of the parts of every activation on the host for as long as it can be.
+
+    An offload begins behind its forward and is dropped some compute ops later, a reload begins as many before its backward: the fewest with
+    which the links keep up, so that by prediction the makespan grows by 1 % at most, or as little as it can with as much offloaded. What
+    has no room for that between its forward and its backward stays.
+    """
+    compute, longest = _compute(problem, warm_up), (1 + LONGER) * kept(problem, warm_up).makespan_ms
+    found: list[Schedule] = []
+    for distance in count(1):
+        schedule = Schedule(problem, tuple(Program.of(_with_transfers(problem, ops, distance)) for ops in compute), method="half offloaded")
+        if found and _offloads(schedule) < _offloads(found[0]):
+            break
+        found.append(schedule)
+        if schedule.makespan_ms <= longest:
+            break
+    return min(found, key=lambda schedule: max(schedule.makespan_ms, longest))
+
+
+def share_offloaded(schedule: Schedule) -> float:
+    """Of all activation bytes, those that leave."""
+    problem = schedule.problem
+    ops = [op for program in schedule.programs for op in program.ops()]
+    away = sum((problem.stages[op.stage].offload_bytes or 0) / problem.stages[op.stage].offload_parts for op in ops if op.kind == Kind.O)
+    return away / sum(problem.stages[op.stage].activation_bytes for op in ops if op.kind == Kind.F)
+
+
+def alone(problem: Problem) -> Schedule:
+    """One device, one micro-batch at a time, each activation out and back before its backward: no copy has anything beside it."""
+    ops: list[Op] = []
+    for j in range(problem.microbatches):
+        for s in range(len(problem.stages)):
+            ops += [Op(Kind.F, s, j), *_parts(problem, s, j, Kind.O), *_parts(problem, s, j, Kind.D)]
+        for s in reversed(range(len(problem.stages))):
+            ops += [*_parts(problem, s, j, Kind.R), Op(Kind.B, s, j), Op(Kind.W, s, j)]
+    return Schedule(problem, (Program.of(ops),), method="out and back")
+
+
+def _compute(problem: Problem, warm_up: Sequence[int]) -> list[list[Op]]:
+    """What each device computes, in order."""
+    lists = []
+    for d, first in enumerate(warm_up):
+        own, batch = problem.stages_on(d), range(problem.microbatches)
+        forwards = [[Op(Kind.F, s, j) for s in own] for j in batch]
+        backwards = [[Op(kind, s, j) for s in reversed(own) for kind in (Kind.B, Kind.W)] for j in batch]
+        turns = (chain(*forwards[first + j : first + j + 1], backward) for j, backward in enumerate(backwards))
+        lists.append([*chain(*forwards[:first]), *chain(*turns)])
+    return lists
+
+
+def _with_transfers(problem: Problem, compute: list[Op], distance: int) -> list[Op]:
+    """O behind the forward, D `distance` compute ops later, R as many before the backward, where there are so many between the two."""
+    place = {(op.kind, op.stage, op.microbatch): i for i, op in enumerate(compute)}
+    behind: dict[int, list[Op]] = defaultdict(list)
+    for wanted in (Kind.O, Kind.D, Kind.R):  # of what stands in one place in this order
+        for kind, s, j in place:
+            forward, backward = place[Kind.F, s, j], place[Kind.B, s, j]
+            drop, reload = forward + distance, backward - distance - 1
+            if kind == Kind.F and drop <= reload:
+                half = _parts(problem, s, j, wanted)[: (problem.stages[s].offload_parts + 1) // 2]
+                behind[{Kind.O: forward, Kind.D: drop, Kind.R: reload}[wanted]] += half
+    return [op for i, first in enumerate(compute) for op in (first, *behind[i])]
+
+
+def _parts(problem: Problem, s: int, j: int, kind: Kind) -> list[Op]:
+    stage = problem.stages[s]
+    return [Op(kind, s, j, part) for part in range(stage.offload_parts)] if stage.can_offload else []
+
+
+def _offloads(schedule: Schedule) -> int:
+    return sum(op.kind == Kind.O for program in schedule.programs for op in program.ops())

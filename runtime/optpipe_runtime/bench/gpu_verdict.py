@@ -1,0 +1,71 @@
+"""What is asked of a GPU and what was reached: a row each, with its verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+NOT_MEASURED = "not measured"
+Unit = Literal["ms", "%", ""]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure and its limit. `reached` is None where this device cannot show it: that is neither a pass nor a failure."""
+
+    what: str
+    asked: Literal["at least", "at most"]
+    limit: float
+    reached: float | None
+    unit: Unit = ""  # with "%" limit and reached are shares
+
+    @property
+    def passed(self) -> bool | None:
+        if self.reached is None:
+            return None
+        return self.reached >= self.limit if self.asked == "at least" else self.reached <= self.limit  # NaN passes neither
+
+    @property
+    def verdict(self) -> str:
+        return NOT_MEASURED if self.passed is None else "pass" if self.passed else "FAIL"
+
+    def text(self, value: float | None) -> str:
+        if value is None:
+            return "–"
+        return f"{value:.1%}" if self.unit == "%" else f"{value:.4g} {self.unit}".rstrip()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "asked": self.asked,
+            "limit": self.limit,
+            "reached": self.reached,
+            "unit": self.unit,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows of one run, and figures behind them that nothing is asked of, by name."""
+
+    device: str
+    torch: str
+    rows: tuple[Row, ...]
+    figures: dict[str, float]
+    trace: str  # in the Trace Event format: predicted and measured side by side
+
+    @property
+    def passed(self) -> bool:
+        """Whether no row failed; what was not measured did not."""
+        return all(row.passed is not False for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the trace."""
+        return {
+            "device": self.device,
+            "torch": self.torch,
+            "passed": self.passed,
+            "rows": [row.to_dict() for row in self.rows],
+            "figures": self.figures,
+        }
