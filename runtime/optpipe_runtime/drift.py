@@ -49,7 +49,7 @@ class Profiler:
         """Takes a step's trace."""
         recomputed = {(op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C}  # their forward saves nothing
         found = defaultdict(list)
-        for op, start_ms, end_ms in report.trace:
+        for op, start_ms, end_ms, *_ in report.trace:
             if op.kind != Kind.F or (op.stage, op.microbatch) not in recomputed:
                 found[op.stage, op.kind].append(end_ms - start_ms)
         for key, times in found.items():

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.ops import Kind, Op
+from optpipe.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering import Action, Message, Plan
 from optpipe_runtime.pool import Ticket
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.stage import Passage, Spec, Tensors
 
+log = logging.getLogger("optpipe.runtime")
+
+STILL = OPTIMIZER | {Kind.O, Kind.E}  # ops after which the device holds what it held before: copies begin, or it is model state
+
 
 class OpTime(NamedTuple):
-    """When an op ran, in ms since the step began on this rank. Compute starts when its message is there; O and R are their copies."""
+    """When an op ran, in ms since the step began on this rank. Compute starts when its message is there; transfers are their copies.
+
+    Behind it what the rank held then, in the order of the host, and with it of CUDA's allocator: bytes of activations, how many are
+    certified, and on CUDA `torch.cuda.memory_allocated`.
+    """
 
     op: Op
     start_ms: float
     end_ms: float
+    held_bytes: int
+    certified_bytes: int
+    allocated_bytes: int | None
+
+
+class Excess(NamedTuple):
+    """More than certified: the op after which it was most."""
+
+    op: Op
+    held_bytes: int
+    certified_bytes: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,7 @@ class StepReport:
     host_peak_bytes: int
     buffer_peak_bytes: int  # receive buffers and sends under way; no part of the activations
     cuda_peak_bytes: int | None  # torch.cuda.max_memory_allocated of the step
+    excess: Excess | None = None  # where any op held more than certified; nothing is allowed for: what is counted is no workspace
     trace: tuple[OpTime, ...] = ()
     version: int = 0  # how many schedules had been swapped in
 
@@ -51,7 +73,9 @@ class Executor:
     def __init__(self, rank: Rank) -> None:
         self._rank, self._layout, self._stages, self._device = rank, rank.layout, rank.stages, rank.device
         self._mail, self._pool, self._peers, self._link = rank.mail, rank.pool, rank.peers, rank.link
-        self._clock = Clock(rank.device)
+        self._clock, self._hosts = Clock(rank.device), rank.host_optimizers
+        self._unfinished: Sequence[Action] = ()  # of a step that failed here
+        self._exceeding: set[str] = set()  # digests of the plans whose excess is in the log
 
     @property
     def idle(self) -> bool:
@@ -78,22 +102,35 @@ class Executor:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-        step = _Step(plan, batch, answers, evaluating)
+        step = _Step(plan, batch, answers, evaluating, self._clock.mark if trace else _no_mark)
         begun = self._clock.mark()
-        for action in plan.forwards if evaluating else plan.actions:
-            for message, source in action.post:
-                self._mail.post(message, source, self._specs(message))
-            try:
+        at: Op | str = "the beginning of the step"
+        actions, done = plan.forwards if evaluating else plan.actions, 0
+        try:
+            self._begin(step)
+            for action, certified in zip(actions, plan.certified_bytes, strict=False):
+                at = action.op
+                for message, source in action.post:
+                    self._mail.post(message, source, self._specs(message))
                 self._run(step, action)
-            except BaseException as error:
-                kind, s, j, _ = action.op
-                error.add_note(f"rank {self._rank.number} was at {action.op}: {kind.name} of stage {s}, micro-batch {j}")
-                raise
-            step.count(action.op, self._held_bytes(action.op))
-        self._mail.flush()
+                if not evaluating:
+                    step.count(action.op, None if action.op.kind in STILL else self._held_bytes(action.op), certified)
+                if trace:
+                    step.allocated.append(self._allocated_bytes())
+                done += 1
+            at = "the end of the step"
+            self._end(step)
+        except BaseException as error:
+            error.add_note(self._where(step, at, error))
+            self._unfinished = actions[done:]
+            raise
         ended = self._clock.mark()
         self._clock.settle()
         assert self.idle, "a step leaves nothing behind"
+        if step.excess is not None and plan.digest not in self._exceeding:
+            self._exceeding.add(plan.digest)
+            op, held, certified = step.excess
+            log.warning("rank %d holds %d bytes after %s, %d are certified", self._rank.number, held, op, certified)
         return StepReport(
             losses=[float(step.losses[j]) for j in sorted(step.losses)] if step.losses else None,
             step_ms=self._clock.ms(begun, ended),
@@ -101,20 +138,84 @@ class Executor:
             host_peak_bytes=self._pool.peak_bytes,
             buffer_peak_bytes=self._mail.peak_bytes,
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
+            excess=step.excess,
             trace=tuple(step.trace(self._clock, begun)) if trace else (),
         )
+
+    def abandon(self) -> None:
+        """After a step that failed here, from the op at which it did: lets the other ranks finish theirs, and forgets it.
+
+        What they wait for is sent as zeros, what they send is received. Not for a step that updates parameters on the host.
+        """
+        away: list[Ticket] = []
+        for k, action in enumerate(self._unfinished):
+            kind, s, j, _ = action.op
+            for message, source in action.post:
+                self._mail.post(message, source, self._specs(message))
+            if action.receives is not None:
+                self._mail.discard(action.receives)
+            if kind in (Kind.A, Kind.V):
+                self._make_room(None, action.op)
+            elif kind in (Kind.O, Kind.R) and k:  # the op that failed had its turn
+                with self._link.turn(action.op):
+                    pass
+            elif kind in (Kind.E, Kind.L):
+                sizes = self._passage(s, j).leaving
+                blocks = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes if size]
+                away += self._peers.away(blocks) if kind == Kind.E else self._peers.back(blocks)
+            if action.sends is not None and action.to is not None and action.to != self._rank.number:
+                specs = self._sent_specs(action.op)
+                self._mail.send(action.sends, tuple(spec.zeros(self._device) for spec in specs), action.to, specs)
+        self._mail.flush()
+        for ticket in away:
+            ticket.wait()
+        for stage in self._stages.values():
+            stage.abandon()
+        self._mail.abandon()
+        self._unfinished = ()
+
+    def _begin(self, step: _Step) -> None:
+        """Parameters that the schedule does not bring in are brought in now."""
+        for s, host in self._hosts.items():
+            if not step.evaluating:
+                host.start_step()
+            if step.evaluating or s not in step.plan.updated:
+                host.synchronize()
+
+    def _end(self, step: _Step) -> None:
+        """Stages that the schedule does not update are updated now; all messages have left and all updates are done."""
+        for s, host in () if step.evaluating else self._hosts.items():
+            if s not in step.plan.updated:
+                host.gradients_out()
+                host.update()
+        self._mail.flush()
+        for host in self._hosts.values():
+            host.wait_update()
+
+    def _where(self, step: _Step, at: Op | str, error: BaseException) -> str:
+        """The op at which the host was, and the one whose copy failed, if one did."""
+        where = f"rank {self._rank.number} was at {_named(at) if isinstance(at, Op) else at}"
+        failed = next((op for op, *_, copies in step.times if any(getattr(copy, "error", None) is error for copy in copies)), None)
+        return where if failed is None else f"{where}; what failed is {_named(failed)}"
 
     def _run(self, step: _Step, action: Action) -> None:
         """One op; what it needs is taken before its time starts, what it makes is sent at once."""
         kind, s, j, part = action.op
         if kind in (Kind.A, Kind.V):
-            self._host(step, action.op)
+            self._make_room(step, action.op)
+            return
+        if kind in OPTIMIZER:
+            self._update(step, action.op)
             return
         stage, ends = self._stages[s], self._layout.after(s, j) is None
         received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
+        if kind == Kind.F and s in self._hosts:
+            self._hosts[s].wait_in()
+        if kind in BACKWARD:
+            stage.activation(j).wait()  # what it waits for is no part of its time
         made: Tensors = ()
         copies: Sequence[Ticket] = ()
-        start = self._clock.mark()
+        start = step.mark()
         match kind:
             case Kind.F:
                 target, route = step.answers[j] if ends else (), self._layout.microbatch_routes[j]
@@ -143,24 +244,35 @@ class Executor:
             case Kind.L:
                 copies = stage.reload(j, 0)
         del received
-        step.times.append((action.op, start, self._clock.mark(), copies))
+        step.times.append((action.op, start, step.mark(), copies))
         if action.sends is not None and action.to is not None:
             self._mail.send(action.sends, made, action.to, self._sent_specs(action.op))
 
-    def _host(self, step: _Step, op: Op) -> None:
+    def _update(self, step: _Step, op: Op) -> None:
+        """G, U or P: the stage's optimizer on the host."""
+        host, start = self._hosts[op.stage], step.mark()
+        with self._link.turn(op):
+            copies = {Kind.G: host.gradients_out, Kind.U: host.update, Kind.P: host.parameters_in}[op.kind]()
+        step.times.append((op, start, step.mark(), copies))
+
+    def _make_room(self, step: _Step | None, op: Op) -> None:
         """A or V: room for what another rank evicts."""
-        start = self._clock.mark()
+        start = step.mark() if step else None
         if op.kind == Kind.A:
             blocks = self._rank.passages[op.stage, self._layout.microbatch_routes[op.microbatch]].leaving
             self._peers.accept(self._layout.placement[op.stage], (op.stage, op.microbatch), [size for size in blocks if size])
         else:
             self._peers.vacate((op.stage, op.microbatch))
-        step.times.append((op, start, self._clock.mark(), ()))
+        if step:
+            step.times.append((op, start, step.mark(), ()))
 
     def _held_bytes(self, op: Op) -> int:
         if op.stage in self._stages:
             return self._stages[op.stage].held_bytes(op.microbatch)
         return self._peers.held_bytes((op.stage, op.microbatch))
+
+    def _allocated_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def _specs(self, message: Message) -> Sequence[Spec]:
         """What a stage here receives: its inputs, or the gradients of those of its outputs that require one."""
@@ -181,25 +293,42 @@ class Executor:
 class _Step:
     """What one step gathers as it goes."""
 
-    def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors], evaluating: bool) -> None:
-        self.plan, self.batch, self.answers, self.evaluating = plan, batch, answers, evaluating
+    def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors], evaluating: bool, mark: Callable[[], Any]) -> None:
+        self.plan, self.batch, self.answers, self.evaluating, self.mark = plan, batch, answers, evaluating, mark
         self.losses: dict[int, Tensor] = {}
-        self.times: list[tuple[Op, Any, Any, Sequence[Ticket]]] = []  # op, start, end; for O and R what they issued
+        self.times: list[tuple[Op, Any, Any, Sequence[Ticket]]] = []  # op, start, end; of transfers what they issued
+        self.held: list[int] = []  # bytes after each op
+        self.allocated: list[int | None] = []
         self.peak_bytes = 0
+        self.excess: Excess | None = None
         self._held: dict[tuple[int, int], int] = {}
         self._now = 0
 
-    def count(self, op: Op, held: int) -> None:
-        """Notes what the op's stage and micro-batch hold after it."""
-        key = op.stage, op.microbatch
-        self._now += held - self._held.get(key, 0)
-        self._held[key] = held
-        self.peak_bytes = max(self.peak_bytes, self._now)
+    def count(self, op: Op, held: int | None, certified: int) -> None:
+        """Notes what the op's stage and micro-batch hold after it; None: no more and no less than before."""
+        if held is not None:
+            key = op.stage, op.microbatch
+            self._now += held - self._held.get(key, 0)
+            self._held[key] = held
+            self.peak_bytes = max(self.peak_bytes, self._now)
+        self.held.append(self._now)
+        if self._now > certified and (self.excess is None or self._now - certified > self.excess.held_bytes - self.excess.certified_bytes):
+            self.excess = Excess(op, self._now, certified)
 
     def trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
-        for op, start, end, copies in self.times:
+        held = zip(self.held, self.plan.certified_bytes, strict=True) if self.held else repeat((0, 0))
+        for (op, start, end, copies), counted, allocated in zip(self.times, held, self.allocated, strict=False):
             spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
-            yield OpTime(op, min(clock.ms(begun, a) for a, _ in spans), max(clock.ms(begun, b) for _, b in spans))
+            yield OpTime(op, min(clock.ms(begun, a) for a, _ in spans), max(clock.ms(begun, b) for _, b in spans), *counted, allocated)
+
+
+def _no_mark() -> None:
+    return None
+
+
+def _named(op: Op) -> str:
+    what = f"{op}: {op.kind.name} of stage {op.stage}"
+    return what if op.kind in OPTIMIZER else f"{what}, micro-batch {op.microbatch}"
 
 
 def cut(value: Any, microbatches: int, what: str) -> list[Tensors]:

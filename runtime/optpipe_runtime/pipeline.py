@@ -37,6 +37,7 @@ from optpipe_runtime.executor import Executor, StepReport, cut
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Plan, prepare
 from optpipe_runtime.mail import Mail
+from optpipe_runtime.optimizer import Factory, HostOptimizer, on_host
 from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import Measured, profile
@@ -61,7 +62,9 @@ class Pipeline:
     evict activations, or None. `host_memory_bytes` limits what this rank keeps on the host (None: no limit); `full_duplex`: offloads and
     reloads run at the same time; `links` names for each rank the host link that it shares with others, or None: on it they take turns. The
     modules stay the user's: parameters, buffers, state dict and optimizer are untouched. They may be in `DistributedDataParallel` or
-    `fully_shard`ed over the replicas: gradients are then the mean over them, too. Raises `InputError` for what does not fit together.
+    `fully_shard`ed over the replicas: gradients are then the mean over them, too. `host_optimizers` gives stages,
+    here or on other ranks, an optimizer that runs on the host, inside the step (docs/training.md). Raises `InputError` for what does not
+    fit together.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Pipeline:
         microbatch_routes: Sequence[int] | None = None,
         peers: Sequence[int | None] | None = None,
         links: Sequence[str | None] | None = None,
+        host_optimizers: Mapping[int, Factory] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -99,6 +103,7 @@ class Pipeline:
             pool=pool,
             link=link,
             peers=Peers(team, layout, device),
+            host_optimizers=on_host(host_optimizers or {}, stages, layout, team, link, device),
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
         self.measured: Measured | None = None  # set by `profile`: how far what it measured is spread
@@ -145,8 +150,24 @@ class Pipeline:
 
         Returns the norm before. As `torch.nn.utils.clip_grad_norm_` of the whole model; on each rank's own stages that would be another.
         """
+        if not self._rank.council.least(not self._rank.host_optimizers)[0]:
+            raise InputError(
+                "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all gradients is known: clip "
+                "there, in a register_step_pre_hook of the optimizer, the stage's own"
+            )
         parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
         return clip(parameters, (p for tie in self._ties for p in tie.uncounted), self._rank.council, max_norm, norm_type)
+
+    def synchronize(self) -> None:
+        """Brings in the parameters that stages with `host_optimizers` have after their last update; the next step does so by its schedule.
+        Call it before parameters are read, saved or changed; `evaluate` does."""
+        for host in self._rank.host_optimizers.values():
+            host.synchronize()
+
+    @property
+    def host_optimizers(self) -> Mapping[int, HostOptimizer]:
+        """Of this rank's stages that have one: `optimizer`, for a scheduler of learning rates, and `state_dict`, `load_state_dict`."""
+        return self._rank.host_optimizers
 
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
         """Collective: ties copies of one parameter (tied embeddings) or of one module (a stage that serves two routes) that several ranks
@@ -156,6 +177,14 @@ class Pipeline:
         copy's own. Two stages on one rank need no tie: they share the parameter itself. For the two directions of DualPipe on p ranks:
         `for k in range(p): pipe.tie(stages.get(k, stages.get(p + k)))`.
         """
+        tied = copy.parameters() if isinstance(copy, nn.Module) else [] if copy is None else [copy]
+        updated = [s for s, host in self._rank.host_optimizers.items() if not host.parameters.isdisjoint(tied)]
+        for stages in self._rank.council.gather(updated):
+            if stages:
+                raise InputError(
+                    f"tie: stage {stages[0]} has a copy, and updates it on the host before gradients are summed over the copies: leave "
+                    "the stage out of host_optimizers"
+                )
         self._ties.append(Tie(copy, self._rank.council, self._rank.team))
 
     @property
@@ -214,7 +243,7 @@ class Pipeline:
 
     def prepare(self, schedule: Schedule) -> Plan:
         """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread; raises `ScheduleError`."""
-        return prepare(schedule, self._rank.number, self._rank.layout, self.problem)
+        return prepare(schedule, self._rank.number, self._rank.layout, self.problem, self._rank.host_optimizers.keys())
 
     def swap(self, plan: Plan) -> None:
         """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
@@ -316,6 +345,8 @@ class Pipeline:
         self._rank.mail.close()
         self._rank.link.close()
         self._rank.peers.close()
+        for host in self._rank.host_optimizers.values():
+            host.close()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -10,6 +10,7 @@ import torch
 from optpipe_runtime.agreement import Council
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.mail import Mail
+from optpipe_runtime.optimizer import HostOptimizer
 from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.stage import Passage, StageRunner
@@ -29,6 +30,7 @@ class Rank:
     pool: HostPool
     link: Link
     peers: Peers
+    host_optimizers: Mapping[int, HostOptimizer] = field(default_factory=dict)  # by stage
     passages: dict[tuple[int, int], Passage] = field(default_factory=dict)  # by stage and route, of all ranks; learned in the first step
 
     @property

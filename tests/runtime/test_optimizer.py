@@ -1,0 +1,129 @@
+"""Optimizers on the host: training is, to the bit, that of a plain run in which every stage has the same optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_cases
+import rank_optimizer
+from rank_worker import Ranks
+
+from optpipe.errors import ScheduleError
+from optpipe.ops import OPTIMIZER, Op
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, prepare
+
+M = 4
+ON_HOST = {"gradient_out_ms": 1.0, "update_ms": 1.0, "parameters_in_ms": 1.0}
+WAVE = [  # stages 0 and 2 on rank 0, 1 and 3 on rank 1; the deep ones are updated on the host
+    ["2P0"]
+    + [op for j in range(M) for op in (f"0F{j}", f"2F{j}", f"2B{j}", f"0B{j}", f"2W{j}", f"0W{j}")][:-1]
+    + ["2G0", "2U0", f"0W{M - 1}"],
+    ["3P0"] + [op for j in range(M) for op in (f"1F{j}", f"3F{j}", f"3BW{j}", f"1BW{j}")][:-1] + ["3G0", "3U0", f"1BW{M - 1}"],
+]
+
+
+def problem(placement: list[int], microbatches: int = M) -> Problem:
+    return rank_cases.problem(placement, microbatches, **ON_HOST)
+
+
+def wave() -> Schedule:
+    return Schedule.parse(problem([0, 1, 0, 1]), WAVE)
+
+
+def without_updates(schedule: Schedule) -> Schedule:
+    programs = [[str(op) for op in program if isinstance(op, Op) and op.kind not in OPTIMIZER] for program in schedule.programs]
+    return Schedule.parse(schedule.problem, programs)
+
+
+def require_plain(results: list[Any], steps: int, stages: int = 4) -> None:
+    losses, expected = rank_optimizer.plain(stages, M, steps)
+    assert [report.losses for report in results[1][0]] == losses
+    found = {name: value for _, values, _ in results for name, value in values.items()}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def test_four_steps_are_those_of_a_plain_run_to_the_bit(ranks: Ranks) -> None:
+    results = ranks(rank_optimizer.train, schedules=[wave()] * 4, hosted=[2, 3])
+    require_plain(results, 4)
+    for rank, (reports, _, gradients) in enumerate(results):
+        assert {name.split(".")[0] for name in gradients} == {str(rank)}, "gradients of stages on the host have left"
+        for report in reports:
+            assert [str(time.op) for time in report.trace] == WAVE[rank]
+            at = {time.op.kind.name: time for time in report.trace if time.op.kind in OPTIMIZER}
+            assert at["G"].end_ms <= at["U"].start_ms <= at["U"].end_ms <= report.step_ms
+
+
+@pytest.mark.parametrize("hosted", [[2, 3], [0, 1, 2, 3], [2]])
+def test_swaps_between_schedules_with_and_without_updates_change_nothing(ranks: Ranks, hosted: list[int]) -> None:
+    """A stage that the schedule does not update is updated at the end of the step."""
+    schedules = [wave(), without_updates(wave()), without_updates(wave()), wave(), without_updates(wave())]
+    if 3 not in hosted:
+        programs = [program if rank == 0 else [op for op in program if op[1] not in "GUP"] for rank, program in enumerate(WAVE)]
+        schedules[0] = schedules[3] = Schedule.parse(problem([0, 1, 0, 1]), programs)
+    require_plain(ranks(rank_optimizer.train, schedules=schedules, hosted=hosted), len(schedules))
+
+
+@pytest.mark.parametrize("module_first", [True, False])
+def test_what_was_saved_goes_on_to_the_bit(ranks: Ranks, module_first: bool) -> None:
+    results = ranks(rank_optimizer.resume, schedule=wave(), hosted=[2, 3], at=2, steps=4, module_first=module_first)
+    losses, expected = rank_optimizer.plain(4, M, 4)
+    assert results[1][0] == losses[2:]
+    for _, values in results:
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def test_the_host_keeps_what_the_device_rounds_away(ranks: Ranks) -> None:
+    for device, host in ranks(rank_optimizer.low_precision, schedule=wave(), steps=3):
+        for name, value in host.items():
+            assert value.dtype == np.float32
+            np.testing.assert_array_equal(device[name], rank_optimizer.rounded(value), err_msg=name)
+        moved = [name for name, value in host.items() if np.any(value != rank_optimizer.rounded(value))]
+        assert moved, "updates below bfloat16's grain are kept in float32"
+
+
+def test_what_is_loaded_into_the_module_counts(ranks: Ranks) -> None:
+    for loaded, told, evaluated in ranks(rank_optimizer.load_between_steps, schedule=wave()):
+        assert loaded == 0.0, "one step of learning rate 0 leaves what was loaded"
+        assert "parameters were changed while their update was waiting on the host" in told
+        assert evaluated
+
+
+def test_mistakes_are_refused_in_a_sentence(ranks: Ranks) -> None:
+    for rank, told in enumerate(ranks(rank_optimizer.mistakes, schedule=wave())):
+        expected = [
+            "host_optimizers[9]: there are 4 stages, numbered from 0",
+            f"host_optimizers[{2 + rank}] returned a int: must be a torch.optim.Optimizer",
+            f"host_optimizers[{2 + rank}]: no parameter of stage {2 + rank} requires a gradient",
+            f"host_optimizers[{2 + rank}]: weight is in stage {rank}, too, which adds to its gradient",
+            "rank 0: 2P0 in the program of device 0: stage 2 has no optimizer on the host here, Pipeline's host_optimizers does not name it",
+            "tie: stage 2 has a copy, and updates it on the host before gradients are summed over the copies: leave the stage out of "
+            "host_optimizers",
+            "clip_grad_norm_: stages with host_optimizers are updated inside the step",
+        ]
+        assert [sentence[: len(start)] for sentence, start in zip(told, expected, strict=True)] == expected
+
+
+def test_what_fails_in_an_update_is_named(ranks: Ranks) -> None:
+    notes = ranks(rank_optimizer.failing_update, schedule=wave())[0]
+    assert any("rank 0 was at the end of the step; what failed is 2U0: U of stage 2" in note for note in notes)
+
+
+def test_updates_without_an_optimizer_are_refused_by_the_stages_rank_alone() -> None:
+    prepare(wave(), 0, Layout.of(wave().problem), host_updates={2})
+    with pytest.raises(ScheduleError, match="3P0 in the program of device 1: stage 3 has no optimizer on the host"):
+        prepare(wave(), 1, Layout.of(wave().problem), host_updates={2})
+
+
+def test_profiled_times_of_the_host(ranks: Ranks) -> None:
+    for measured, unchanged in ranks(rank_optimizer.profiled, placement=[0, 1, 0, 1], microbatches=M, hosted=[2, 3]):
+        assert unchanged
+        for s, stage in enumerate(measured.stages):
+            times = [getattr(stage, name) for name in ON_HOST]
+            assert all(ms is not None and ms > 0 for ms in times) if s in (2, 3) else times == [None] * 3
