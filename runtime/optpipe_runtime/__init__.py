@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optpipe_runtime.drift import Profiler
     from optpipe_runtime.executor import OpTime, StepReport
+    from optpipe_runtime.factory import Setup
     from optpipe_runtime.follow import Follower
     from optpipe_runtime.layout import Layout
     from optpipe_runtime.lowering import Plan, prepare
@@ -20,10 +21,11 @@ _HOME = {
     "Pipeline": "pipeline",
     "Plan": "lowering",
     "Profiler": "drift",
+    "Setup": "factory",
     "StepReport": "executor",
     "prepare": "lowering",
 }
-__all__ = ["Follower", "Layout", "OpTime", "Pipeline", "Plan", "Profiler", "StepReport", "prepare"]
+__all__ = ["Follower", "Layout", "OpTime", "Pipeline", "Plan", "Profiler", "Setup", "StepReport", "prepare"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,95 @@
+"""`optpipe profile` as a user types it: ranks of its own under torchrun, and a model in a file beside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optpipe import Problem
+from optpipe.cli.main import main
+from optpipe.errors import InputError
+from optpipe_runtime.factory import find_factory
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from optpipe_runtime import Setup
+
+def factory(rank, ranks):
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(ranks)]
+    options = {"host_memory_bytes": 10**8, "full_duplex": True}
+    return Setup({rank: stages[rank]}, list(range(ranks)), F.mse_loss, torch.randn(64, 64), torch.randn(64, 64), options)
+
+def mistaken(rank, ranks):
+    return factory(rank, ranks) if rank == 0 else "a model"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):  # type: ignore[no-untyped-def]
+    (tmp_path / "model.py").write_text(MODEL)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "optpipe", "profile", *words]
+        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False)
+
+    return command
+
+
+@pytest.mark.timeout(120)
+def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = "--ranks 2 --model model:factory --microbatches 4 --memory-bytes 1000000 --offload-parts 2 --repeats 3 -o problem.json --json"
+    done = run(*words.split())
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    problem = Problem.load(tmp_path / "problem.json")
+    assert problem == Problem.from_dict(told["problem"])
+    assert (problem.microbatches, problem.transfer_mode) == (4, "full_duplex")
+    assert [device.memory_bytes for device in problem.devices] == [10**6] * 2
+    assert [stage.device for stage in problem.stages] == [0, 1]
+    for stage, times in zip(problem.stages, told["stages"], strict=True):
+        assert {name for name in type(stage).model_fields if name.endswith("_ms") and getattr(stage, name) is not None} == set(times)
+        for name, spread in times.items():
+            assert getattr(stage, name) == spread["ms"] > 0
+            assert spread["iqr_ms"] >= 0
+            assert spread["count"] >= 3
+    assert [(link["from"], link["to"], link["ms"]) for link in told["links"]] == [(0, 1, problem.p2p_ms)]
+
+
+@pytest.mark.timeout(120)
+def test_what_one_rank_gets_wrong_is_one_sentence(run) -> None:  # type: ignore[no-untyped-def]
+    done = run("--ranks", "2", "--model", "model:mistaken", "--memory-bytes", "1000000")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: model = 'model:mistaken': it returned a str, optpipe_runtime.Setup was expected"
+    assert "Traceback" not in done.stderr
+
+
+def test_without_ranks_it_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["optpipe", "profile", "--model", "model:factory"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ranks = None: say how many to start here, or start them by torchrun")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("model", "must be MODULE:FUNCTION"),
+        (":factory", "must be MODULE:FUNCTION"),
+        ("no.such.module:factory", "no.such.module cannot be imported: No module named 'no'"),
+        ("support.chain:nothing", "support.chain has no function nothing, but Problem, Schedule, chain, gpipe, one_by_one"),
+    ],
+)
+def test_a_model_that_is_not_there(name: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
+    with pytest.raises(InputError, match=f"model = '{name}': {sentence}"):
+        find_factory(name)
