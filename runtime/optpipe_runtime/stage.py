@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
 from optpipe_runtime.pool import Carrier, HostPool, Link, Nowhere, OnHost, Ticket
-from optpipe_runtime.split import Splitting, WeightQueue
+from optpipe_runtime.split import Delayed, Splitting, WeightQueue, delaying, would_hold
 from optpipe_runtime.store import Activation, balance, storage_key
 
 Tensors = tuple[Tensor, ...]
@@ -110,12 +110,18 @@ class StageRunner:
         self._excluded: frozenset[int] = frozenset()
         self._changing: list[Tensor] = []  # the buffers of modules that write them in a forward, such as running means
         self._running: dict[int, _Microbatch] = {}
+        self._norms = True  # whether layer norms wait for W, too
+        self._delayed = Delayed(delaying(module))
 
     def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
         """Before a step. The batch, parameters and buffers stay in memory anyway: they are no activations. Offloads go in `parts`."""
         self._parts = parts
         staying = (*self.module.parameters(), *self.module.buffers(), *batch)
         self._excluded = frozenset(storage_key(tensor) for tensor in staying)
+
+    def weigh(self, loss_scale: float) -> None:
+        """Between two steps: what one micro-batch's loss counts in the mean from now on, where a route ends here."""
+        self._loss_scale = loss_scale
 
     @property
     def idle(self) -> bool:
@@ -126,8 +132,8 @@ class StageRunner:
         if microbatch not in self._running:
             return 0
         running = self._running[microbatch]
-        queued = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in running.queue.held()}
-        return running.activation.nbytes + sum(nbytes for key, nbytes in queued.items() if key not in self._excluded)
+        held = running.activation.held() | running.queue.held()
+        return sum(nbytes for key, nbytes in held.items() if key not in self._excluded)
 
     # Compute
 
@@ -172,9 +178,11 @@ class StageRunner:
         if passage.ends:
             gradients = tuple(torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in passage.outputs)
         if edges:
-            with Splitting(running.queue):  # torch.utils.checkpoint runs forwards in here: they must match those of F
-                given = dict(zip(passage.needed, gradients, strict=True))
+            given = dict(zip(passage.needed, gradients, strict=True))
+            with self._splitting(), self._without_autocast(), running.queue.filling():  # checkpoints run forwards in here, as in F
                 torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
+        if not split:
+            self._run(running.queue)
         found = running.input_gradients.pop() if running.input_gradients else {}
         for i, grad in found.items():
             if grad is not None and i not in passage.asked:
@@ -187,11 +195,17 @@ class StageRunner:
 
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left."""
-        self._running.pop(microbatch).queue.run()
+        self._run(self._running.pop(microbatch).queue)
 
     def forget(self, microbatch: int) -> None:
         """Lets go of a micro-batch after its F, for the profiler."""
         del self._running[microbatch]
+
+    def abandon(self) -> None:
+        """Lets go of every micro-batch, wherever it is."""
+        for running in self._running.values():
+            running.activation.restore()
+        self._running.clear()
 
     def _new_activation(self, passage: Passage) -> Activation:
         return Activation(self.device, self._excluded, passage.stuck)
@@ -215,7 +229,7 @@ class StageRunner:
         return again
 
     def _forward(self, running: _Microbatch, inputs: Tensors, target: Tensors) -> Tensors:
-        with torch.enable_grad(), running.activation.capture(), Splitting(running.queue):
+        with torch.enable_grad(), running.activation.capture(), self._splitting():
             outputs = self._outputs(running.passage, self._enter(running, inputs), target)
         if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, running.passage.outputs, strict=False)):
             raise InputError(
@@ -278,6 +292,8 @@ class StageRunner:
         self.start_step((*batch, *target), 1)
         self.forward(0, batch or tuple(tensor.detach().clone() for tensor in inputs), target, route=route)
         running = self._running.pop(0)  # its graph stays until the end of this
+        if self._norms and would_hold(running.edges.values()) > running.activation.nbytes:
+            self._norms = False  # their products take less time than any other, and a B should not need more memory than its F
         running.activation.offload(0, 1, Nowhere())
         running.activation.drop(0)
         stuck = running.activation.stuck()
@@ -292,8 +308,37 @@ class StageRunner:
             yield
         _overwrite(buffers, before)
 
+    def snapshot(self) -> Callable[[], None]:
+        """What a step changes in the module: gradients, and buffers that forwards write. Returns what puts it back."""
+        grads = [(p, p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in self.module.parameters()]
+        buffers = _copies(self._changing)
+
+        def restore() -> None:
+            for parameter, grad, value in grads:
+                parameter.grad = grad
+                if grad is not None and value is not None:
+                    grad.detach().copy_(value)
+            _overwrite(self._changing, buffers)
+
+        return restore
+
     def _cuda_devices(self) -> list[torch.device]:
         return [self.device] if self.device.type == "cuda" else []
+
+    @contextmanager
+    def _splitting(self) -> Iterator[None]:
+        """Around the user's forwards and what may run them again, a backward."""
+        with Splitting(self._norms), self._delayed.watched():
+            yield
+
+    def _run(self, queue: WeightQueue) -> None:
+        with self._without_autocast():
+            queue.run()
+
+    def _without_autocast(self) -> AbstractContextManager[None]:
+        """A backward computes in the types of its forward: autocast around a whole step is one around its forwards."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     # Transfers
 

@@ -34,10 +34,10 @@ class OffloadedError(RuntimeError):
 class Memory:
     """A storage seen from afar: whether it still takes memory."""
 
-    __slots__ = ("_ref", "nbytes")
+    __slots__ = ("_ref", "key", "nbytes")
 
     def __init__(self, storage: UntypedStorage) -> None:
-        self.nbytes = storage.nbytes()
+        self.key, self.nbytes = int(storage._cdata), storage.nbytes()
         self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
@@ -128,6 +128,7 @@ class Activation:
         self._device, self._excluded, self._stuck = device, excluded, stuck
         self._blocks: dict[int, Block] = {}
         self._parcels: dict[int, Parcel] = {}
+        self._left: list[Memory] = []  # what the graph has had since the backward began
         self._fresh: list[tuple[Saved, Tensor, int]] = []  # what this forward has saved, with its version then
 
     # F, C
@@ -169,7 +170,12 @@ class Activation:
     @property
     def nbytes(self) -> int:
         """Device bytes held now."""
-        return sum(block.nbytes for block in self._blocks.values() if block.memory.alive)
+        return sum(self.held().values())
+
+    def held(self) -> dict[int, int]:
+        """The same by storage, by its key."""
+        memories = (*(block.memory for block in self._blocks.values()), *self._left)
+        return {memory.key: memory.nbytes for memory in memories if memory.alive}
 
     # O, D, R
 
@@ -224,6 +230,7 @@ class Activation:
 
     def release(self) -> None:
         """As the backward begins: from here on the graph alone owns the blocks and frees them as it goes."""
+        self._left = [block.memory for block in self._blocks.values()]
         self._blocks.clear()
 
 

@@ -1,0 +1,75 @@
+"""What a stage's forwards run under, so that a B leaves weight gradients to its W. The user's modules stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from optpipe_runtime.split import graph, layers
+
+_OWN: dict[Any, Callable[..., Tensor]] = {
+    functional.linear: layers.linear,
+    functional.embedding: layers.embedding,
+    functional.layer_norm: layers.layer_norm,
+}
+# What else multiplies by parameters. Other norms and scales take too little time at W for what they would hold until then.
+_BY_GRAPH: frozenset[Any] = frozenset(
+    {
+        *(functional.conv1d, functional.conv2d, functional.conv3d),
+        *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d, functional.bilinear),
+        *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
+        *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm),
+    }
+)
+
+
+class Splitting(TorchFunctionMode):
+    """While active, ops with parameters leave weight gradients to the queue of the B that comes to them, layer norms only with `norms`.
+
+    Not so within a compiled module, whose graph has to stay one.
+    """
+
+    def __init__(self, norms: bool = True) -> None:
+        super().__init__()
+        self._norms = norms
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in _OWN and (self._norms or func is not functional.layer_norm):
+            return _OWN[func](*args, **kwargs)
+        if func in _BY_GRAPH:
+            return graph.split(func, args, kwargs)
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@lru_cache
+def _opened(func: FunctionType) -> FunctionType:
+    """A function of torch.nn.functional without its first question, whether a mode takes it as a whole: so the mode sees the ops in it."""
+    names = func.__globals__ | {"has_torch_function": lambda _: False}
+    opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def would_hold(edges: Iterable[GradientEdge]) -> int:
+    """At most so many bytes are left to W by a graph made under `Splitting`: inputs of its ops, and the gradients that come to them."""
+    nodes: list[Any] = [edge.node for edge in edges]
+    seen = set(nodes)
+    for node in nodes:  # grows
+        fresh = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= fresh
+        nodes += fresh
+    return sum(getattr(node, "waiting", 0) for node in nodes)
