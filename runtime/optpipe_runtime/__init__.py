@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.layout import Layout
     from optpipe_runtime.lowering import Plan, prepare
     from optpipe_runtime.pipeline import Pipeline
+    from optpipe_runtime.split import register_split, weight_grads
 
 _HOME = {
     "Follower": "follow",
@@ -24,8 +25,10 @@ _HOME = {
     "Setup": "factory",
     "StepReport": "executor",
     "prepare": "lowering",
+    "register_split": "split",
+    "weight_grads": "split",
 }
-__all__ = ["Follower", "Layout", "OpTime", "Pipeline", "Plan", "Profiler", "Setup", "StepReport", "prepare"]
+__all__ = ["Follower", "Layout", "OpTime", "Pipeline", "Plan", "Profiler", "Setup", "StepReport", "prepare", "register_split", "weight_grads"]
 
 
 def __getattr__(name: str) -> Any:
