@@ -28,7 +28,19 @@ _HOME = {
     "register_split": "split",
     "weight_grads": "split",
 }
-__all__ = ["Follower", "Layout", "OpTime", "Pipeline", "Plan", "Profiler", "Setup", "StepReport", "prepare", "register_split", "weight_grads"]
+__all__ = [
+    "Follower",
+    "Layout",
+    "OpTime",
+    "Pipeline",
+    "Plan",
+    "Profiler",
+    "Setup",
+    "StepReport",
+    "prepare",
+    "register_split",
+    "weight_grads",
+]
 
 
 def __getattr__(name: str) -> Any:
