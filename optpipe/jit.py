@@ -8,6 +8,15 @@ from typing import Any
 ENOUGH = 20_000  # ops handled in plain Python (about 0.1 s) before numba is imported (about as long, compiled code cached on disk)
 
 
+_eager = False
+
+
+def compile_at_once() -> None:
+    """From now on, in this process: for a training, whose first schedule may take a moment to check, and a later one may not."""
+    global _eager
+    _eager = True
+
+
 class LazyJit:
     """Calls `function(*args)`; after `ENOUGH` units of `work` it is compiled, by the same source and with the same results."""
 
@@ -18,7 +27,7 @@ class LazyJit:
 
     def __call__(self, work: int, *args: Any) -> Any:
         self._work += work
-        if not self._compiled and self._work > ENOUGH:
+        if not self._compiled and (_eager or self._work > ENOUGH):
             import numba
 
             self._function = numba.njit(cache=True)(self._function)
