@@ -1,0 +1,332 @@
+"""`bench gpu` on the CPU: all of it but CUDA itself, for which there is a stand-in where time on the GPU is what counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from optpipe.cli.main import app
+from optpipe.errors import InputError
+from optpipe.memory import certify
+from optpipe.ops import Kind
+from optpipe.problem import Problem
+from optpipe.validity import check
+from optpipe_runtime.bench import gpu, gpu_runs
+from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals
+from optpipe_runtime.bench.gpu_schedules import alone, halved, kept, share_offloaded
+from optpipe_runtime.bench.gpu_verdict import Report, Row
+from optpipe_runtime.demo import gpt
+from optpipe_runtime.lowering import Message
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--width", "32", "--context", "32", "--blocks", "1", "--microbatches", "2", "--emulate-stage", "0/2"]
+ON_CUDA = {"memory_allocated above it, of its peak", "num_alloc_retries in steady state", "num_device_alloc in steady state"}
+CERTAIN = {  # whatever else the machine does
+    "activation bytes that leave",
+    "peak falls, of what is certified",
+    "gradients that differ",
+    "activations above the certificate, of its peak",
+}
+
+
+def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int = 8) -> Problem:
+    stage = {
+        "forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 100, "weight_grad_bytes": 60,
+        "offload_ms": copy_ms, "reload_ms": copy_ms, "offload_bytes": 100, "offload_parts": 2,
+    }  # fmt: skip
+    placed = [{"device": s % devices} | stage for s in range(stages)]
+    return Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": 0.5 if devices > 1 else 0.0,
+            "transfer_mode": "full_duplex",
+            "devices": [{"memory_bytes": 2**20}] * devices,
+            "stages": placed,
+        }
+    )
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(("devices", "warm_up"), [(1, [3]), (4, [3, 2, 1, 0])])
+def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_keeps_up(devices: int, warm_up: list[int]) -> None:
+    given = problem(devices, 4)
+    whole, half = kept(given, warm_up), halved(given, warm_up)
+    assert check(given, whole) == check(given, half) == check(problem(1, 4), alone(problem(1, 4))) == []
+    assert half.makespan_ms <= 1.01 * whole.makespan_ms
+    assert certify(given, half).device[0].bytes < certify(given, whole).device[0].bytes
+    assert share_offloaded(whole) == 0.0
+    assert share_offloaded(half) == 0.5 if devices == 1 else 0.25 < share_offloaded(half) <= 0.375, "the last stage holds nothing for long"
+    assert share_offloaded(alone(problem(1, 4))) == 1.0
+
+
+def test_a_link_too_slow_costs_as_little_as_it_can_with_as_much_offloaded() -> None:
+    given = problem(1, 2, copy_ms=200.0)
+    slow = halved(given, [2])
+    assert check(given, slow) == []
+    assert slow.makespan_ms > 1.01 * kept(given, [2]).makespan_ms
+    assert share_offloaded(slow) == 0.5
+
+
+# Stand-ins for the neighbours
+
+
+def test_messages_come_when_the_timeline_has_them_there() -> None:
+    given = problem(3, 3, microbatches=2)
+    schedule = kept(given, [2, 1, 0])
+    first, middle = arrivals(schedule, 0), arrivals(schedule, 1)
+    assert set(first) == {Message(Kind.B, 0, 0), Message(Kind.B, 0, 1)}
+    assert set(middle) == {Message(kind, 1, j) for kind in (Kind.F, Kind.B) for j in range(2)}
+    assert middle[Message(Kind.F, 1, 0)] == 0.0, "counted from the device's own first op"
+    assert middle[Message(Kind.F, 1, 1)] == 10.0
+    assert first[Message(Kind.B, 0, 0)] == 52.0, "three forwards there, two backwards back, four messages"
+
+
+def test_the_sleeper_lets_nothing_through_before_its_moment() -> None:
+    early, late = Message(Kind.F, 1, 0), Message(Kind.F, 1, 1)
+    sleeper = Sleeper({early: 5.0, late: 30.0})
+    sleeper.start_step()
+    begun = time.perf_counter()
+    for message, moment in ((early, 5.0), (late, 30.0)):
+        sleeper.wait(message)
+        assert (time.perf_counter() - begun) * 1e3 >= moment - 1.0
+    assert sleeper.late_ms() >= 0.0
+
+
+class FakeGpu:
+    """Streams that know what time it is on them, ms, and a clock frequency that is not what the spinner takes it to be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cycles_per_ms: float) -> None:
+        self.cycles_per_ms = cycles_per_ms
+        self.compute = self.current = FakeStream()
+        for name, value in {
+            "Stream": lambda device: FakeStream(),
+            "Event": lambda enable_timing: FakeEvent(),
+            "current_stream": lambda device: self.current,
+            "stream": self.on,
+            "_sleep": self.sleep,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def sleep(self, cycles: int) -> None:
+        self.current.now += cycles / self.cycles_per_ms
+
+
+class FakeStream:
+    now = 0.0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.now = max(self.now, other.now)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.now = max(self.now, event.at)
+
+
+class FakeEvent:
+    at = 0.0
+
+    def record(self, stream: FakeStream) -> None:
+        self.at = stream.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_spins_last_as_long_as_they_should_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch, cycles_per_ms=1.7e6)
+    moments = {Message(Kind.F, 1, 0): 0.0, Message(Kind.B, 1, 0): 21.0, Message(Kind.F, 1, 1): 10.0}
+    spinner = Spinner(torch.device("cuda", 0), moments)
+    late = []
+    for _ in range(3):
+        spinner.start_step()
+        begun, arrived = gpu.compute.now, {}
+        for message in sorted(moments, key=lambda message: moments[message]):
+            spinner.wait(message)
+            arrived[message] = gpu.compute.now - begun
+        late.append(spinner.late_ms())
+    assert late[0] > 5.0
+    assert max(late[1:]) < 0.01
+    assert arrived == pytest.approx(moments, abs=0.01)
+    assert Spinner(torch.device("cuda", 0), {}).late_ms() == 0.0
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("asked", "reached", "verdict"),
+    [
+        ("at least", 0.85, "pass"), ("at least", 0.84, "FAIL"), ("at most", 0.85, "pass"), ("at most", 0.86, "FAIL"),
+        ("at most", math.nan, "FAIL"), ("at least", math.nan, "FAIL"), ("at most", None, "not measured"),
+    ],
+)  # fmt: skip
+def test_verdicts(asked: Any, reached: float | None, verdict: str) -> None:
+    row = Row("a figure", asked, 0.85, reached, "%")
+    assert row.verdict == verdict == row.to_dict()["verdict"]
+    assert Report("CPU", "2.11", (row,), {}, "").passed == (verdict != "FAIL")
+
+
+def test_a_figure_has_its_unit() -> None:
+    assert [Row("", "at most", 0, 0, unit).text(0.05) for unit in ("%", "ms", "")] == ["5.0%", "0.05 ms", "0.05"]
+    assert Row("", "at most", 0, None).text(None) == "–"
+
+
+# All of it
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[tuple[gpu_runs.Setup, gpu_runs.Measured]]:
+    """Messages take longer than what is computed, so that the emulated stage waits for them however busy the machine is."""
+    setup = gpu_runs.Setup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3, p2p_ms=30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_runs, "ROUNDS", 1)
+        yield setup, gpu_runs.measure(setup)
+
+
+def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+    report = gpu.judge(*measured)
+    assert {row.what for row in report.rows if row.passed is None} == ON_CUDA
+    assert {row.what for row in report.rows if row.passed} >= CERTAIN
+    assert all(math.isfinite(row.reached) for row in report.rows if row.reached is not None)
+    assert len(json.loads(report.trace)["traceEvents"]) > 100
+
+
+def test_every_op_ran_once_a_step_and_held_no_more_than_certified(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+    _, found = measured
+    for steps in (*found.inside, found.copies, *found.stage):
+        ops = steps.schedule.programs[steps.device].ops()
+        for report in steps.reports:
+            assert [time.op for time in report.trace] == ops
+            assert all(time.held_bytes <= time.certified_bytes for time in report.trace)
+        assert len(steps.reports) == gpu_runs.STEPS
+
+
+def test_the_emulated_stage_waits_for_its_neighbours(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+    _, found = measured
+    for steps in found.stage:
+        assert 0.5 * max(arrivals(steps.schedule, 1).values()) < steps.span_ms < 5 * gpu.predicted_span(steps)
+
+
+def test_memory_of_the_driver_is_judged(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+    _, found = measured
+    keeps, halves = found.inside
+
+    def with_allocated(extra: int, retries: int) -> gpu_runs.Measured:
+        report = keeps.reports[0]
+        trace = tuple(time._replace(allocated_bytes=1000 + time.certified_bytes + extra) for time in report.trace)
+        steps = replace(
+            keeps,
+            reports=[replace(report, trace=trace)],
+            base_bytes=1000,
+            allocations=Counter(num_alloc_retries=retries),
+        )
+        return replace(found, inside=(steps, halves))
+
+    def verdicts(extra: int, retries: int) -> list[str]:
+        return [row.verdict for row in gpu._memory(with_allocated(extra, retries), cuda=True)]
+
+    peak = keeps.certified_bytes
+    assert verdicts(int(0.04 * peak), 0) == ["pass"] * 4
+    assert verdicts(int(0.06 * peak), 0) == ["pass", "FAIL", "pass", "pass"]
+    assert verdicts(0, 1) == ["pass", "pass", "FAIL", "pass"]
+
+
+def test_make_bench_gpu(tmp_path: Path) -> None:
+    """The one command, as on a machine where nothing is installed but torch and what the docs name."""
+    trace = tmp_path / "steps.trace.json"
+    arguments = ["--device", "cpu", *TINY, "--trace", str(trace), "--json"]
+    done = subprocess.run(
+        ["make", "--silent", "bench-gpu", f"PYTHON={sys.executable} -X importtime", f"ARGS={' '.join(arguments)}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    told = json.loads(done.stdout)
+    assert done.returncode == (0 if told["passed"] else 2), done.stderr  # make's own code for a command that failed
+    assert told["device"] == "CPU"
+    assert {row["what"] for row in told["rows"] if row["verdict"] == "not measured"} == ON_CUDA
+    names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "process_name"}
+    assert {"all stages, half offloaded: measured", "stage 0 of 2, half offloaded: predicted"} <= names
+
+    owners = packages_distributions()
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    needed = {name for package in imported for name in owners.get(package, ())} - {"optpipe"}
+    assert {"torch", "numpy", "pydantic"} <= needed
+    assert {canonicalize_name(name) for name in needed} & with_what_they_need("optpipe[all]") <= with_what_they_need(*gpu_needs(), "torch")
+
+
+def gpu_needs() -> list[str]:
+    found = re.search(r"^GPU_NEEDS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    return found[1].split()
+
+
+def with_what_they_need(*packages: str) -> set[str]:
+    """The packages named, and all that they require here, extras only where they are asked for."""
+    found, waiting = set(), [Requirement(package) for package in packages]
+    while waiting:
+        wanted = waiting.pop()
+        if (name := canonicalize_name(wanted.name)) in found:
+            continue
+        found.add(name)
+        after = map(Requirement, requires(wanted.name) or ())
+        waiting += [r for r in after if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in wanted.extras or [""])]
+    return found
+
+
+def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
+    """`name version` in the table's first column, against what `make wheels` fetches."""
+    rows = [line.split("|")[1] for line in (ROOT / "docs/gpu.md").read_text().splitlines() if re.match(r"\| \w+ \d", line)]
+    told = {canonicalize_name(name): version for row in rows for name, version in re.findall(r"(\w+) ([\d.]+)", row)}
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    assert told == {name: pinned[name] for name in with_what_they_need(*gpu_needs())}
+
+
+def test_a_stage_has_a_few_hundred_million_parameters() -> None:
+    options = {option.name: option.default for option in get_command(app).commands["bench"].commands["gpu"].params}
+    size = gpt.Size(options["width"], options["width"] // 128, options["blocks"] * 4, options["context"], 1)
+    with torch.device("meta"):
+        counts = [sum(parameter.numel() for parameter in stage.parameters()) for stage in gpt.stages(size, 4)]
+    assert all(400e6 < count < 440e6 for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--emulate-stage", "4/4"], "--emulate-stage = 4/4: expected i/p"),
+        (["--emulate-stage", "0/1"], "at least 2"),
+        (["--emulate-stage", "half"], "--emulate-stage = half"),
+        (["--device", "tpu"], "--device = tpu: expected cuda, cuda:N or cpu"),
+        (["--device", "cuda:99"], "--device = cuda:99: torch"),
+    ],
+)
+def test_what_cannot_run_here_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "gpu", *arguments])
+    assert isinstance(result.exception, InputError)
+    assert sentence in str(result.exception)
