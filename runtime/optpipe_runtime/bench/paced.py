@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.pool import Engine, Ticket
+from optpipe_runtime.split import weight_grads
 
 SHAPE = (64, 256)  # of what passes between two stages, for one micro-batch
 
@@ -41,21 +42,21 @@ class Stage(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, times: Times) -> Tensor:
-        mode = torch.overrides._get_current_function_mode()
-        ctx.queue, ctx.times = getattr(mode, "queue", None), times
+        ctx.weight, ctx.times = weight, times
         ctx.save_for_backward(x.clone())
         time.sleep(times.forward / 1e3)
         return x + 0.0
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         time.sleep(ctx.times.backward_input / 1e3)
-        if ctx.queue is not None and ctx.queue.deferring:
-            ctx.queue.push(lambda: time.sleep(ctx.times.backward_weight / 1e3), (x, dy))
-        else:
+
+        def weight_gradient() -> tuple[None]:
             time.sleep(ctx.times.backward_weight / 1e3)
-        return dy, None, None
+            return (None,)
+
+        return dy, *weight_grads((ctx.weight,), weight_gradient, x, dy), None
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
