@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from optpipe_runtime.lowering import Plan
 from optpipe_runtime.team import Team
 
 log = logging.getLogger("optpipe.runtime")
+
+T = TypeVar("T")
 
 PREPARING, READY, REFUSED = 1, 2, 0  # the least of all ranks' answers counts
 REFUSAL = "a schedule was offered and refused, training goes on with the one it has: %s"
@@ -41,6 +43,20 @@ class Council:
     def gather(self, value: Any) -> list[Any]:
         """Collective: every rank's value, by rank."""
         return self._group.gather(value)
+
+    def each(self, make: Callable[[], T]) -> T:
+        """Collective: what `make` returns here; where it is an `InputError` on any rank, that is raised on every rank."""
+        try:
+            made, complaint = make(), None
+        except InputError as error:
+            complaint = error
+        told = self.gather(None if complaint is None else str(complaint))
+        if complaint is not None:
+            raise complaint
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise InputError(f"rank {rank}: {text}")
+        return made
 
     def share(self, schedule: Schedule | None) -> Schedule:
         """Collective: rank 0's schedule, on every rank; `InputError` on every rank where rank 0 has none."""
@@ -82,12 +98,12 @@ class Offers:
         """Whether an offer is on its way to the ranks; between two steps the same on all."""
         return self._work is not None
 
-    def boundary(self, vote: bool) -> tuple[Plan | None, bool]:
-        """Collective: the plan to swap to now, on every rank, or None; and, since all meet here anyway, whether all vote yes."""
+    def boundary(self, *votes: int) -> tuple[Plan | None, list[int]]:
+        """Collective: the plan to swap to now, on every rank, or None; and, since all meet here anyway, the minimum of each vote."""
         with self._lock:
             waiting = self._newest is not None
-        answer, nothing_new, all_yes = self._council.least(READY if self._work is None else self._work.state(), not waiting, vote)
-        return self._offered(answer, bool(nothing_new)), bool(all_yes)
+        answer, nothing_new, *least = self._council.least(READY if self._work is None else self._work.state(), not waiting, *votes)
+        return self._offered(answer, bool(nothing_new)), least
 
     def _offered(self, answer: int, nothing_new: bool) -> Plan | None:
         if self._work is not None:

@@ -33,17 +33,22 @@ class Mail:
         self._outboxes = {to: _Outbox(device) for sender, to in self._groups if sender == self._rank}
         self._here: dict[Message, Tensors] = {}
         self._posted: dict[Message, tuple[list[Transfer], Tensors]] = {}
+        self._known: set[Message] = set()  # what has been posted in this step
         self._moving: deque[Memory] = deque()
         self.peak_bytes = 0  # receive buffers and sends under way, since `start_step`
 
     def start_step(self) -> None:
         self.peak_bytes = 0
+        self._known.clear()
 
     def post(self, message: Message, source: int, specs: Sequence[Spec]) -> None:
-        """Allocates the buffers of a message and starts to receive it."""
+        """Allocates the buffers of a message and starts to receive it; once a step."""
+        if message in self._known:
+            return
         buffers = tuple(spec.empty(self._device) for spec in specs)
         group = self._groups[source, self._rank]
         self._posted[message] = ([group.receive(buffer, source) for buffer in buffers], buffers)
+        self._known.add(message)
         self._count()
 
     def take(self, message: Message) -> Tensors:
@@ -54,6 +59,15 @@ class Mail:
         for transfer in transfers:
             transfer.wait()
         return buffers
+
+    def discard(self, message: Message) -> None:
+        """Receives what nobody needs any more, if it has not been taken yet."""
+        if message in self._posted:
+            self.take(message)
+
+    def abandon(self) -> None:
+        """Forgets what stages on this rank have handed over and none has taken."""
+        self._here.clear()
 
     def send(self, message: Message, tensors: Tensors, to: int, specs: Sequence[Spec]) -> None:
         """Sends, or hands over to another stage on this rank."""
@@ -67,8 +81,7 @@ class Mail:
             self._here[message] = tensors
             return
         group = self._groups[self._rank, to]
-        for tensor in tensors:
-            whole = tensor.contiguous()
+        for whole in [tensor.contiguous() for tensor in tensors]:
             self._moving.append(Memory(whole.untyped_storage()))
             self._outboxes[to].put(group.send(whole, to), whole)
         self._count()

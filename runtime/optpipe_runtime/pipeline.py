@@ -19,16 +19,19 @@ all swap to it at the first step boundary at which all are ready; where one refu
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.jit import compile_at_once
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.agreement import Council, Offers
@@ -44,11 +47,28 @@ from optpipe_runtime.profiler import Measured, profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.replicas import Replicas
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
+from optpipe_runtime.swaps import Swaps, ran_out, snapshot
 from optpipe_runtime.team import Team
 from optpipe_runtime.ties import Tie
 from optpipe_runtime.turns import tokens
 
 log = logging.getLogger("optpipe.runtime")
+
+CLOSE_S = 5.0  # threads of a pipeline that has failed may wait for others; then they are left to end when those do
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _together(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
+    """Of methods that all ranks call: when one fails, all do."""
+
+    @wraps(method)
+    def guarded(self: Pipeline, /, *arguments: P.args, **options: P.kwargs) -> R:
+        with self._rank.team.together():
+            return method(self, *arguments, **options)
+
+    return guarded
 
 
 class Pipeline:
@@ -85,11 +105,15 @@ class Pipeline:
         if not dist.is_initialized():
             raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
         team = Team(group)
-        _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
-        layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
-        device = _device(stages)
+        council = Council(team)
+
+        def sound() -> tuple[Layout, torch.device, Replicas]:
+            _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
+            layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
+            return layout, _device(stages), Replicas(stages, team)
+
+        layout, device, self._replicas = council.each(sound)
         link, pool = Link(device, full_duplex, tokens(team, layout, device)), HostPool(device, host_memory_bytes)
-        self._replicas = Replicas(stages, team)
         self._rank = Rank(
             team=team,
             layout=layout,
@@ -98,7 +122,7 @@ class Pipeline:
                 s: StageRunner(s, module, device, link, pool, (loss_fn, 1 / microbatches) if s in layout.last else None)
                 for s, module in self._replicas.modules.items()
             },
-            council=Council(team),
+            council=council,
             mail=Mail(team, layout, device),
             pool=pool,
             link=link,
@@ -107,15 +131,18 @@ class Pipeline:
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
         self.measured: Measured | None = None  # set by `profile`: how far what it measured is spread
-        self.version = 0  # how many schedules have been swapped in
-        self._plan: Plan | None = None
+        self._swaps = Swaps(council)
+        self._undoable = bool(council.least(not self._rank.host_optimizers)[0])  # whether no step updates parameters
+        self._last_ms: float | None = None  # of the last step here
+        self._given: tuple[Any, Any] = None, None  # the batch of this step
         self._ties: list[Tie] = []
         self._learned: tuple[Any, Any] | None = None  # what the stages were learned with, by `_signature`
         self._executor = Executor(self._rank)
-        self._offers = Offers(self._rank.council, self.prepare, self._reserve)
+        self._offers = Offers(council, self._welcome, self._accept)
 
     # Training
 
+    @_together
     def step(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
         """Collective: one training step, forward and backward; the optimizer is the caller's.
 
@@ -123,28 +150,61 @@ class Pipeline:
         tensors, cut into micro-batches along the first dimension; other ranks may leave them out. Where shapes, the modules' modes or what
         is trained have changed since the step before, the stages are learned anew.
         """
-        for tie in self._ties:
-            tie.start_step()
+        self._given = inputs, targets
+        known = self._learned == self._signature(inputs, targets)
         with self._replicas.whole():
-            offered, known = self._offers.boundary(self._learned == self._signature(inputs, targets))
-            if not known:
+            offered, (all_know, last) = self._offers.boundary(known, -round(1e3 * (self._last_ms or 0)))
+            back = self._swaps.begin_step(-last / 1e3 if self._last_ms is not None else None, bool(all_know))
+            if not all_know:
                 self._learn(inputs, targets)
             if offered is not None:
-                self.swap(offered)
-            report = self._executor.run(self._loaded(), inputs, targets, trace)
+                self._swap(offered, offered=True)
+            elif back is not None:
+                self._swap(*back)
+            report = self._attempt(inputs, targets, trace)
             self._replicas.reduce()
         for tie in self._ties:
             tie.end_step()
+        self._last_ms = report.step_ms
         return replace(report, version=self.version)
 
+    def _attempt(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+        """A step by the loaded schedule; where its first one runs out of memory, undone and repeated by the one before."""
+        while True:
+            plan = self._loaded()
+            if self._learned is None:  # for another number of micro-batches
+                self._learn(inputs, targets)
+            undo = snapshot(self._rank) if self._swaps.on_trial and self._undoable else None
+            for tie in self._ties:
+                tie.start_step()
+            complaint = ""
+            with self._rank.team.alone():
+                try:
+                    report = self._executor.run(plan, inputs, targets, trace)
+                except Exception as error:
+                    if undo is None or not ran_out(error):
+                        raise
+                    complaint = self._rank.team.blame(error)
+                    self._executor.abandon()
+            if undo is None or self._rank.council.least(not complaint)[0]:
+                self._swaps.end_step()
+                return report
+            undo()
+            self._swap(*self._swaps.give_up(complaint))
+
+    @_together
     def evaluate(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
         """Collective: losses of a batch, by the loaded schedule's forwards alone. Arguments as for `step`; modes are the caller's."""
         given, _ = self._signature(inputs, targets)
         with self._replicas.whole():
             if not self._rank.council.least(self._learned is not None and self._learned[0] == given)[0]:
                 self._learn(inputs, targets)
-            return replace(self._executor.run(self._loaded(), inputs, targets, trace, evaluating=True), version=self.version)
+            plan = self._loaded()
+            with self._rank.team.alone():
+                report = self._executor.run(plan, inputs, targets, trace, evaluating=True)
+        return replace(report, version=self.version)
 
+    @_together
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Collective: after `step`, scales the gradients of all stages so that their norm, tied copies counted once, is at most `max_norm`.
 
@@ -169,6 +229,7 @@ class Pipeline:
         """Of this rank's stages that have one: `optimizer`, for a scheduler of learning rates, and `state_dict`, `load_state_dict`."""
         return self._rank.host_optimizers
 
+    @_together
     def tie(self, copy: nn.Parameter | nn.Module | None) -> None:
         """Collective: ties copies of one parameter (tied embeddings) or of one module (a stage that serves two routes) that several ranks
         hold; a rank without one passes None.
@@ -190,11 +251,16 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule | None:
         """The schedule that runs now."""
-        return None if self._plan is None else self._plan.schedule
+        return None if self.plan is None else self.plan.schedule
 
     @property
     def plan(self) -> Plan | None:
-        return self._plan
+        return self._swaps.plan
+
+    @property
+    def version(self) -> int:
+        """How many schedules have been swapped in."""
+        return self._swaps.version
 
     @property
     def preparing(self) -> bool:
@@ -210,23 +276,27 @@ class Pipeline:
         """This rank's, among those of this pipeline."""
         return self._rank.number
 
+    @_together
     def gather(self, value: Any) -> list[Any]:
         """Collective: every rank's value, by rank."""
         return self._rank.council.gather(value)
 
     def _loaded(self) -> Plan:
-        if self._plan is None:
+        if self._swaps.plan is None:
             raise InputError("no schedule is loaded: call load(schedule) before the first step")
-        return self._plan
+        return self._swaps.plan
 
     # Schedules
 
+    @_together
     def load(self, schedule: Schedule | None) -> None:
         """Collective: rank 0's schedule, prepared and swapped in on every rank, or on none: then `ScheduleError` says what is wrong."""
+        compile_at_once()  # here, where no step waits for it
         plan, complaint = None, None
         try:
             plan = self.prepare(self._rank.council.share(schedule))
-            self._reserve(plan)
+            if plan.problem.microbatches == self._rank.layout.microbatches:
+                self._reserve(plan)
         except OptPipeError as error:
             plan, complaint = None, str(error)
         if not self._rank.council.agree(plan):
@@ -242,16 +312,53 @@ class Pipeline:
         self._offers.offer(schedule)
 
     def prepare(self, schedule: Schedule) -> Plan:
-        """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread; raises `ScheduleError`."""
-        return prepare(schedule, self._rank.number, self._rank.layout, self.problem, self._rank.host_optimizers.keys())
+        """Checks a schedule for this pipeline and lowers it for this rank. No side effects, any thread; raises `ScheduleError`.
+
+        It may be for another number of micro-batches. Then the costs of its own problem count, for those measured here were of larger or
+        smaller micro-batches, and once it is swapped in they are `problem`.
+        """
+        layout, problem, theirs = self._rank.layout, self.problem, Layout.of(schedule.problem)
+        if theirs.microbatches != layout.microbatches and theirs.routes == layout.routes:
+            layout, problem = replace(layout, microbatch_routes=theirs.microbatch_routes), None
+        return prepare(schedule, self._rank.number, layout, problem, self._rank.host_optimizers.keys())
 
     def swap(self, plan: Plan) -> None:
         """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
+        self._swap(plan)
+
+    def _swap(self, plan: Plan, why: str = "", offered: bool = False) -> None:
         if not self._executor.idle:
             raise OptPipeError("a schedule can be swapped only between two steps")
-        self._reserve(plan)
-        self._plan = plan
-        self.version += 1
+        if plan.problem.microbatches == self._rank.layout.microbatches:
+            self._reserve(plan)
+        else:
+            self._relay(plan)
+        self._swaps.take(plan, offered, why)
+
+    def _relay(self, plan: Plan) -> None:
+        """The pipeline for another number of micro-batches; the next step learns its stages anew."""
+        layout = replace(self._rank.layout, microbatch_routes=Layout.of(plan.problem).microbatch_routes)
+        self._rank = replace(self._rank, layout=layout)
+        for stage in self._rank.stages.values():
+            stage.weigh(1 / layout.microbatches)
+        self._executor, self._learned = Executor(self._rank), None
+        if self.problem is not None:
+            self.problem = plan.problem
+
+    def _welcome(self, schedule: Schedule) -> Plan:
+        """An offer, prepared."""
+        plan = self.prepare(schedule)
+        self._swaps.require_welcome(plan)
+        return plan
+
+    def _accept(self, plan: Plan) -> None:
+        """Whether this rank can run it from now on: raises `OptPipeError`, here where memory or this step's batch is against it."""
+        if plan.problem.microbatches == self._rank.layout.microbatches:
+            self._reserve(plan)
+            return
+        for takes, value, what in zip((self._rank.takes_inputs, self._rank.takes_targets), self._given, ("inputs", "targets"), strict=True):
+            if takes:
+                cut(value, plan.problem.microbatches, what)
 
     def _reserve(self, plan: Plan) -> None:
         """Takes the host memory that a plan needs, if it is not there yet; `OptPipeError` where there is too little."""
@@ -261,6 +368,7 @@ class Pipeline:
 
     # Profile
 
+    @_together
     def profile(
         self, inputs: Any = None, targets: Any = None, memory_bytes: int | None = None, offload_parts: int = 1, repeats: int = 7
     ) -> Problem:
@@ -341,6 +449,14 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the threads of this pipeline."""
+        if self._rank.team.failure is None:
+            self._end_threads()
+        else:
+            thread = threading.Thread(target=self._end_threads, name="optpipe-close", daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)
+
+    def _end_threads(self) -> None:
         self._offers.close()
         self._rank.mail.close()
         self._rank.link.close()
@@ -352,8 +468,9 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:  # after a failure a neighbour may never answer: nothing here waits for it
-            self.close()
+        if error is not None:  # whatever it is, this rank does not come back: the others must not wait
+            self._rank.team.fail(self._rank.team.blame(error))
+        self.close()
 
 
 def _require_sound(

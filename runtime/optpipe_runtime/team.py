@@ -30,13 +30,6 @@ class LostError(OptPipeError):
     """A rank did not answer: its connection is closed, or it was silent for as long as torch waits (30 minutes)."""
 
 
-class AgreedError(Exception):
-    """Carries an error that all ranks raise together and survive."""
-
-    def __init__(self, error: OptPipeError) -> None:
-        self.error = error
-
-
 class Team:
     """The ranks of a process group; without one, all. Making one, and a subgroup, is collective over the ranks of all teams.
 
@@ -84,18 +77,33 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do together: an error in here ends the team, unless it is agreed."""
+        """What all ranks do together. An `OptPipeError` in here is one that all raise; any other error ends the team."""
         if self.failure is not None:
             raise OptPipeError(f"this pipeline has failed, make a new one: {self.failure}")
         try:
             yield
-        except AgreedError as agreed:
-            raise agreed.error from None
         except LostError as lost:
             raise OptPipeError(self.fail(_sentence(lost), lost=True)) from lost
-        except BaseException as error:
-            self.fail(_sentence(error) if hasattr(error, "__notes__") else f"rank {self.number}: {_sentence(error)}")
+        except OptPipeError:
             raise
+        except BaseException as error:
+            self.fail(self.blame(error))
+            raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What this rank does by itself while the others do theirs: any error ends the team."""
+        try:
+            yield
+        except LostError:
+            raise
+        except OptPipeError as error:
+            self.fail(self.blame(error))
+            raise
+
+    def blame(self, error: BaseException) -> str:
+        """Where this rank was, if that is known, and what happened."""
+        return _sentence(error) if hasattr(error, "__notes__") else f"rank {self.number}: {_sentence(error)}"
 
     def fail(self, why: str, lost: bool = False) -> str:
         """Ends the team: tells the others, and leaves none of them waiting. Returns what is told on all ranks: the first failure.

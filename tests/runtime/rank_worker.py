@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
 class Ranks:
     """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for it."""
 
-    def __init__(self, context: SpawnContext, world: int, folder: Path) -> None:
+    def __init__(self, context: ForkServerContext, world: int, folder: Path) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0
         self._start()
 
