@@ -178,22 +178,23 @@ class HostOptimizer:
 
     # Profile
 
-    def measure(self, clock: Clock, repeats: int) -> dict[str, list[tuple[Any, Any]]]:
-        """Marks of G, U and P of a second optimizer of the same parameters, which stay as they are; gradients are zeros, then None."""
-        second = HostOptimizer(self._stage, self._module, self._factory, self._link, self._desk)
-        marks: dict[str, list[tuple[Any, Any]]] = {"gradient_out_ms": [], "update_ms": [], "parameters_in_ms": []}
-        for _ in range(repeats):
-            (ticket,) = second._copy_in()
+    def second(self) -> HostOptimizer:
+        """Another optimizer of the same parameters, to `rehearse` with."""
+        return HostOptimizer(self._stage, self._module, self._factory, self._link, self._desk)
+
+    @torch.no_grad()
+    def rehearse(self) -> dict[str, Sequence[Ticket]]:
+        """P, G and U by the names of their times, when they are over. The device's parameters stay as they are, gradients are None."""
+        for shared in self._shared:
+            shared.slot.copy_(shared.parameter)
+        inward = self._copy_in()
+        for ticket in inward:
             ticket.wait()
-            marks["parameters_in_ms"].append((ticket.start, ticket.end))
-        for _ in range(repeats):
-            for parameter in second.parameters:
-                parameter.grad = torch.zeros_like(parameter)
-            tickets = {"gradient_out_ms": second.gradients_out(), "update_ms": second.update()}
-            second.wait_update()
-            for name, (ticket,) in tickets.items():
-                marks[name].append((ticket.start, ticket.end))
-        return marks
+        for shared in self._shared:
+            shared.parameter.grad = torch.zeros_like(shared.parameter)
+        found = {"parameters_in_ms": inward, "gradient_out_ms": self.gradients_out(), "update_ms": self.update()}
+        self.wait_update()
+        return found
 
 
 def on_host(
@@ -255,4 +256,3 @@ def _share(stage: int, module: nn.Module) -> Iterable[_Shared]:
 def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     for to, source in copies:
         to.copy_(source, non_blocking=True)
-

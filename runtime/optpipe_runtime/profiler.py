@@ -63,9 +63,10 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | N
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
         links = _links(rank, trials, clock, repeats)
+        updates = _try_updates(rank, clock, repeats)
     clock.settle()
     counts = Counter(layout.microbatch_routes)
-    times = {s: _times(ways, counts) for s, ways in trials.items()}
+    times = {s: _times(ways, counts) | updates.get(s, {}) for s, ways in trials.items()}
     costs = {s: _costs(times[s], list(ways.values()), parts) for s, ways in trials.items()}
     host = _host_budget(rank, everything, costs)
     device = {"memory_bytes": memory_bytes, "host_memory_bytes": host, "peer": layout.peer(rank.number), "link": layout.link(rank.number)}
@@ -100,6 +101,7 @@ def _routes(rank: Rank, s: int) -> list[int]:
 
 def _together(rank: Rank, once: Callable[[], object], times: Iterable[Times], clock: Clock, repeats: int) -> None:
     """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest."""
+    rank.council.least(0)  # what was measured before is over everywhere
     own = 0.0
     for _ in range(WARM_UP):
         start = time.perf_counter()
@@ -216,6 +218,19 @@ def _links(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, 
             [half] = times.spreads(0.5).values()
             found[here, there] = max(half, found.get((here, there), half))
     return found
+
+
+def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, Spread]]:
+    """Optimizers on the host, of all ranks at once: by a second one each, with gradients of zeros. What the first ones have, stays."""
+    updates = [(Times(clock), host.second()) for host in rank.host_optimizers.values()]
+
+    def once() -> None:
+        for times, second in updates:
+            for name, copies in second.rehearse().items():
+                times.copies(name, [copies])
+
+    _together(rank, once, [times for times, _ in updates], clock, repeats)
+    return {s: times.spreads() for s, (times, _) in zip(rank.host_optimizers, updates, strict=True)}
 
 
 @contextmanager

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rank_cases import Gradients, batch, loss_fn, make_stages, numbers
 from torch import nn
 
-from optpipe.errors import ScheduleError
+from optpipe.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 
 
 class Outcome(NamedTuple):
-    """A step on one rank: what it was told where the schedule was refused, the losses it has by micro-batch, its gradients by stage."""
+    """A step on one rank: the losses it has by micro-batch, its gradients by stage."""
 
-    refused: str
     losses: dict[int, float]
     gradients: Gradients
 
@@ -38,24 +37,34 @@ def plain(layout: Layout) -> Outcome:
         loss = loss_fn(x, y)
         torch.autograd.backward(loss / layout.microbatches)
         losses[j] = loss.item()
-    return Outcome("", losses, numbers(dict(enumerate(modules))))
+    return Outcome(losses, numbers(dict(enumerate(modules))))
+
+
+class Kept(torch.optim.SGD):
+    """On the host: changes nothing and keeps the gradients."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        super().__init__(named, lr=0.0)
+        self.found: Gradients = {}
+        self.register_step_pre_hook(lambda *_: self.found.update({name: p.grad.numpy().copy() for name, p in named if p.grad is not None}))
 
 
 def run_all(schedules: Sequence[Schedule]) -> list[Outcome]:
-    """One pipeline for each layout, made when the first schedule needs it; all of them stay."""
-    pipelines: dict[Layout, tuple[Pipeline, dict[int, nn.Module]]] = {}
+    """One pipeline for each layout and stages with an optimizer on the host, made when the first schedule needs it; all of them stay."""
+    pipelines: dict[Any, tuple[Pipeline, dict[int, nn.Module]]] = {}
     outcomes = []
     for schedule in schedules:
         layout = Layout.of(schedule.problem)
-        if layout not in pipelines:
-            pipelines[layout] = _pipeline(layout)
-        outcomes.append(_step(*pipelines[layout], layout, schedule))
+        hosted = frozenset(op.stage for program in schedule.programs for op in program.ops() if op.kind == Kind.U)
+        if (layout, hosted) not in pipelines:
+            pipelines[layout, hosted] = _pipeline(layout, hosted)
+        outcomes.append(_step(*pipelines[layout, hosted], layout, schedule))
     for pipe, _ in pipelines.values():
         pipe.close()
     return outcomes
 
 
-def _pipeline(layout: Layout) -> tuple[Pipeline, dict[int, nn.Module]]:
+def _pipeline(layout: Layout, hosted: frozenset[int]) -> tuple[Pipeline, dict[int, nn.Module]]:
     """A pipeline whose routes have a copy of the model each: they are tied, and begin as the one on the lowest rank, whatever they were."""
     rank, modules = torch.distributed.get_rank(), {}
     copies = list(zip(*layout.routes, strict=True))
@@ -66,7 +75,7 @@ def _pipeline(layout: Layout) -> tuple[Pipeline, dict[int, nn.Module]]:
                 if rank > min(layout.placement[other] for other in same):
                     module.apply(_spoil)
     ways = {"routes": layout.routes, "microbatch_routes": layout.microbatch_routes, "peers": layout.peers or None}
-    pipe = Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways)
+    pipe = Pipeline(modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=dict.fromkeys(hosted, Kept), **ways)
     for same in copies if len(layout.routes) > 1 else ():
         pipe.tie(next((modules[s] for s in same if s in modules), None))
     return pipe, modules
@@ -78,13 +87,11 @@ def _spoil(module: nn.Module) -> None:
 
 
 def _step(pipe: Pipeline, modules: dict[int, nn.Module], layout: Layout, schedule: Schedule) -> Outcome:
-    try:
-        pipe.load(schedule)
-    except ScheduleError as error:
-        return Outcome(str(error), {}, {})
+    pipe.load(schedule)
     for module in modules.values():
         module.zero_grad()
     report = pipe.step(*batch(0, layout.microbatches))
     ours = [j for j in range(layout.microbatches) if layout.route(j)[-1] in modules]
     assert np.isclose(report.loss or 0.0, np.mean(report.losses or [0.0]))
-    return Outcome("", dict(zip(ours, report.losses or (), strict=True)), numbers(modules))
+    left = {f"{s}.{name}": grad for s, host in pipe.host_optimizers.items() for name, grad in vars(host.optimizer)["found"].items()}
+    return Outcome(dict(zip(ours, report.losses or (), strict=True)), numbers(modules) | left)

@@ -21,10 +21,8 @@ from optpipe.ops import Kind, Op, Pair
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout
-from optpipe_runtime.lowering import RUNS
 from optpipe_solver import heuristics, systems
 
-REFUSED = frozenset({"chronos-offload"})  # it has ops that the executor does not know
 EVICTION = {Kind.E, Kind.L, Kind.A, Kind.V}
 
 
@@ -70,21 +68,13 @@ def test_every_system_trains_as_a_plain_run(pool: str, microbatches: tuple[int, 
     by_rank = call(rank_systems.run_all, timeout=180, schedules=[case.schedule for case in found])
     plain = {layout: rank_systems.plain(layout) for layout in {case.layout for case in found}}
     for case, *outcomes in zip(found, *by_rank, strict=True):
-        unknown = case.kinds - set(RUNS)
-        assert bool(unknown) == (case.name in REFUSED)
-        if unknown:
-            (told,) = {outcome.refused for outcome in outcomes}
-            assert "this executor runs F, B, W, BW, C, O, D, R, E, L, A, V, not" in told
-        else:
-            require_same(case, outcomes, plain[case.layout])
-    run = [case for case in found if case.name not in REFUSED]
+        require_same(case, outcomes, plain[case.layout])
     evicts = EVICTION if call.world > 2 else set()  # of two stages, BPipe evicts nothing
-    assert set().union(*(case.kinds for case in run)) == set(RUNS) - EVICTION | evicts
-    assert any(isinstance(item, Pair) for case in run for program in case.schedule.programs for item in program)
+    assert set().union(*(case.kinds for case in found)) == set(Kind) - EVICTION | evicts
+    assert any(isinstance(item, Pair) for case in found for program in case.schedule.programs for item in program)
 
 
 def require_same(case: Case, outcomes: list[Outcome], plain: Outcome) -> None:
-    assert {outcome.refused for outcome in outcomes} == {""}, case.name
     assert {j: loss for outcome in outcomes for j, loss in outcome.losses.items()} == plain.losses, case.name
     gradients = {name: grad for outcome in outcomes for name, grad in outcome.gradients.items()}
     place = {s: k for route in case.layout.routes for k, s in enumerate(route)}
