@@ -49,9 +49,8 @@ class Measured:
     launch_bound: tuple[tuple[int, str], ...]  # stage and time, on GPUs
 
 
-def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int | None, parts: int, repeats: int) -> Measured:
+def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int, parts: int, repeats: int) -> Measured:
     """Collective. `inputs` and `targets` are those of one micro-batch, on the ranks that need them. See `Pipeline.profile`."""
-    memory_bytes = _budget(rank) if memory_bytes is None else memory_bytes
     inputs = tuple(tensor.clone() for tensor in inputs)  # a stage may change them in place, again and again
     layout, clock = rank.layout, Clock(rank.device)
     trials = {s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)} for s, stage in rank.stages.items()}
@@ -130,7 +129,7 @@ def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: i
     fitting = [trial for trial in trials if limit is None or trial.host_bytes(rank.pool) <= limit]
     two = 2 * max((trial.host_bytes(rank.pool) for trial in fitting), default=0)
     both_ways = layout.full_duplex and bool(fitting) and (limit is None or two <= limit)
-    moving = [(trial, j) for j in range(2 if both_ways and len(fitting) == 1 else 1) for trial in fitting]
+    moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
     for trial, j in moving:
         trial.forward(j)
     sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
@@ -199,6 +198,7 @@ def _links(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, 
             continue
         times, other = Times(clock), there if rank.number == here else here
         specs = rank.passages[s, route].outputs
+        mail.start_step()
         for r in range(WARM_UP + LINK_ROUNDS * repeats):
             if r == WARM_UP:
                 times.clear()
@@ -280,7 +280,7 @@ def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list
     return [(s, name) for s, spreads in times.items() for name, spread in spreads.items() if spread.launch_bound]
 
 
-def _budget(rank: Rank) -> int:
+def budget(rank: Rank) -> int:
     """What a GPU has left, less gradients that are still to come, less a tenth for workspace. Not measured."""
     device = rank.device
     if device.type != "cuda":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rank_cases
+import rank_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_worker import Ranks
@@ -82,3 +83,46 @@ def measured(ranks: Ranks, placement: tuple[int, ...], peers: tuple[int | None, 
         assert stage.can_evict == (peers[stage.device] is not None)
         assert not stage.can_evict or (stage.offload_bytes or 0) <= (stage.evict_bytes or 0) <= stage.activation_bytes
     return problem
+
+
+# Measured while the others are at it
+
+
+def inside(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """The share of the time of these spans that lies between the first and the last of the others."""
+    first, last = others[0][0], others[-1][1]
+    return sum(max(0.0, min(b, last) - max(a, first)) for a, b in spans) / sum(b - a for a, b in spans)
+
+
+def test_a_rank_with_quick_copies_goes_on_until_the_slow_one_has_done(ranks: Ranks) -> None:
+    (measured, quick, _), (_, slow, _) = ranks(rank_profile.copies, placement=[0, 1], copy_s=[0.002, 0.02])
+    here, there = measured.stages[0]["offload_ms"], measured.stages[1]["offload_ms"]
+    assert here.count > 2 * there.count >= 6
+    assert 2 <= here.ms < there.ms >= 20
+    measuring = slow[-2 * there.count :]  # there and back, without the warm-up
+    assert inside(measuring, quick) > 0.6
+
+
+def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
+    results = ranks(rank_profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], full_duplex=True)
+    for measured, out, back in results:
+        assert measured.problem.transfer_mode == "full_duplex"
+        beside = [any(a < d and c < b for c, d in out) for a, b in back]
+        assert sum(beside) >= len(back) - 1, "but for the last, which brings home what is still away"
+        for times in measured.stages:
+            assert times["offload_ms"].ms >= 5
+            assert times["reload_ms"].ms >= 5
+
+
+def test_ranks_that_take_turns_on_a_link_do_so_here(ranks: Ranks) -> None:
+    (measured, first, _), (_, second, _) = ranks(rank_profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], links=["a", "a"])
+    assert first[-1][1] <= second[0][0]
+    assert all(times["offload_ms"].count >= 3 for times in measured.stages)
+
+
+def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
+    measured, _ = ranks(rank_profile.two_routes, loss_s=0.04)
+    first, both, last = (stage.forward_ms for stage in measured.problem.stages)
+    assert last >= 40
+    assert 10 <= both < 0.7 * last, "one of four micro-batches ends there"
+    assert first < 0.5 * last

@@ -1,0 +1,71 @@
+"""What the ranks do in the tests of the profiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rank_cases import WIDTH, batch, loss_fn, own_stages
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe_runtime import Pipeline
+from optpipe_runtime.pool import Engine, Ticket
+from optpipe_runtime.profiler import Measured
+
+Span = tuple[float, float]  # on the machine's clock
+
+
+class Recorded:
+    """An engine whose transfers take `s` seconds more, and are noted."""
+
+    def __init__(self, engine: Engine, s: float) -> None:
+        self._engine, self._s = engine, s
+        self.spans: list[Span] = []
+
+    def run(self, work: Callable[[], object]) -> Ticket:
+        def slowly() -> None:
+            start = time.perf_counter()
+            time.sleep(self._s)
+            work()
+            self.spans.append((start, time.perf_counter()))
+
+        return self._engine.run(slowly)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def copies(
+    placement: Sequence[int], copy_s: Sequence[float], full_duplex: bool = False, links: Sequence[str | None] | None = None
+) -> tuple[Measured, list[Span], list[Span]]:
+    """Profiles where a rank's copies take so long; when they ran, out and back."""
+    rank = torch.distributed.get_rank()
+    with Pipeline(own_stages(placement), placement, loss_fn, 2, full_duplex=full_duplex, links=links) as pipe:
+        link = pipe._rank.link
+        down = up = Recorded(link.down, copy_s[rank])
+        if full_duplex:
+            up = Recorded(link.up, copy_s[rank])
+        link.down, link.up = down, up
+        pipe.profile(*batch(0, 2), memory_bytes=10**9, repeats=3)
+        assert pipe.measured is not None
+        return pipe.measured, down.spans, up.spans
+
+
+def two_routes(loss_s: float) -> Measured:
+    """Stage 1 is the last of the first route, which one of four micro-batches takes; the others go on to stage 2. The loss takes long."""
+    placement = [0, 1, 0]
+    rank = torch.distributed.get_rank()
+    stages: dict[int, nn.Module] = {s: nn.Linear(WIDTH, WIDTH) for s, owner in enumerate(placement) if owner == rank}
+
+    def slow(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(loss_s)
+        return functional.mse_loss(output, target)
+
+    x: Any = torch.randn(8, WIDTH)
+    with Pipeline(stages, placement, slow, 4, routes=[[0, 1], [0, 1, 2]], microbatch_routes=[0, 1, 1, 1]) as pipe:
+        pipe.profile(x, x, memory_bytes=10**9, repeats=3)
+        assert pipe.measured is not None
+        return pipe.measured
