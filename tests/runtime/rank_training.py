@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -358,3 +360,16 @@ def checkpointed(
         if save:
             dcp.save(states(), checkpoint_id=folder)
     return losses, parameters(modules)
+
+
+def script(text: str) -> str:
+    """Runs a script that believes to begin and to end its process group; returns what it prints."""
+    begin, end = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *_: None
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(compile(text, "docs/training.md", "exec"), {})
+    finally:
+        dist.init_process_group, dist.destroy_process_group = begin, end
+    return said.getvalue()

@@ -1,7 +1,12 @@
-"""What a training script does around a pipeline, against the same training in one process."""
+"""What a training script does around a pipeline, against the same training in one process; and docs/training.md, whose script runs."""
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,14 @@ import rank_training
 import torch
 from rank_training import Habits
 from rank_worker import Ranks
+from support.pages import DOCS
 from test_executor import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule
+
+PAGE = (DOCS / "training.md").read_text(encoding="utf-8")
+EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py"]
 
 
 def parsed(*programs: list[list[str]], placement: tuple[int, ...] = (0, 1)) -> list[Schedule]:
@@ -161,3 +170,35 @@ def test_a_checkpoint_of_replicas_is_resumed_without_them(ranks: Ranks, four_ran
         assert loaded[rank][1].keys() == saved[rank][1].keys()
         for name, parameter in saved[rank][1].items():
             np.testing.assert_array_equal(loaded[rank][1][name], parameter, err_msg=name)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_script_runs(four_ranks: Ranks) -> None:
+    said = four_ranks(rank_training.script, text="\n".join(blocks("python")))
+    assert [len(re.findall(r"step \d: loss \d+\.\d+, gradient norm \d", text)) for text in said] == [0, 3, 0, 3]
+
+
+def test_the_pages_diff_is_that_of_the_examples() -> None:
+    before, after = ((DOCS.parent / name).read_text(encoding="utf-8").splitlines() for name in EXAMPLES)
+    diff = list(difflib.unified_diff(before, after, *EXAMPLES, n=1, lineterm=""))
+    assert blocks("diff") == ["\n".join(diff) + "\n"]
+    added = [
+        line[2:] for line in difflib.ndiff(*(lines[lines.index("import argparse") :] for lines in (before, after))) if line[:2] == "+ "
+    ]
+    assert len(list(filter(None, added))) == 10
+
+
+@pytest.mark.timeout(120)
+def test_both_examples_print_the_same_losses() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    runs = [subprocess.Popen([*torchrun, str(DOCS.parent / name), "--steps", "3"], **pipes) for name in EXAMPLES]
+    said = [run.communicate(timeout=110) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    losses = [[float(loss) for loss in re.findall(r"step \d: loss (\S+)", out)] for out, _ in said]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1.5e-4)  # the last of four digits may be rounded up in one and down in the other

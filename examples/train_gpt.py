@@ -1,0 +1,48 @@
+"""Trains a GPT in pipeline stages with OptPipe, one stage a rank; with a service better schedules come while it trains.
+
+torchrun --nproc-per-node 2 examples/train_gpt.py [--service http://127.0.0.1:8000]
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+import optpipe
+from optpipe_runtime import Follower, Pipeline
+from optpipe_runtime.demo import gpt, text  # a model and a text; here stand yours
+
+MICROBATCHES = 8
+SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--service", help="address of `optpipe serve`")
+    arguments = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    module = gpt.stages(SIZE, ranks)[rank]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=gpt.LEARNING_RATE)
+    corpus = text.corpus()
+
+    pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
+    problem = pipe.profile(*text.batch(corpus, 0, MICROBATCHES * SIZE.sequences, SIZE.context), memory_bytes=16 * 2**20)
+    pipe.load(optpipe.solve(problem, time_limit=10).schedule if rank == 0 else None)
+    train = Follower(pipe, arguments.service) if arguments.service else pipe
+    for step in range(arguments.steps):
+        inputs, targets = text.batch(corpus, step, MICROBATCHES * SIZE.sequences, SIZE.context)
+        optimizer.zero_grad()
+        losses = train.step(inputs, targets).losses
+        optimizer.step()
+        if losses:
+            print(f"step {step}: loss {sum(losses) / len(losses):.4f}", flush=True)
+    train.close()
+    pipe.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
