@@ -174,8 +174,9 @@ class Activation:
 
     def held(self) -> dict[int, int]:
         """The same by storage, by its key."""
-        memories = (*(block.memory for block in self._blocks.values()), *self._left)
-        return {memory.key: memory.nbytes for memory in memories if memory.alive}
+        here = [block.memory for block in self._blocks.values() if block.storage is not None or block.memory.alive]
+        here += [memory for memory in self._left if memory.alive]
+        return {memory.key: memory.nbytes for memory in here}
 
     # O, D, R
 

@@ -44,7 +44,8 @@ class WeightQueue:
 
     def held(self) -> dict[int, int]:
         """Bytes of the storages that live until W, by key."""
-        found = {storage_key(tensor): tensor.untyped_storage().nbytes() for _, holds in self._jobs for tensor in holds}
+        storages = (tensor.untyped_storage() for _, holds in self._jobs for tensor in holds)
+        found = {int(storage._cdata): storage.nbytes() for storage in storages}
         return found | {key: memory.nbytes for key, memory in self._watched.items() if memory.alive}
 
     @torch.no_grad()
@@ -95,6 +96,11 @@ def accumulate(parameters: Sequence[Tensor], gradients: Gradients) -> None:
             parameter.grad = grad.to(parameter.dtype)
         else:
             parameter.grad += grad
+
+
+def accumulated(parameter: Tensor) -> tuple[int, int]:
+    """What tells whether a gradient has been added since."""
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def can_wait(weight: Tensor) -> bool:
