@@ -14,7 +14,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, stage
 from optpipe_runtime.pool import Engine, HostPool, Link, OnHost, Ticket
 
-COPY_S = 0.002
+COPY_S = 0.003  # what a copy lasts at least
 
 
 class Transfer(NamedTuple):
@@ -89,3 +89,21 @@ def too_few_links() -> str:
     except InputError as error:
         return str(error)
     return "it was made"
+
+
+def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, int]:
+    """Trains by each schedule in turn: bytes allocated for the host in steps; what they used at most, and what the plans said."""
+    layout = Layout.of(schedules[0].problem)
+    allocated = used = reserved = 0
+    with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
+        pipe.profile(*batch(0, layout.microbatches), memory_bytes=10**9, repeats=1)
+        pipe.problem, pool = None, pipe._rank.pool
+        for step in range(steps):
+            pipe.load(schedules[step % len(schedules)])
+            before = pool._allocated
+            used = max(used, pipe.step(*batch(step, layout.microbatches)).host_peak_bytes)
+            allocated += pool._allocated - before
+            assert pipe.plan is not None
+            sizes = {s: [pool.size(nbytes) for nbytes in stage.part_bytes(2)] for s, stage in pipe._rank.stages.items()}
+            reserved = max(reserved, pipe.plan.host_peak(lambda s, part, sizes=sizes: sizes[s][part]))  # type: ignore[misc]
+    return allocated, used, reserved

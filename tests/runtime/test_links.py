@@ -88,14 +88,14 @@ def test_without_turns_they_meet(ranks: Ranks, mode: str) -> None:
     assert meetings(require_same(schedule, none, steps=4), mode == "full_duplex") > 0
 
 
-def test_full_duplex_uses_both_ways_at_once(ranks: Ranks) -> None:
-    programs = [["0F0", "0O0", "0F1", "0D0", "0R0", "0BW0", "0BW1"], ["1F0", "1O0", "1D0", "1R0", "1BW0", "1F1", "1BW1"]]
-    problem = shared([0, 1], 2, ["pcie0", "pcie0"], "full_duplex")
-    schedule = Schedule.parse(problem, programs, {"pcie0": ["0O0", "0R0", "1O0", "1R0"]})
-    transfers = require_same(schedule, ranks(rank_links.train, schedules=[schedule]))
-    assert meetings(transfers, full_duplex=True) == 0
-    assert len(transfers) == 4
-    assert meetings(transfers, full_duplex=False) > 0, "0R0 and 1O0 wait for nothing that the other does"
+def test_in_full_duplex_one_way_does_not_wait_for_the_other() -> None:
+    schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], "full_duplex"), OFFLOADED, {"pcie0": ORDER})
+    out, back = prepare(schedule, 1, Layout.of(schedule.problem)).turns
+    assert out is not None
+    assert back is not None
+    assert [str(op) for op in (*out.after, *out.before)] == ["1O0", "1O1", "1O0"]
+    assert [str(op) for op in (*back.after, *back.before)] == ["1R1", "1R0", "1R1"]
+    assert (out.first, out.last, back.first, back.last) == (0, 1, 1, 0)
 
 
 def test_links_that_differ_are_refused() -> None:

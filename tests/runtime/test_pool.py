@@ -1,0 +1,92 @@
+"""Host memory is allocated once, exactly as much as is needed, and locked for as long as it is there; a lane keeps its order to the end."""
+
+from __future__ import annotations
+
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import rank_cases
+import rank_links
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_worker import Ranks
+from support.strategies import schedules
+
+from optpipe.schedule import Schedule
+from optpipe_runtime.pool import PAGE, HostMemory, HostPool, Link, OnHost, ThreadEngine
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@settings(max_examples=4)
+@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0]]))
+def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
+    """After `load`, ten steps by four schedules, in any order, allocate nothing; what is used is what was reserved for."""
+    problem = rank_cases.problem(placement, 3, offload_parts=2)
+    chosen: list[Schedule] = [data.draw(schedules(problem)) for _ in range(4)]
+    for allocated, used, reserved in ranks(rank_links.allocations, schedules=chosen, steps=10):
+        assert allocated == 0
+        assert used == reserved
+
+
+def test_copies_cross_pages_and_nothing_is_lost() -> None:
+    link, pool = Link(CPU, False), HostPool(CPU)
+    sizes = [1, PAGE["cpu"] - 1, 3 * PAGE["cpu"], 0, 7, 2 * PAGE["cpu"] + 5]
+    pieces = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+    carrier = OnHost(link, pool)
+    (out,) = carrier.away(pieces)
+    out.wait()
+    assert pool.peak_bytes == pool.size(sum(sizes)) == 7 * PAGE["cpu"]
+    homes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    (back,) = carrier.back(homes)
+    back.wait()
+    assert all(map(torch.equal, pieces, homes))
+    carrier.end()
+    assert pool.take(7 * PAGE["cpu"]), "given back"
+    link.close()
+
+
+def test_locked_memory_is_exact_and_unlocked_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's part is played; that it does what it says is not measured."""
+    told: list[Any] = []
+    driver = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: told.append(("lock", address, nbytes, flags)) or 0,
+        cudaHostUnregister=lambda address: told.append(("unlock", address)) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: told.append(result))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(device))
+    pool = HostPool(CUDA)
+    nbytes = 130 << 20  # of which torch's own pinned memory would take 256 MiB
+    pool.reserve(nbytes)
+    locked = pool.size(nbytes)
+    assert nbytes <= locked < nbytes + PAGE["cuda"]
+    page = pool.take(1)[0]
+    address = told[0][1]
+    assert told == [("lock", address, locked, 1), 0]
+    assert address % mmap.PAGESIZE == 0
+    assert address <= page.data_ptr() < address + locked
+    del pool
+    assert len(told) == 2, "a page is still in use"
+    del page
+    assert told[2:] == [CUDA, ("unlock", address)], "nothing is unlocked under a copy"
+
+
+def test_memory_on_cpu_is_not_locked() -> None:
+    memory = HostMemory(-1, 8)
+    memory.lock(CPU)
+    assert memory.tensor().tolist() == [0] * 8
+
+
+def test_what_comes_after_a_failed_transfer_fails() -> None:
+    """It would run out of turn."""
+    lane, done = ThreadEngine(), []
+    first, second = lane.run(lambda: 1 / 0), lane.run(lambda: done.append(1))
+    for ticket in (first, second):
+        with pytest.raises(ZeroDivisionError):
+            ticket.wait()
+    assert done == []
+    lane.close()

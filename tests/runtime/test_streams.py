@@ -1,0 +1,95 @@
+"""The engine, the carrier and the store of a GPU, on simulated streams: no schedule lets a copy and a computation race for memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_cases
+import torch
+from fake_cuda import Races
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.strategies import schedules
+
+from optpipe.ops import Kind, Op
+from optpipe.schedule import Schedule
+from optpipe_runtime import pool
+from optpipe_runtime.pool import HostPool, Link, StreamEngine
+from optpipe_runtime.stage import StageRunner
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
+AWAY = ["0F0", "0O0", "0O0.1", "0F1", "0D0", "0D0.1", "0O1", "0D1", "0R0.1", "0R0", "0BW0", "0O1.1", "0D1.1", "0R1", "0R1.1", "0BW1"]
+PROBLEM = rank_cases.problem([0], 3, offload_parts=2)
+
+
+def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[str]:
+    """What raced while a stage ran these ops, twice: the second time host pages are used again."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulation = Races(monkeypatch)
+        monkeypatch.setattr(pool, "engine", lambda device: engine(CUDA))
+        link = Link(CPU, full_duplex)
+        stage = StageRunner(0, rank_cases.Block(), CPU, link, HostPool(CPU))
+        stage.learn((torch.zeros(SHAPE, requires_grad=True),))
+        stage.start_step((), 2)
+        with simulation:
+            for op in ops * 2:
+                run(stage, op)
+        assert stage.idle
+    return simulation.found
+
+
+def run(stage: StageRunner, op: Op) -> None:
+    kind, _, j, part = op
+    match kind:
+        case Kind.F:
+            stage.forward(j, (torch.randn(SHAPE),))
+        case Kind.B | Kind.BW:
+            stage.backward(j, (torch.ones(SHAPE),), split=kind == Kind.B)
+        case Kind.W:
+            stage.weight(j)
+        case Kind.O:
+            stage.offload(j, part)
+        case Kind.D:
+            stage.drop(j, part)
+        case Kind.R:
+            stage.reload(j, part)
+        case Kind.C:
+            raise AssertionError("nothing is recomputed here")
+
+
+@settings(max_examples=10)
+@given(st.data(), st.booleans())
+def test_no_schedule_races(data: Any, full_duplex: bool) -> None:
+    kept = PROBLEM.replace(stages=[stage.model_copy(update={"recompute_ms": None, "checkpoint_bytes": None}) for stage in PROBLEM.stages])
+    schedule: Schedule = data.draw(schedules(kept))
+    assert races(schedule.programs[0].ops(), full_duplex) == []
+
+
+class Unordered(StreamEngine):
+    """Copies begin whenever they like."""
+
+    def run(self, work: Any) -> Any:
+        self._stream.wait_stream = lambda other: None  # type: ignore[method-assign]
+        return super().run(work)
+
+
+class Unawaited(StreamEngine):
+    """Nobody waits for a copy."""
+
+    def run(self, work: Any) -> Any:
+        ticket = super().run(work)
+        ticket.wait = lambda: None  # type: ignore[method-assign]
+        return ticket
+
+
+@pytest.mark.parametrize("full_duplex", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "raced"),
+    [(Unordered, "copy_.default and its allocation"), (Unawaited, "its end and copy_.default")],
+)
+def test_the_simulation_sees_what_is_not_ordered(engine: Any, raced: str, full_duplex: bool) -> None:
+    ops = [Op.parse(text) for text in AWAY]
+    assert races(ops, full_duplex) == []
+    assert raced in races(ops, full_duplex, engine)
