@@ -43,7 +43,7 @@ from optpipe_runtime.mail import Mail
 from optpipe_runtime.optimizer import Factory, HostOptimizer, on_host
 from optpipe_runtime.peers import Peers
 from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.profiler import Measured, profile
+from optpipe_runtime.profiler import Measured, budget, profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.replicas import Replicas
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
@@ -127,7 +127,7 @@ class Pipeline:
             pool=pool,
             link=link,
             peers=Peers(team, layout, device),
-            host_optimizers=on_host(host_optimizers or {}, stages, layout, team, link, device),
+            host_optimizers=council.each(lambda: on_host(host_optimizers or {}, stages, layout, team, link, device)),
         )
         self.problem: Problem | None = None  # set by `profile`: from then on every schedule must fit it
         self.measured: Measured | None = None  # set by `profile`: how far what it measured is spread
@@ -380,15 +380,21 @@ class Pipeline:
         """
         if not self._executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
-        if repeats < 1 or offload_parts < 1:
-            raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
         rank = self._rank
+
+        def allowed() -> int:
+            if repeats < 1 or offload_parts < 1:
+                raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
+            return budget(rank) if memory_bytes is None else memory_bytes
+
         with self._replicas.whole():
             if not rank.council.least(self._learned == self._signature(inputs, targets))[0]:
                 self._learn(inputs, targets)
             given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
             asked = self._sample(targets, "targets") if rank.takes_targets else ()
-            self.measured = profile(rank, given, asked, memory_bytes, offload_parts, repeats)
+            available = rank.council.each(allowed)
+            with rank.team.alone():
+                self.measured = profile(rank, given, asked, available, offload_parts, repeats)
         if rank.number == 0 and self.measured.launch_bound:
             log.warning("these may be as long as the host takes to launch them, stage and time: %s", self.measured.launch_bound)
         self.problem = self.measured.problem

@@ -11,7 +11,7 @@ a timeout ends the connection. On NCCL, where a group's `abort` ends its works, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
@@ -27,7 +27,14 @@ ROLL_CALL_S = 2.0  # a rank that has not answered by then is said to be gone
 
 
 class LostError(OptPipeError):
-    """A rank did not answer: its connection is closed, or it was silent for as long as torch waits (30 minutes)."""
+    """A rank did not answer: its connection is closed, or it was silent for as long as torch waits (30 minutes).
+
+    `absent`: those of the team to whom this rank has no connection any more, as far as it knows.
+    """
+
+    def __init__(self, why: str, absent: Sequence[int] = ()) -> None:
+        super().__init__(why)
+        self.absent = absent
 
 
 class Team:
@@ -70,8 +77,8 @@ class Team:
         if self.number in chosen:
             if self._notices is None:  # a group's name is the same on its members, and no other's
                 self._notices = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
-            self._subgroups.append(Subgroup(self, own))
-        return self._subgroups[-1] if self.number in chosen else Subgroup(self, None)
+            self._subgroups.append(Subgroup(self, chosen, own))
+        return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None)
 
     # Failure
 
@@ -83,7 +90,7 @@ class Team:
         try:
             yield
         except LostError as lost:
-            raise OptPipeError(self.fail(_sentence(lost), lost=True)) from lost
+            raise OptPipeError(self.fail(_sentence(lost), lost)) from lost
         except OptPipeError:
             raise
         except BaseException as error:
@@ -105,19 +112,18 @@ class Team:
         """Where this rank was, if that is known, and what happened."""
         return _sentence(error) if hasattr(error, "__notes__") else f"rank {self.number}: {_sentence(error)}"
 
-    def fail(self, why: str, lost: bool = False) -> str:
+    def fail(self, why: str, lost: LostError | None = None) -> str:
         """Ends the team: tells the others, and leaves none of them waiting. Returns what is told on all ranks: the first failure.
 
-        `lost`: another rank is, so who answers is found out first, unless one of them says why.
+        `lost`: it is another rank that has failed, so which one is found out first, unless one of them says why.
         """
         if self.failure is None:
             self.failure = why
             try:
-                self.failure = why if lost else self._told(why)
-                self._close()
-                self.failure = self._roll_call(why) if lost else self.failure
+                self.failure = self._told(why) if lost is None else self._found_out(why, lost)
             except RuntimeError:  # torch's DistError: the store is where a rank was that is gone
-                self._close()
+                self.failure = why
+            self._close()
         return self.failure
 
     def _told(self, why: str) -> str:
@@ -125,16 +131,22 @@ class Team:
         assert self._notices is not None
         return str(self._notices.compare_set("why", "", why), "utf-8")
 
-    def _roll_call(self, why: str) -> str:
+    def _found_out(self, why: str, lost: LostError) -> str:
+        """Whoever closes connections has told why before, or that it is still here: who has not is gone."""
         assert self._notices is not None
         self._notices.set(f"here/{self.number}", "")
-        until, absent = time.monotonic() + ROLL_CALL_S, list(range(self.size))
-        while time.monotonic() < until and not self._notices.check(["why"]):
-            if not (absent := [rank for rank in absent if not self._notices.check([f"here/{rank}"])]):
-                break
-            time.sleep(0.02)
+        absent = self._absent(lost.absent)
+        if not absent and not self._notices.check(["why"]):
+            self._close()  # those who wait for this rank will hear, and say that they are here
+            until = time.monotonic() + ROLL_CALL_S
+            while (absent := self._absent(range(self.size))) and time.monotonic() < until and not self._notices.check(["why"]):
+                time.sleep(0.02)
         gone = ", ".join(map(str, absent))
         return self._told(f"rank{'s' * (len(absent) > 1)} {gone} did not answer any more; {why}" if absent else why)
+
+    def _absent(self, ranks: Iterable[int]) -> list[int]:
+        assert self._notices is not None
+        return [rank for rank in ranks if not self._notices.check([f"here/{rank}"])]
 
     def _close(self) -> None:
         for subgroup in self._subgroups:
@@ -147,9 +159,8 @@ class Subgroup:
     Connections close when nothing holds torch's group or a work of it any more, tracebacks included, so only what is here does.
     """
 
-    def __init__(self, team: Team, group: dist.ProcessGroup | None) -> None:
-        self._team, self._group = team, group
-        self._size = 0 if group is None else dist.get_world_size(group)
+    def __init__(self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        self._team, self._members, self._group = team, members, group
         self._transfers: WeakSet[Transfer] = WeakSet()
 
     def send(self, tensor: Tensor, to: int) -> Transfer:
@@ -179,7 +190,7 @@ class Subgroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Every member's value."""
-        values: list[Any] = [None] * self._size
+        values: list[Any] = [None] * len(self._members)
         with self.reaching():
             dist.all_gather_object(values, value, group=self._open())
         return values
@@ -211,7 +222,18 @@ class Subgroup:
             text = str(error).rpartition("] ")[2] if "] " in str(error) else str(error)
             whom = "another rank" if other is None else f"rank {other}"
             told = f"rank {self._team.number} lost its connection to {whom}: {text.partition('. ')[0]}"
-            raise LostError(told) from error.with_traceback(None)
+            raise LostError(told, self._closed() if other is None else [other]) from error.with_traceback(None)
+
+    def _closed(self) -> list[int]:
+        """The members that cannot be sent to, as far as gloo tells."""
+        closed = []
+        for member in self._members:
+            try:
+                if self._group is not None and dist.get_backend(self._group) == "gloo" and member != self._team.number:
+                    dist.isend(torch.zeros(1), self._team.ranks[member], group=self._group)
+            except RuntimeError:
+                closed.append(member)
+        return closed
 
 
 class Transfer:

@@ -29,5 +29,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Rank
 
 
 @pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+    yield from _ranks(3, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
     yield from _ranks(4, tmp_path_factory)

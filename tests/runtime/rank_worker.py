@@ -28,6 +28,9 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+AFTER_A_FAILURE_S = 10.0  # by then the others have heard of it, too
+
+
 class Ranks:
     """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for it."""
 
@@ -48,22 +51,38 @@ class Ranks:
             self._connections.append(ours)
 
     def __call__(self, function: Callable[..., Any], timeout: float = 60, **arguments: Any) -> list[Any]:
-        for connection in self._connections:
-            connection.send((function, arguments))
-        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world
-        waiting, until = set(range(self.world)), time.monotonic() + timeout
-        while waiting and (left := until - time.monotonic()) > 0:
-            for rank in [rank for rank in waiting if self._connections[rank].poll(min(left, 0.01))]:
-                answers[rank] = self._connections[rank].recv()
-                waiting.discard(rank)
-                if not answers[rank][0]:
-                    until = min(until, time.monotonic() + 3)  # the others may wait for it for ever
+        answers = self._ask(function, timeout, arguments)
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
         if failed:
             self._end()
             self._start()
             raise AssertionError("\n".join(failed))
         return [result for _, result in answers]
+
+    def survivors(self, function: Callable[..., Any], dying: int, timeout: float = 60, **arguments: Any) -> list[Any]:
+        """The results of the others, where one rank ends on the way; then all are replaced."""
+        answers = self._ask(function, timeout, arguments)
+        self._end()
+        self._start()
+        assert answers.pop(dying) == (False, "its process has ended")
+        assert all(fine for fine, _ in answers), answers
+        return [result for _, result in answers]
+
+    def _ask(self, function: Callable[..., Any], timeout: float, arguments: dict[str, Any]) -> list[tuple[bool, Any]]:
+        for connection in self._connections:
+            connection.send((function, arguments))
+        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world
+        waiting, until = set(range(self.world)), time.monotonic() + timeout
+        while waiting and (left := until - time.monotonic()) > 0:
+            for rank in [rank for rank in waiting if self._connections[rank].poll(min(left, 0.01))]:
+                try:
+                    answers[rank] = self._connections[rank].recv()
+                except EOFError:
+                    answers[rank] = False, "its process has ended"
+                waiting.discard(rank)
+                if not answers[rank][0]:
+                    until = min(until, time.monotonic() + AFTER_A_FAILURE_S)
+        return answers
 
     def close(self) -> None:
         for connection in self._connections:

@@ -1,0 +1,132 @@
+"""What the ranks do in `test_failures`: a stage raises, or a process is killed, at a place that the test names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rank_cases import Gradients, batch, loss_fn, numbers, own_stages
+from torch import Tensor, nn
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+
+
+class Trouble(NamedTuple):
+    """What happens on one rank: in the forward or backward of its first stage that does this the `nth` time, or before a step."""
+
+    rank: int
+    where: str  # "forward", "backward", "between"
+    nth: int
+    kill: bool = False
+
+    def strike(self) -> None:
+        if self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("not today")
+
+
+class Told(NamedTuple):
+    """On one rank: what its step raised, what the step after said, and a step of a new pipeline in the same process."""
+
+    error: str
+    note: str
+    later: str
+    losses: list[float] | None
+    gradients: Gradients
+
+
+class _Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, armed: _Armed) -> Tensor:
+        ctx.armed = armed  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.armed.count("backward")  # type: ignore[attr-defined]
+        return gradient, None
+
+
+class _Armed(nn.Module):
+    """A stage that counts its forwards and backwards; the first two forwards are those in which the pipeline learns it."""
+
+    def __init__(self, stage: nn.Module, trouble: Trouble) -> None:
+        super().__init__()
+        self.stage, self.trouble, self.counts = stage, trouble, {"forward": -2, "backward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count("forward")
+        result: Tensor = self.stage(x)
+        return _Fuse.apply(result, self) if result.requires_grad else result  # type: ignore[no-untyped-call, no-any-return]
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+        if what == self.trouble.where and self.counts[what] == self.trouble.nth:
+            self.trouble.strike()
+
+
+def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -> Told:
+    rank, m = dist.get_rank(), schedule.problem.microbatches
+    modules = own_stages(placement)
+    if rank == trouble.rank:
+        first = min(modules)
+        modules[first] = _Armed(modules[first], trouble)
+    error, note, later = "", "", ""
+    pipe = Pipeline(modules, placement, loss_fn, m)
+    pipe.load(schedule)
+    try:
+        for step in range(3):  # a rank whose part of a step is done hears of it in the next
+            if trouble.where == "between" and rank == trouble.rank and step == trouble.nth:
+                trouble.strike()
+            pipe.step(*batch(0, m))
+    except (OptPipeError, ValueError) as raised:
+        error, note = f"{type(raised).__name__}: {raised}", " ".join(getattr(raised, "__notes__", []))
+    try:
+        pipe.step(*batch(0, m))
+    except OptPipeError as raised:
+        later = str(raised)
+    pipe.close()
+    if trouble.kill:
+        return Told(error, note, later, None, {})
+    modules = own_stages(placement)
+    with Pipeline(modules, placement, loss_fn, m) as pipe:
+        pipe.load(schedule)
+        report = pipe.step(*batch(0, m))
+    return Told(error, note, later, report.losses, numbers(modules))
+
+
+def leaving(placement: Sequence[int], schedule: Schedule) -> str:
+    """Rank 1 leaves its `with` by an error of its own, between two steps."""
+    m = schedule.problem.microbatches
+    try:
+        with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
+            pipe.load(schedule)
+            pipe.step(*batch(0, m))
+            if dist.get_rank() == 1:
+                raise KeyError("data")
+            pipe.step(*batch(0, m))
+    except (KeyError, OptPipeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def mistaken(placement: Sequence[int]) -> list[str]:
+    """On rank 1 only: a stage is missing; memory_bytes is."""
+    told, rank = [], dist.get_rank()
+    try:
+        Pipeline({} if rank == 1 else own_stages(placement), placement, loss_fn, 2)
+    except InputError as error:
+        told.append(str(error))
+    with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
+        try:
+            pipe.profile(*batch(0, 2), memory_bytes=None if rank == 1 else 10**6)
+        except InputError as error:
+            told.append(str(error))
+        told.append(str(len(pipe.gather(rank))))
+    return told
