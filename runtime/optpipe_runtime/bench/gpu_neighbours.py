@@ -9,16 +9,19 @@ the one before took. The moments are those of the prediction, whatever the stage
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from optpipe.schedule import Schedule
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.executor import Executor, StepReport
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import Message, prepare
 from optpipe_runtime.mail import Mail
+from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage import Spec, Tensors
 from optpipe_runtime.team import Team
 
@@ -37,6 +40,18 @@ def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
         for action in prepare(schedule, d, layout).actions
         if d != device and action.sends is not None and action.to == device
     }
+
+
+def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[Any, Any], StepReport], Timer]:
+    """A step of one device of the schedule, with `pipe`'s stage of that number, its executor's code, host pool and links, and what keeps
+    the stand-ins' time. `pipe` has run or profiled all stages on one rank, each is on a device of its own in `schedule`. The step takes
+    inputs and targets as `Pipeline.step` does and is traced."""
+    rank, layout = pipe._rank, Layout.of(schedule.problem)
+    plan = prepare(schedule, device, layout)
+    pipe._reserve(plan)
+    mail = Neighbours(rank.team, rank.device, arrivals(schedule, device))
+    executor = Executor(replace(rank, layout=layout, stages={device: rank.stages[device]}, mail=mail))
+    return lambda inputs, targets: executor.run(plan, inputs, targets, trace=True), mail.timer
 
 
 class Timer(Protocol):

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
@@ -19,13 +19,11 @@ from optpipe.memory import certify
 from optpipe.ops import COMPUTE, Kind
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.bench.gpu_neighbours import Neighbours, arrivals
+from optpipe_runtime.bench.gpu_neighbours import emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.executor import Executor, StepReport
-from optpipe_runtime.layout import Layout
-from optpipe_runtime.lowering import prepare
+from optpipe_runtime.executor import StepReport
 from optpipe_runtime.pipeline import Pipeline
 
 WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules take turns: so many steps, so many times
@@ -168,18 +166,11 @@ class _Bench:
         return found
 
     def _emulated(self, pipe: Pipeline, schedule: Schedule) -> tuple[Steps, float]:
-        """The stage alone, with the pipeline's own executor, learned stage and host pool: its mail is all that is not real."""
-        i, layout, rank = self._setup.emulated, Layout.of(schedule.problem), pipe._rank
-        mail = Neighbours(rank.team, self._device, arrivals(schedule, i))
-        executor = Executor(replace(rank, layout=layout, stages={i: rank.stages[i]}, mail=mail))
-        plan = prepare(schedule, i, layout)
-        pipe._reserve(plan)
-        steps = Steps(schedule, i)
+        """One stage, and by how much its neighbours' stand-ins missed their moments at most, ms."""
+        steps, (step, timer) = Steps(schedule, self._setup.emulated), emulate(pipe, schedule, self._setup.emulated)
         for _ in range(ROUNDS):
-            self._run(steps, lambda: executor.run(plan, *self._batch, trace=True))
-        late_ms = mail.timer.late_ms()
-        mail.close()
-        return steps, late_ms
+            self._run(steps, lambda: step(*self._batch))
+        return steps, timer.late_ms()
 
     def _run(self, steps: Steps, step: Callable[[], StepReport]) -> None:
         for _ in range(WARM_UP):
