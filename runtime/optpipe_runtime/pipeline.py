@@ -435,6 +435,9 @@ class Pipeline:
                     self._rank.stages[s].passages[r] = passage
                 needed = passage.asked
         self._learned = self._signature(inputs, targets)
+        if self.plan is not None:
+            with self._rank.team.alone():
+                self._reserve(self.plan)
 
     def _signature(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """What this rank's stages are learned with: shapes and types of the batch; what modules and parameters are set to."""

@@ -24,7 +24,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @settings(max_examples=4)
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0]]))
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
-    """After `load`, ten steps by four schedules, in any order, allocate nothing; what is used is what was reserved for."""
+    """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what is used is what was
+    reserved."""
     problem = rank_cases.problem(placement, 3, offload_parts=2)
     chosen: list[Schedule] = [data.draw(schedules(problem)) for _ in range(4)]
     for allocated, used, reserved in ranks(rank_links.allocations, schedules=chosen, steps=10):
