@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import combinations
 from typing import Any
 from weakref import WeakSet
 
@@ -78,6 +79,8 @@ class Team:
             if self._notices is None:  # a group's name is the same on its members, and no other's
                 self._notices = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
             self._subgroups.append(Subgroup(self, chosen, own))
+            if device.type == "cuda":
+                self._subgroups[-1].meet(device)
         return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None)
 
     # Failure
@@ -162,6 +165,16 @@ class Subgroup:
     def __init__(self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._team, self._members, self._group = team, members, group
         self._transfers: WeakSet[Transfer] = WeakSet()
+
+    def meet(self, device: torch.device) -> None:
+        """Each two members exchange a byte, in an order that is the same for all. NCCL connects two ranks when they first meet, and there
+        one's host waits for the other's: in a step that could be for ever. Not measured."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        for a, b in combinations(self._members, 2):
+            if self._team.number == a:
+                self.send(byte, b).wait()
+            elif self._team.number == b:
+                self.receive(byte, a).wait()
 
     def send(self, tensor: Tensor, to: int) -> Transfer:
         with self.reaching(to):

@@ -13,6 +13,7 @@ from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, stage
 from optpipe_runtime.pool import Engine, HostPool, Link, OnHost, Ticket
+from optpipe_runtime.team import Team
 
 COPY_S = 0.003  # what a copy lasts at least
 
@@ -113,3 +114,12 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
             sizes = {s: [pool.size(nbytes) for nbytes in stage.part_bytes(2)] for s, stage in pipe._rank.stages.items()}
             reserved = max(reserved, pipe.plan.host_peak(lambda s, part, sizes=sizes: sizes[s][part]))  # type: ignore[misc]
     return allocated, used, reserved
+
+
+def meet(members: Sequence[int]) -> bool:
+    """Whether this rank is one of them, and has met the others."""
+    team, cpu = Team(), torch.device("cpu")
+    group = team.subgroup(members, cpu)
+    if team.number in members:
+        group.meet(cpu)
+    return team.number in members

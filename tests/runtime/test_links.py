@@ -156,6 +156,11 @@ def test_as_many_links_as_ranks(ranks: Ranks) -> None:
     assert ranks(rank_links.too_few_links) == ["links has 1 entries: there are 2 ranks, one entry each"] * 2
 
 
+def test_all_who_share_meet_once_before_any_step(four_ranks: Ranks) -> None:
+    """Which only NCCL needs; gloo shows that nobody waits for ever."""
+    assert four_ranks(rank_links.meet, members=[0, 1, 3]) == [True, True, False, True]
+
+
 def test_a_link_has_a_name() -> None:
     with pytest.raises(InputError, match="link"):
         Layout.make([0, 1], 2, links=["", 3])
