@@ -1,7 +1,8 @@
-"""What the executor costs the host: µs an op, on stages so small that there is nothing else to do.
+"""What the runtime costs the host: µs an op in a step, and what it takes to make a schedule ready.
 
-All stages are on one rank of one process, so no message waits for anybody. What a plain run of the same stages costs, micro-batch by
-micro-batch through autograd, is told beside it: the difference is what schedule, stores and counting of bytes cost.
+Steps are of stages so small that there is nothing else to do, all on one rank of one process, so that no message waits for anybody. What a
+plain run of them costs, micro-batch by micro-batch through autograd, is told beside it: the difference is what split backwards, stores,
+schedule and counting of bytes cost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TypeVar
 
@@ -22,6 +24,8 @@ from optpipe.errors import InputError
 from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_runtime.layout import Layout
+from optpipe_runtime.lowering import prepare
 from optpipe_runtime.pipeline import Pipeline
 
 T = TypeVar("T")
@@ -32,18 +36,18 @@ WIDTH, LAYERS = 32, 4
 
 @dataclass(frozen=True)
 class Overhead:
-    """Medians over steps. `ops`, `step_ms` and `between_us` are of forwards and split backwards alone, as `plain_ms` is of the same by
-    autograd; `by_kind_us` of a schedule with offloads and recomputes, too (of O and R their copies, beside the host)."""
+    """Medians. `ops`, `step_ms` and `between_us` are of forwards and split backwards alone, as `plain_ms` is of the same by autograd;
+    `by_kind_us` is of a schedule with offloads and recomputes, too (of O and R their copies, beside the host)."""
 
     ops: int  # in a step
-    step_ms: float
-    plain_ms: float
+    step_ms: float  # time of the processor in the step's thread, so that other processes do not count
+    plain_ms: float  # the same
     between_us: float  # from the end of an op to the start of the next: messages, and counting bytes
-    by_kind_us: dict[str, float]
+    by_kind_us: dict[str, float]  # from an op's start to its end
 
     @property
     def op_us(self) -> float:
-        """Host time an op beyond what the plain run takes, all of a step counted."""
+        """What an op costs the host beyond the plain run, all of a step counted."""
         return (self.step_ms - self.plain_ms) * 1e3 / self.ops
 
 
@@ -70,14 +74,45 @@ def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhe
     for ran in (ran for report in mixed for ran in report.trace):
         spent[ran.op.kind].append((ran.end_ms - ran.start_ms) * 1e3)
     ops = len(kept[0].trace)
-    between = [report.step_ms - sum(ran.end_ms - ran.start_ms for ran in report.trace) for report in kept]
+    between = [(after.start_ms - before.end_ms) * 1e3 for report in kept for before, after in pairwise(report.trace)]
     return Overhead(
         ops=ops,
         step_ms=median(took),
         plain_ms=median(plain),
-        between_us=median(between) * 1e3 / ops,
+        between_us=median(between),
         by_kind_us={kind.name: median(spent[kind]) for kind in sorted(spent)},
     )
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What one rank does for a schedule that is offered, in a thread beside the training."""
+
+    ops: int  # of all devices
+    prepare_ms: float  # time of the processor in its thread, which Python shares with the training's
+
+
+def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lowering:
+    """Of 1F1B with split backwards, for the device in the middle."""
+    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 1, "weight_grad_bytes": 1}
+    problem = Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": 0.1,
+            "devices": [{"memory_bytes": 2**40}] * devices,
+            "stages": [{"device": d} | costs for d in range(devices)],
+        }
+    )
+    programs = []
+    for d in range(devices):
+        ahead = min(devices - d, microbatches)
+        program = [f"{d}F{j}" for j in range(ahead)]
+        for j in range(microbatches):
+            program += [f"{d}B{j}", f"{d}W{j}"] + ([f"{d}F{j + ahead}"] if j + ahead < microbatches else [])
+        programs.append(program)
+    schedule, layout = Schedule.parse(problem, programs), Layout.of(problem)
+    took = _repeated(repeats, lambda: _ms(lambda: prepare(schedule, devices // 2, layout)))
+    return Lowering(sum(map(len, programs)), median(took))
 
 
 def _repeated(steps: int, call: Callable[[], T]) -> list[T]:
@@ -111,6 +146,6 @@ def _plain(modules: list[nn.Module], inputs: Tensor, targets: Tensor, microbatch
 
 
 def _ms(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     call()
-    return (time.perf_counter() - begun) * 1e3
+    return (time.thread_time() - begun) * 1e3

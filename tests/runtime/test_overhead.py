@@ -1,0 +1,21 @@
+"""What the runtime costs the host is measured on real steps."""
+
+from __future__ import annotations
+
+from optpipe_runtime.bench.overhead import lowering, overhead
+
+
+def test_an_op_is_measured_against_a_plain_run() -> None:
+    found = overhead(stages=2, microbatches=3, steps=3)
+    assert found.ops == 2 * 3 * 3
+    assert set(found.by_kind_us) == set("FBWCODR")
+    assert all(us > 0 for us in found.by_kind_us.values())
+    assert found.step_ms > 0
+    assert found.plain_ms > 0
+    assert found.between_us > 0
+
+
+def test_lowering_is_measured() -> None:
+    small, large = lowering(2, 4), lowering(4, 64)
+    assert (small.ops, large.ops) == (24, 768)
+    assert 0 < small.prepare_ms < large.prepare_ms
