@@ -44,7 +44,10 @@ def gpu(
 
     require_writable(trace)
     emulated, stages = _stage(emulate_stage)
-    size = Size(width, max(1, width // HEAD), blocks * stages, context, sequences=1)
+    heads = max(1, width // HEAD)
+    if width % heads:
+        raise InputError(f"--width = {width}: expected a multiple of {HEAD}, or less than {2 * HEAD}")
+    size = Size(width, heads, blocks * stages, context, sequences=1)
     report = run(Setup(_device(device), size, stages, emulated, microbatches, p2p_ms))
     write_file(trace, report.trace)
     if json:

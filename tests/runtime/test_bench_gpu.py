@@ -335,12 +335,23 @@ def test_a_stage_has_a_few_hundred_million_parameters() -> None:
     assert all(400e6 < count < 440e6 for count in counts)
 
 
+def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(setup: gpu_runs.Setup) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(gpu, "measure", fail)
+    with pytest.raises(InputError, match="take a smaller --context, --width or --blocks: CUDA out of memory$"):
+        gpu.run(gpu_runs.Setup(torch.device("cpu"), gpt.Size()))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--emulate-stage", "4/4"], "--emulate-stage = 4/4: expected i/p"),
         (["--emulate-stage", "0/1"], "at least 2"),
         (["--emulate-stage", "half"], "--emulate-stage = half"),
+        (["--width", "4097"], "--width = 4097: expected a multiple of 128"),
+        (["--device", "cpu", "--width", "4", "--context", "2"], "nothing can be offloaded"),
         (["--device", "tpu"], "--device = tpu: expected cuda, cuda:N or cpu"),
         (["--device", "cuda:99"], "--device = cuda:99: torch"),
     ],

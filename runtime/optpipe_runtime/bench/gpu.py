@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from optpipe.errors import InputError
 from optpipe.ops import COMPUTE, MARKS, TRANSFERS, Kind
 from optpipe.show.trace import Track, document, tracks
 from optpipe_runtime.bench.gpu_runs import COUNTERS, Measured, Setup, Steps, measure
@@ -19,8 +20,11 @@ WORKSPACE = 0.05  # of the certified peak: messages under way, outputs and gradi
 
 
 def run(setup: Setup) -> Report:
-    """Measures and judges; raises as `measure` does."""
-    return judge(setup, measure(setup))
+    """Measures and judges; raises as `measure` does, and `InputError` where the device has too little memory for the model."""
+    try:
+        return judge(setup, measure(setup))
+    except torch.OutOfMemoryError as error:
+        raise InputError(f"take a smaller --context, --width or --blocks: {str(error).partition('. ')[0]}") from error
 
 
 def judge(setup: Setup, measured: Measured) -> Report:
@@ -44,12 +48,12 @@ def judge(setup: Setup, measured: Measured) -> Report:
 def _inside(measured: Measured) -> tuple[Row, ...]:
     """All stages in one process: offloading against keeping."""
     keeps, halves = measured.inside
-    fall = keeps.certified_bytes - halves.certified_bytes
+    certified, fell = keeps.certified_bytes - halves.certified_bytes, keeps.peak_bytes - halves.peak_bytes
     return (
         Row("shortest F of a stage", "at least", 10.0, min(stage.forward_ms for stage in measured.problem.stages), "ms"),
         Row("activation bytes that leave", "at least", 0.45, share_offloaded(halves.schedule), "%"),
         Row("longer iteration with them offloaded", "at most", 0.05, halves.ms / keeps.ms - 1, "%"),
-        Row("peak falls, of what is certified", "at least", 0.95, (keeps.peak_bytes - halves.peak_bytes) / fall, "%"),
+        Row("peak falls, of what is certified", "at least", 0.95, fell / certified if certified > 0 else 0.0, "%"),
         Row("gradients that differ", "at most", 0, measured.differing),
     )
 
