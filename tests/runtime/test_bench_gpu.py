@@ -340,7 +340,7 @@ def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(gpu, "measure", fail)
-    with pytest.raises(InputError, match="take a smaller --context, --width or --blocks: CUDA out of memory$"):
+    with pytest.raises(InputError, match=r"take a smaller --context, --width or --blocks: CUDA out of memory$"):
         gpu.run(gpu_runs.Setup(torch.device("cpu"), gpt.Size()))
 
 
