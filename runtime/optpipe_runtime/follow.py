@@ -6,10 +6,11 @@
             report = follow.step(inputs, targets)
             optimizer.step()
 
-The first step runs one micro-batch at a time, so that gradients and the optimizer's state are there when the second begins with profiling.
-From then on rank 0 follows the service: better schedules are swapped in as they come, and no step waits for one. Every `every` steps the
-ranks put together what they have measured: scalars for TensorBoard, and op times. Where these have drifted from the profile by more than
-`threshold`, the new times become the problem on all ranks, and the search goes on with it from the schedule that runs.
+It profiles, runs one micro-batch at a time, and rank 0 follows the service: better schedules are swapped in as they come, and no step waits
+for one. Without `memory_bytes` the first step comes before the profile, so that gradients and optimizer state are there when it counts
+what a GPU has left. Every `every` steps the ranks put together what they have measured: scalars for TensorBoard, and op times. Where these
+have drifted from the profile by more than `threshold`, twice in a row, the times of the second turn become the problem on all ranks, within
+3 × `every` steps, and the search goes on with it from the schedule that runs.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Writer(Protocol):
 class Follower:
     """Trains a pipeline by the schedules of the service at `url`. Making one and `step` are collective, with the same arguments.
 
-    A pipeline that has been profiled goes on from there, with the schedule that it has; else one is profiled before its second step, and
-    `memory_bytes` and `offload_parts` are those of `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss,
+    A pipeline that has been profiled goes on from there, with the schedule that it has; else `memory_bytes` and `offload_parts` go to
+    `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss,
     step_ms of the slowest rank, predicted_ms, schedule (how many were swapped in), and for each rank peak_bytes and certified_bytes.
     `search` goes to `ScheduleClient`: method, objective, time_limit_s. Raises `InputError` for arguments that make no sense.
     """
@@ -66,14 +67,15 @@ class Follower:
         self._client: ScheduleClient | None = None
         self._steps: list[_Seen] = []  # since the ranks last met
         self._count = 0
+        self._suspected = False  # the last time that the ranks met, times had drifted
         self._predicted: tuple[Schedule, Problem, float] | None = None
 
     def step(self, inputs: Any = None, targets: Any = None) -> StepReport:
         """Collective: `Pipeline.step`, by the best schedule known by now."""
         pipe = self._pipe
-        if pipe.problem is None and pipe.schedule is not None:
+        if pipe.problem is None and (pipe.schedule is not None or self._memory_bytes is not None):
             self._profile(inputs, targets)
-        elif pipe.schedule is None:
+        if pipe.schedule is None:
             pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
         if self._client is None and pipe.problem is not None and pipe.number == 0:
             self._client = ScheduleClient(self._url, pipe.problem, warm_start=pipe.schedule, **self._search)
@@ -89,10 +91,9 @@ class Follower:
 
     def _profile(self, inputs: Any, targets: Any) -> None:
         """The problem, and what runs already as a schedule of it."""
-        running = self._pipe.schedule
         problem = self._pipe.profile(inputs, targets, self._memory_bytes, self._offload_parts)
-        assert running is not None
-        self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
+        if (running := self._pipe.schedule) is not None:
+            self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
 
     def _meet(self) -> None:
         """Collective: what all ranks have seen since they last met."""
@@ -105,7 +106,9 @@ class Follower:
 
     def _compare(self, problem: Problem, measured: Problem) -> None:
         """On every rank the same. The schedule that runs stays valid: of the problem only times change."""
-        if (far := drift(problem, measured)) <= self._threshold:
+        far, before = drift(problem, measured), self._suspected
+        self._suspected = far > self._threshold and not before
+        if far <= self._threshold or not before:  # else all these steps are of after the change
             return
         self._pipe.problem = measured
         if self._client is not None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from optpipe.problem import Problem
 
+MOST = 2**39  # bytes of an activation that nobody has measured
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -53,7 +55,7 @@ class Layout:
         return cls.of(_unmeasured(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex))
 
     def unmeasured(self) -> Problem:
-        """The problem before anything has been measured: no time, no bytes."""
+        """The problem before anything has been measured: no time, and room for whatever it takes."""
         ways = self.routes, self.microbatch_routes
         return _unmeasured(self.placement, self.microbatches, *ways, self.peers, self.links, self.full_duplex)
 
@@ -114,12 +116,12 @@ class Layout:
 def _unmeasured(
     placement: Sequence[int], microbatches: int, routes: Any, microbatch_routes: Any, peers: Any, links: Any, full_duplex: bool
 ) -> Problem:
-    nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": 0, "weight_grad_bytes": 0}
+    nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0, "activation_bytes": MOST, "weight_grad_bytes": 0}
     alone = [None] * (max(placement) + 1)
     fields = {
         "microbatches": microbatches,
         "transfer_mode": "full_duplex" if full_duplex else "half_duplex",
-        "devices": [{"memory_bytes": 0, "peer": peer, "link": link} for peer, link in zip_longest(peers or alone, links or alone)],
+        "devices": [{"memory_bytes": 2**53, "peer": peer, "link": link} for peer, link in zip_longest(peers or alone, links or alone)],
         "stages": [{"device": rank, **nothing} for rank in placement],
         "routes": routes,
         "microbatch_routes": microbatch_routes,

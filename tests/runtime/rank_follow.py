@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of `follow` and `drift`."""
+"""What the ranks do in the tests of `follow`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,65 @@ import time
 from typing import Any
 
 import torch
-from rank_cases import batch, loss_fn, numbers, own_stages
-from torch import Tensor, nn
+from rank_cases import batch, loss_fn, own_stages
 
 from optpipe_runtime import Follower, Pipeline
+from optpipe_runtime.bench import paced
+from optpipe_runtime.follow import one_at_a_time
 
 
-def follow(placement: list[int], microbatches: int, url: str, steps: int, **options: Any) -> tuple[list[float], list[int], Any]:
-    """Trains with a follower: the last rank's losses, the versions, the scalars that rank 0 wrote."""
-    rank = torch.distributed.get_rank()
-    scalars: list[tuple[str, float, int]] = []
+class Written:
+    """What a SummaryWriter would get."""
 
-    class Written:
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            scalars.append((tag, value, step))
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
 
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.setdefault(tag, []).append((step, value))
+
+
+def follow(
+    placement: list[int], microbatches: int, url: str, steps: int, every: int, begun: bool = False
+) -> tuple[list[float | None], list[int], Any]:
+    """Trains so many steps, where it has `begun` with a schedule loaded before anything is measured: the losses seen here, each step's
+    version, what rank 0's writer got."""
+    rank, writer = torch.distributed.get_rank(), Written()
     modules = own_stages(placement)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
     losses, versions = [], []
     with (
         Pipeline(modules, placement, loss_fn, microbatches) as pipe,
-        Follower(pipe, url, memory_bytes=10**9, writer=Written() if rank == 0 else None, **options) as follower,
+        Follower(pipe, url, memory_bytes=10**9, writer=writer if rank == 0 else None, every=every) as follower,
     ):
+        if begun:
+            pipe.load(one_at_a_time(pipe.layout.unmeasured()))
         for step in range(steps):
             optimizer.zero_grad()
             report = follower.step(*batch(step, microbatches))
             optimizer.step()
+            assert report.excess is None
             losses.append(report.loss)
             versions.append(report.version)
-    return losses, versions, scalars
+    return losses, versions, writer.scalars
+
+
+def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, factor: float) -> tuple[list[int], list[Any], list[float]]:
+    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each step the version
+    and the problem it ran with; and how long the follower held up each beyond the pipeline's own step, in ms."""
+    rank, times = torch.distributed.get_rank(), paced.Times(10.0, 10.0, 10.0, 0.0)
+    module = paced.Stage(times)
+    x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
+    versions, problems, held_up = [], [], []
+    with (
+        Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
+        Follower(pipe, url, memory_bytes=10**9, every=every) as follower,
+    ):
+        for step in range(calm + slow):
+            if step == calm and rank == 1:
+                module.times = paced.Times(*(factor * ms for ms in times))
+            began = time.perf_counter()
+            report = follower.step(x, x)
+            held_up.append(1e3 * (time.perf_counter() - began) - report.step_ms)
+            versions.append(report.version)
+            problems.append(pipe.problem)
+    return versions, problems, held_up

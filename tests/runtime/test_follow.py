@@ -1,0 +1,160 @@
+"""A script that follows the service: what it trains, what it tells, and what it does when a stage slows down."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_cases
+import rank_follow
+from rank_worker import Ranks
+from support.chain import gpipe
+from support.service import running, settings_in, use_fake_solver
+
+from optpipe.errors import InputError
+from optpipe.files import ScheduleFile
+from optpipe.memory import certify
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_runtime import Follower
+from optpipe_runtime.follow import one_at_a_time
+
+M = 4
+NOWHERE = "http://127.0.0.1:1"
+
+
+def test_without_a_service_it_trains_as_a_plain_run_and_tells_all(ranks: Ranks) -> None:
+    steps, every = 6, 4
+    (_, versions, scalars), (losses, _, none) = ranks(
+        rank_follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=steps, every=every
+    )
+    plain, _ = rank_cases.plain(2, M, steps)
+    assert losses == [pytest.approx(sum(own) / M) for own in plain]
+    assert versions == [1] * steps
+    assert none == {}
+    assert scalars["optpipe/loss"] == [(k, pytest.approx(loss)) for k, loss in enumerate(losses, 1)]
+    assert scalars["optpipe/schedule"] == list(enumerate(versions, 1))
+    assert [k for k, ms in scalars["optpipe/step_ms"] if ms > 0] == list(range(1, steps + 1))
+    for rank in range(2):
+        [(_, certified), _] = scalars[f"optpipe/rank{rank}/certified_bytes"]
+        peaks = [peak for _, peak in scalars[f"optpipe/rank{rank}/peak_bytes"]]
+        assert len(peaks) == steps
+        assert 0 < max(peaks) <= certified
+    assert [k for k, ms in scalars["optpipe/predicted_ms"] if ms > 0] == [4, 6], "when the ranks meet, and at the end"
+
+
+def test_what_the_service_finds_is_swapped_in(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_solver(monkeypatch)
+    with running(settings_in(tmp_path)) as (url, _):
+        (_, versions, _), (losses, _, _) = ranks(rank_follow.follow, placement=[0, 1], microbatches=M, url=url, steps=60, every=100)
+    plain, _ = rank_cases.plain(2, M, 60)
+    assert losses == [pytest.approx(sum(own) / M, rel=1e-4) for own in plain]
+    assert versions[0] == 1
+    assert 2 in versions
+
+
+def test_what_runs_before_the_profile_runs_on(ranks: Ranks) -> None:
+    (_, versions, _), (losses, _, _) = ranks(
+        rank_follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=2, every=4, begun=True
+    )
+    plain, _ = rank_cases.plain(2, M, 2)
+    assert losses == [pytest.approx(sum(own) / M) for own in plain]
+    assert versions == [2, 2], "the same programs, as a schedule of the measured problem"
+
+
+# A service that answers as the test wants
+
+
+@contextmanager
+def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Its url, and what it has been asked, in order. The answer to each is one schedule."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.0"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.path.endswith("/jobs"):
+                asked.append(json.loads(body))
+                self.reply(201, json.dumps({"id": f"job{len(asked)}"}))
+            else:
+                self.reply(202, "{}")
+
+        def do_GET(self) -> None:
+            number = int(self.path.split("/")[3].removeprefix("job"))
+            if self.path.endswith("/events"):
+                self.reply(200, 'event: incumbent\ndata: {"seq": 1}\n\nevent: end\ndata: {"state": "done"}\n\n')
+            else:
+                schedule = ScheduleFile.of(answer(Problem.from_dict(asked[number - 1]["problem"]), number))
+                self.reply(200, json.dumps({"seq": 1, "schedule": json.loads(schedule.to_json())}))
+
+        def reply(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ranks: Ranks) -> None:
+    """While all is as profiled nothing is asked again; when the ops of one stage take half as long again, that is noticed within
+    3 × `every` steps, and the answer to the new problem is run."""
+    every, calm, slow = 4, 14, 20
+    with answering(lambda problem, number: one_at_a_time(problem) if number == 1 else gpipe(problem)) as (url, asked):
+        results = ranks(rank_follow.slows_down, url=url, microbatches=2, every=every, calm=calm, slow=slow, factor=1.5)
+    (versions, problems, held_up), (_, others, _) = results
+    assert problems == others, "on every rank at the same step"
+    assert problems[0] == problems[calm - 1], "noise alone is no drift"
+    changes = [k for k in range(1, calm + slow) if problems[k] != problems[k - 1]]
+    assert calm <= changes[0] < calm + 3 * every
+    before, after = problems[0], problems[-1]
+    for field in ("forward_ms", "backward_input_ms", "backward_weight_ms"):
+        assert getattr(after.stages[1], field) == pytest.approx(1.5 * getattr(before.stages[1], field), rel=0.25)
+        assert getattr(after.stages[0], field) == pytest.approx(getattr(before.stages[0], field), rel=0.25)
+    for old, new in zip(before.stages, after.stages, strict=True):
+        assert {f: getattr(old, f) for f in type(old).model_fields if f.endswith("bytes")} == {
+            f: getattr(new, f) for f in type(new).model_fields if f.endswith("bytes")
+        }
+    assert [Problem.from_dict(body["problem"]) for body in asked] == [before, *(problems[k] for k in changes)]
+    running = ScheduleFile.model_validate(asked[1]["warm_start"])
+    assert [list(device.program) for device in running.devices] == [[str(op) for op in p.ops()] for p in one_at_a_time(before).programs]
+    assert versions[calm] < versions[-1]
+    assert sorted(held_up)[len(held_up) // 2] < 50
+
+
+@pytest.mark.parametrize(("every", "threshold"), [(0, 0.2), (16, 0.0), (16, -1.0), (16, float("nan"))])
+def test_arguments_that_make_no_sense(every: int, threshold: float) -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match="at least 1 step, and more than 0"):
+        Follower(nothing, NOWHERE, every=every, threshold=threshold)
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0)])
+def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple[int, ...]) -> None:
+    problem = rank_cases.problem(placement, M)
+    schedule = one_at_a_time(problem)
+    assert check(problem, schedule) == []
+    assert [peak.bytes for peak in certify(problem, schedule).device] == [100 * len(placement) // 2] * 2
+
+
+def test_one_at_a_time_on_two_routes() -> None:
+    problem = rank_cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
+    assert check(problem, one_at_a_time(problem)) == []
