@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
 from optpipe_runtime.pool import Carrier, HostPool, Link, Nowhere, OnHost, Ticket
-from optpipe_runtime.split import Delayed, Splitting, WeightQueue, delaying, would_hold
+from optpipe_runtime.split import Delayed, Splitting, WeightQueue, accumulated, delaying, would_hold
 from optpipe_runtime.store import Activation, balance, storage_key
 
 Tensors = tuple[Tensor, ...]
@@ -111,6 +111,7 @@ class StageRunner:
         self._changing: list[Tensor] = []  # the buffers of modules that write them in a forward, such as running means
         self._running: dict[int, _Microbatch] = {}
         self._norms = True  # whether layer norms wait for W, too
+        self.at_b: frozenset[str] | None = None  # the parameters whose gradient does not wait for W, by name; known after the first B
         self._delayed = Delayed(delaying(module))
 
     def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
@@ -179,8 +180,11 @@ class StageRunner:
             gradients = tuple(torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in passage.outputs)
         if edges:
             given = dict(zip(passage.needed, gradients, strict=True))
+            before = self._gradients() if split and self.at_b is None else None
             with self._splitting(), self._without_autocast(), running.queue.filling():  # checkpoints run forwards in here, as in F
                 torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
+            if before is not None:
+                self.at_b = frozenset(name for name, state in self._gradients().items() if state != before[name])
         if not split:
             self._run(running.queue)
         found = running.input_gradients.pop() if running.input_gradients else {}
@@ -196,6 +200,9 @@ class StageRunner:
     def weight(self, microbatch: int) -> None:
         """W: the weight gradients that B left."""
         self._run(self._running.pop(microbatch).queue)
+
+    def _gradients(self) -> dict[str, tuple[int, int]]:
+        return {name: accumulated(parameter) for name, parameter in self.module.named_parameters()}
 
     def forget(self, microbatch: int) -> None:
         """Lets go of a micro-batch after its F, for the profiler."""
@@ -267,6 +274,7 @@ class StageRunner:
     def learn(self, inputs: Tensors, target: Tensors | None = None, route: int = 0, begins: bool = False) -> Passage:
         """Runs a forward, twice, and forgets it; with `target` the route ends here. All outputs that require a gradient count as needed."""
         passage = Passage(tuple(Spec.of(tensor) for tensor in inputs), begins, ends=target is not None)
+        self.at_b = None
         with self.undisturbed(), torch.enable_grad():
             copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
             outputs = self._outputs(passage, copies, target or ())

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from odd_stages import AT_B, BATCH, STAGES, WIDTH, Of, linear
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from optpipe.errors import InputError
 from optpipe_runtime.executor import cut
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.stage import StageRunner
 
-CPU, WIDTH, BATCH = torch.device("cpu"), 64, 3
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -26,39 +26,18 @@ def link() -> Iterator[Link]:
     link.close()
 
 
-class Of(nn.Module):
-    """A function of layers and inputs."""
-
-    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(*self.layers, *inputs)
+# Where bits may differ, by 1e-5 or 1.3e-6 of the value (what `assert_close` takes for equal): gradients of a parameter used twice
+# in a stage are added one by one at W, by autograd as their sum; a forward without a graph, the first of two, has other kernels.
+USED_TWICE = {"a weight twice", "delaying module twice", "product with a transposed parameter", "products of several"}
+OTHER_KERNELS = {"lstm", "transformer layer in evaluation"}
 
 
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-STAGES: dict[str, Callable[[], nn.Module]] = {
-    "in place at entry": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
-    "adds in place at entry": lambda: Of(lambda f, x: f(x.add_(1)), linear()),
-    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(8), linear(), nn.BatchNorm1d(8)),
-    "spectral norm": lambda: nn.Sequential(spectral_norm(linear()), nn.ReLU(inplace=True), linear()),
-    "weight norm": lambda: nn.Sequential(weight_norm(linear()), nn.Tanh()),
-    "dropout": lambda: nn.Sequential(linear(), nn.Dropout(0.5), linear()),
-    "identity": nn.Identity,
-    "a view": lambda: Of(lambda f, x: f(x).transpose(1, 2), linear()),
-    "a slice": lambda: Of(lambda f, x: f(x)[..., 1:5], linear()),
-    "expanded": lambda: Of(lambda f, x: f(x).mean(1, keepdim=True).expand(x.shape), linear()),
-    "an input passed on": lambda: Of(lambda f, x: (f(x), x), linear()),
-    "an output twice": lambda: Of(lambda f, x: (f(x),) * 2, linear()),
-    "integers beside": lambda: Of(lambda f, x: (f(x), x.argmax(-1), x > 0), linear()),
-    "other types": lambda: Of(lambda f, x: (f(x.double()).float(), x.bfloat16()), linear().double()),
-    "a weight twice": lambda: Of(lambda f, x: f(f(x)), linear()),
-    "lstm": lambda: Of(lambda f, x: f(x)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-}
+def require_same(ours: Tensor, theirs: Tensor | None, exactly: bool) -> None:
+    assert theirs is not None
+    if exactly:
+        assert torch.equal(ours, theirs)
+    else:
+        torch.testing.assert_close(ours, theirs.detach())
 
 
 def tensors(value: Any) -> tuple[Tensor, ...]:
@@ -69,6 +48,7 @@ def state(module: nn.Module) -> list[Tensor]:
     return [*(p.grad for p in module.parameters() if p.grad is not None), *module.buffers()]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint's, of the F that is recomputed
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("way", ["kept", "offloaded", "recomputed"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
@@ -80,6 +60,8 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
         torch.manual_seed(2)
         modules.append(STAGES[name]())
     plain, module = modules
+    for part in plain.modules():
+        part.delays = False
 
     torch.manual_seed(3)
     expected, dxs = [], []
@@ -91,15 +73,15 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
         expected.append(outputs)
         dxs.append(leaf.grad)
 
-    pool = HostPool(CPU)
-    stage = StageRunner(0, module, CPU, link, pool)
+    exactly = name not in USED_TWICE and (name not in OTHER_KERNELS or way != "recomputed")
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
     stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
     stage.start_step((), 1)
     torch.manual_seed(3)
     for j, x in enumerate(inputs):
         found = stage.forward(j, (x.clone(),), recompute=way == "recomputed")
         for ours, theirs in zip(found, expected[j], strict=True):
-            torch.testing.assert_close(ours, theirs.detach())
+            require_same(ours, theirs, exactly)
         if way == "offloaded":
             stage.offload(j, 0)
             stage.drop(j, 0)
@@ -109,13 +91,14 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
         elif way == "offloaded":
             stage.reload(j, 0)
         gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in stage.passages[0].answered)
-        torch.testing.assert_close(stage.backward(j, gradients, split)[0], dx)
+        require_same(stage.backward(j, gradients, split)[0], dx, exactly)
         if split:
+            assert stage.at_b == AT_B.get(name, set())
             stage.weight(j)
     assert stage.idle
     assert len(state(module)) == len(state(plain))
     for ours, theirs in zip(state(module), state(plain), strict=True):
-        torch.testing.assert_close(ours, theirs)
+        require_same(ours, theirs, exactly)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -7,6 +7,6 @@ other parameter gets its gradient at B: norms' scales, what is computed of param
 
 from optpipe_runtime.split.mode import Splitting, would_hold
 from optpipe_runtime.split.modules import Delayed, delaying, register_split
-from optpipe_runtime.split.queue import WeightQueue, weight_grads
+from optpipe_runtime.split.queue import WeightQueue, accumulated, weight_grads
 
-__all__ = ["Delayed", "Splitting", "WeightQueue", "delaying", "register_split", "weight_grads", "would_hold"]
+__all__ = ["Delayed", "Splitting", "WeightQueue", "accumulated", "delaying", "register_split", "weight_grads", "would_hold"]

@@ -14,6 +14,8 @@ from optpipe_runtime.split.queue import can_wait, own, weight_grads
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.is_complex():
+        return graph.split(functional.linear, (input, weight, bias), {})
     autocast = torch.is_autocast_enabled(input.device.type)
     if autocast:
         input = input.to(torch.get_autocast_dtype(input.device.type))

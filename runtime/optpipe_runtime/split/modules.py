@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from optpipe_runtime.split.queue import accumulate, filling
+from optpipe_runtime.split.queue import accumulate, accumulated, filling
 
 _registered: tuple[type[nn.Module], ...] = ()
 
@@ -49,17 +48,14 @@ class Delayed:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around the stage's forwards and backwards: a checkpoint runs forwards in a backward."""
-        handles: list[RemovableHandle] = []
-        for module in self._modules:
-            handles.append(module.register_forward_hook(self._watch))
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    handles.append(parameter.register_post_accumulate_grad_hook(self._at_b.add))  # type: ignore[no-untyped-call]
+        handles = [module.register_forward_hook(self._watch) for module in self._modules]
+        before = {parameter: accumulated(parameter) for module in self._modules for parameter in module.parameters()}
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+        self._at_b |= {parameter for parameter, state in before.items() if accumulated(parameter) != state}
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) else output

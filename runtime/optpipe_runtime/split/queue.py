@@ -69,7 +69,7 @@ def filling() -> WeightQueue | None:
 def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients], *holds: Tensor) -> Gradients:
     """What the backward of a `torch.autograd.Function` returns for the parameters that it got: in a B None for each, otherwise `compute()`.
 
-    `compute` returns their gradients, in order, or None; W calls it and adds them to `.grad`, once, with hooks, as autograd would. `holds`
+    `compute` returns their gradients, in order, or None; W calls it and adds them to `.grad`. `holds`
     are the tensors, saved or computed, that it needs for that: they count as held until then. For an own linear layer, without bias:
 
         def backward(ctx, dy):
@@ -86,11 +86,11 @@ def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients],
 
 
 def accumulate(parameters: Sequence[Tensor], gradients: Gradients) -> None:
-    """Adds to `.grad` what autograd would add; without autograd, which takes longer than the sum, where there are no hooks and no graph."""
+    """Adds to `.grad` what autograd would add; for a leaf without autograd, which takes longer than the sum."""
     for parameter, grad in zip(parameters, gradients, strict=True):
         if grad is None:
             continue
-        if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if not parameter.is_leaf:
             torch.autograd.backward(parameter, grad)
         elif parameter.grad is None:
             parameter.grad = grad.to(parameter.dtype)
@@ -107,19 +107,18 @@ def can_wait(weight: Tensor) -> bool:
     """Whether the gradient may come later: of a parameter, or of one seen through views and casts, whose backward needs nothing saved.
 
     What is computed of parameters otherwise, as by weight norm, has a graph that can be walked once only; something else may do so at B.
+    Where a parameter has hooks they are called at B, so its gradient has to be there.
     """
     if not weight.requires_grad:
         return False
-    if weight.is_leaf:
-        return isinstance(weight, nn.Parameter)
-    node = weight.grad_fn
+    leaf, node = weight if weight.is_leaf else None, weight.grad_fn
     for _ in range(_LONGEST_CHAIN):
+        if leaf is not None:
+            return isinstance(leaf, nn.Parameter) and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
         if node is None or _saves(type(node)) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
         leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            return isinstance(leaf, nn.Parameter)
     return False
 
 

@@ -1,0 +1,206 @@
+"""A split backward of whole stages: what waits for W, in what order, and what does not wait."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from odd_stages import BATCH, WIDTH, Delaying, linear
+from torch import Tensor, nn
+
+from optpipe_runtime.pool import HostPool, Link
+from optpipe_runtime.split import modules, register_split
+from optpipe_runtime.stage import StageRunner
+
+CPU = torch.device("cpu")
+BYTES = BATCH * 8 * WIDTH * 4  # of what passes between two stages
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link(CPU, False)
+    yield link
+    link.close()
+
+
+def batches(count: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(BATCH, 8, WIDTH) for _ in range(count)]
+
+
+def runner(module: nn.Module, link: Link) -> StageRunner:
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU))
+    stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+    stage.start_step((), 1)
+    return stage
+
+
+def run(stage: StageRunner, program: str, inputs: list[Tensor]) -> dict[int, Tensor]:
+    """Ops as in "F0 B0 W0", with gradients of one; returns input gradients."""
+    found: dict[int, Tensor] = {}
+    for op in program.split():
+        kind, j = op[:-1], int(op[-1])
+        if kind == "F":
+            stage.forward(j, (inputs[j].clone(),))
+        elif kind == "C":
+            stage.forward(j, (inputs[j].clone(),), recompute=True)
+            stage.recompute(j)
+        elif kind == "O":
+            stage.offload(j, 0)
+            stage.drop(j, 0)
+            stage.reload(j, 0)
+        elif kind == "W":
+            stage.weight(j)
+        else:
+            (found[j],) = stage.backward(j, (torch.ones(BATCH, 8, WIDTH),), split=kind == "B")
+    return found
+
+
+def require_as_plain(module: nn.Module, plain: nn.Module, inputs: list[Tensor], found: dict[int, Tensor]) -> None:
+    for j, x in enumerate(inputs):
+        leaf = x.clone().requires_grad_()
+        torch.autograd.backward(plain(leaf), torch.ones_like(x))
+        assert torch.equal(found[j], leaf.grad)  # type: ignore[arg-type]
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("program", ["F0 F1 B0 B1 W1 W0", "F0 F1 F2 B0 BW1 B2 W2 W0", "F0 O0 C1 B0 B1 W1 W0", "F0 F1 BW1 BW0"])
+def test_a_queue_of_its_own_in_any_order(program: str, link: Link) -> None:
+    """W1 takes what B0 left, since that is the oldest: all is done in the end, and each time as many bytes go."""
+    module = nn.Sequential(linear(), Delaying())
+    plain = copy.deepcopy(module)
+    plain[1].delays = False
+    inputs = batches(1 + max(int(op[-1]) for op in program.split()))
+    stage = runner(module, link)
+    require_as_plain(module, plain, inputs, run(stage, program, inputs))
+    assert stage.idle
+    assert not module[1].pending
+
+
+def test_what_a_queue_of_its_own_keeps_is_counted(link: Link) -> None:
+    module = nn.Sequential(nn.Tanh(), Delaying())
+    stage = runner(module, link)
+    run(stage, "F0 F1 B0 B1", batches(2))
+    assert [stage.held_bytes(j) for j in range(2)] == [2 * BYTES, 2 * BYTES], "input and output gradient"
+    stage.weight(1)
+    assert stage.held_bytes(1) == 0, "it has let as many bytes go as it held"
+    assert len(module[1].pending) == 1
+    stage.weight(0)
+    assert not module[1].pending
+
+
+def test_a_class_that_does_not_say_so_is_registered(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Delaying):
+        need_backward_dw = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(modules, "_registered", ())
+    register_split(Silent)
+    module = nn.Sequential(linear(), Silent())
+    plain = copy.deepcopy(module)
+    plain[1].delays = False
+    require_as_plain(module, plain, batches(1), run(runner(module, link), "F0 B0 W0", batches(1)))
+
+
+def test_a_delaying_module_used_without_a_pipeline_is_left_alone(link: Link) -> None:
+    module = Delaying()
+    run(runner(module, link), "F0 BW0", batches(1))
+    torch.autograd.backward(module(batches(1)[0].requires_grad_()), torch.ones(BATCH, 8, WIDTH))
+    assert len(module.pending) == 1
+    assert not module._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
+def test_a_compiled_module_stays_one_graph(whole: bool, link: Link) -> None:
+    """Its gradients come at B, all of them, and it is not compiled anew for every micro-batch."""
+    graphs: list[list[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    inner = nn.Sequential(linear(), nn.LayerNorm(WIDTH), nn.GELU(), linear())
+    compiled = torch.compile(copy.deepcopy(inner), backend=backend)
+    before = nn.Identity() if whole else linear()
+    plain, module = nn.Sequential(before, inner), nn.Sequential(copy.deepcopy(before), compiled)
+    stage = runner(module, link)
+    run(stage, "F0 BW0 C0 BW0", batches(1))
+    stage.module.zero_grad()
+    made = len(graphs)
+    require_as_plain(module, plain, batches(6), run(stage, "F0 F1 F2 B1 B0 W1 W0 BW2 C3 O3 F4 O4 B4 B3 W3 W4 F5 BW5", batches(6)))
+    assert len(graphs) == made
+    assert all(len(graph) == 4 for graph in graphs), graphs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
+def test_a_compiled_graph_leaves_nothing_to_w(whole: bool, link: Link) -> None:
+    torch._dynamo.reset()
+    inner = nn.Sequential(linear(), nn.GELU(), linear())
+    compiled = torch.compile(copy.deepcopy(inner), backend="aot_eager")
+    before = nn.Identity() if whole else linear()
+    plain, module = nn.Sequential(before, inner), nn.Sequential(copy.deepcopy(before), compiled)
+    stage = runner(module, link)
+    found = run(stage, "F0 F1 O1 C2 B0 B1 W0 W1 B2", batches(3))
+    assert stage.at_b == {name for name, _ in module.named_parameters() if name.startswith("1.")}
+    assert stage.held_bytes(2) == (0 if whole else 2 * BYTES)
+    stage.weight(2)
+    require_as_plain(module, plain, batches(3), found)
+
+
+def test_hooks_of_a_parameter_are_called_once_with_its_gradient(link: Link) -> None:
+    """So it does not wait: for B they would have none."""
+    module, seen = linear(), []
+    module.weight.register_hook(lambda grad: grad * 2)
+    module.bias.register_post_accumulate_grad_hook(lambda bias: seen.append(bias.grad.clone()))  # type: ignore[union-attr]
+    plain = copy.deepcopy(module)
+    plain.weight.register_hook(lambda grad: grad * 2)
+    stage = runner(module, link)
+    require_as_plain(module, plain, batches(1), run(stage, "F0 B0 W0", batches(1)))
+    assert len(seen) == 1
+    assert stage.at_b == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_norms_wait_where_b_still_frees_memory(dropout: float, link: Link) -> None:
+    """A linear layer keeps input and output gradient until W; with as much for the norm it is more than F kept, but for a mask."""
+    module = nn.Sequential(nn.LayerNorm(WIDTH), *(nn.Dropout(dropout), nn.Softmax(-1)) * 2, linear())
+    stage = runner(module, link)
+    run(stage, "F0", batches(1))
+    kept = stage.held_bytes(0)
+    stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=True)
+    assert stage.held_bytes(0) <= kept
+    assert stage.at_b == (set() if dropout else {"0.weight", "0.bias"})
+
+
+def test_autocast_around_a_step_is_one_around_its_forwards(link: Link) -> None:
+    """The backward of a float32 layer inside stays one of float32."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = linear(), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x).float()
+            with torch.autocast("cpu", enabled=False):
+                result: Tensor = self.outer(y)
+            return result
+
+    module = Inside()
+    plain = copy.deepcopy(module)
+    (x,) = batches(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stage = runner(module, link)
+        (dx,) = run(stage, "F0 B0 W0", [x]).values()
+        leaf = x.clone().requires_grad_()
+        y = plain(leaf)
+    torch.autograd.backward(y, torch.ones_like(y))
+    assert torch.equal(dx, leaf.grad)  # type: ignore[arg-type]
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
