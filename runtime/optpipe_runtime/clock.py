@@ -28,4 +28,8 @@ class Clock:
             torch.cuda.current_stream(self._device).synchronize()
 
     def ms(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) if self._events else (end - start) * 1e3
+        if not self._events:
+            return float(end - start) * 1e3
+        for event in (start, end):
+            event.synchronize()  # one on another stream may still be ahead when the compute stream is done
+        return float(start.elapsed_time(end))

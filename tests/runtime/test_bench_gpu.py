@@ -155,6 +155,9 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.at = stream.now
 
+    def synchronize(self) -> None:
+        pass
+
     def elapsed_time(self, end: FakeEvent) -> float:
         return end.at - self.at
 
