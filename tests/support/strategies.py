@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -86,7 +87,12 @@ def looped(draw: Any) -> Problem:
 
 @st.composite
 def schedules(draw: Any, problem: Problem) -> Schedule:
-    """Ops in a random order that keeps every dependency, dealt out to the devices: valid whatever the durations are."""
+    """Any valid schedule."""
+    return arranged(problem, lambda items: draw(st.sampled_from(items)))
+
+
+def arranged(problem: Problem, pick: Callable[[Sequence[Any]], Any]) -> Schedule:
+    """Ops in an order that `pick` chooses among those that keep every dependency, dealt out to the devices: valid whatever they last."""
     after: dict[Op, set[Op]] = {}
 
     def add(op: Op, *before: Op | None) -> Op:
@@ -97,7 +103,7 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
     parameters: dict[int, Op] = {}
     gradients: dict[int, set[Op]] = {s: set() for s in passed}
     for s in sorted(passed):
-        if problem.stages[s].can_update and draw(st.booleans()):
+        if problem.stages[s].can_update and pick([False, True]):
             parameters[s] = add(Op(Kind.P, s, 0))
     for j in range(problem.microbatches):
         route = problem.route(j)
@@ -108,9 +114,9 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
         for s in reversed(route):
             stage = problem.stages[s]
             ready = [forwards[s]]
-            choice = draw(st.sampled_from(["keep", "offload", "recompute", *(["evict"] if stage.can_evict else [])]))
+            choice = pick(["keep", "offload", "recompute", *(["evict"] if stage.can_evict else [])])
             if choice == "offload" and stage.can_offload:
-                for part in draw(st.sets(st.integers(0, stage.offload_parts - 1))):
+                for part in (part for part in range(stage.offload_parts) if pick([False, True])):
                     out = add(Op(Kind.O, s, j, part), forwards[s])
                     ready.append(add(Op(Kind.R, s, j, part), add(Op(Kind.D, s, j, part), out)))
             elif choice == "recompute" and stage.can_recompute:
@@ -119,7 +125,7 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
                 gone = add(Op(Kind.D, s, j), add(Op(Kind.E, s, j), forwards[s], add(Op(Kind.A, s, j))))
                 ready.append(add(Op(Kind.L, s, j), gone))
                 add(Op(Kind.V, s, j), ready[-1])
-            if draw(st.booleans()):
+            if pick([False, True]):
                 upstream = add(Op(Kind.BW, s, j), upstream, *ready)
                 gradients[s].add(upstream)
             else:
@@ -131,7 +137,7 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
     pending = dict(after)
     while pending:
         free = [op for op, before in pending.items() if not before & pending.keys()]
-        op = draw(st.sampled_from(free))
+        op = pick(free)
         order.append(op)
         del pending[op]
     return deal(problem, order)

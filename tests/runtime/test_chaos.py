@@ -1,0 +1,62 @@
+"""Two hundred random certified schedules, swapped step by step: losses and gradients stay those of a plain run."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import rank_cases
+import rank_swaps
+from rank_worker import Ranks
+from support.strategies import arranged
+
+from optpipe.memory import certify
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+
+EACH, MICROBATCHES = 20, 4
+CASES = {  # ranks, the rank of each stage, to whom each rank evicts
+    "linear": (2, [0, 1], [1, 0]),
+    "looped": (2, [0, 1, 0, 1], []),
+    "V": (2, [0, 1, 1, 0], []),
+    "irregular": (2, [0, 0, 1, 0], []),
+    "linear on 3": (3, [0, 1, 2], [2, None, 0]),
+    "V on 3": (3, [0, 1, 2, 2, 1, 0], []),
+    "irregular on 3": (3, [1, 0, 2, 1], []),
+    "linear on 4": (4, [0, 1, 2, 3], [3, 2, 1, 0]),
+    "looped on 4": (4, [0, 1, 2, 3, 0, 1, 2, 3], []),
+    "V on 4": (4, [0, 1, 2, 3, 3, 2, 1, 0], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_schedules_swapped_step_by_step(request: pytest.FixtureRequest, case: str) -> None:
+    count, placement, peers = CASES[case]
+    pool: Ranks = request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[count])
+    problem = rank_cases.problem(placement, MICROBATCHES, peers, offload_parts=2)
+    pick = random.Random(case).choice
+    schedules = [replace(arranged(problem, pick), method=str(k)) for k in range(EACH)]
+    for schedule in schedules:
+        assert not check(problem, schedule)
+        certify(problem, schedule)
+    _require_everything(schedules, evicting=any(peer is not None for peer in peers))
+    by_rank = pool(rank_swaps.chaos, placement=placement, schedules=schedules)
+    assert [step.method for step in by_rank[0][: EACH // 2]] == [str(k) for k in range(EACH // 2)]
+    assert {step.method for step in by_rank[0]} == {str(k) for k in range(EACH)}
+    expected = rank_swaps.plain(len(placement), len(by_rank[0]), MICROBATCHES)
+    for plain, *found in zip(expected, *by_rank, strict=True):
+        assert len({step.method for step in found}) == 1, "all ranks run the same schedule"
+        np.testing.assert_allclose(found[placement[-1]].losses, plain.losses, rtol=1e-9)
+        gradients = {name: grad for step in found for name, grad in step.gradients.items()}
+        assert gradients.keys() == plain.gradients.keys()
+        for name, grad in gradients.items():
+            np.testing.assert_allclose(grad, plain.gradients[name], rtol=1e-7, atol=1e-12, err_msg=name)
+
+
+def _require_everything(schedules: list[Schedule], evicting: bool) -> None:
+    """The draw has every sort of op, many times."""
+    kinds = Counter(op.kind.name for schedule in schedules for program in schedule.programs for op in program.ops())
+    assert all(kinds[kind] >= EACH for kind in ("F", "B", "W", "BW", "O", "D", "R", "C", *("AELV" if evicting else "")))

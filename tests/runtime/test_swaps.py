@@ -1,0 +1,167 @@
+"""What follows a swap: back from a schedule that is slower or runs out of memory, and on with another number of micro-batches."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_cases
+import rank_swaps
+from rank_worker import Ranks
+from support.strategies import arranged
+from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
+
+from optpipe.schedule import Schedule
+from optpipe_runtime.layout import Layout
+from optpipe_runtime.lowering import Plan, prepare
+from optpipe_runtime.pace import Pace
+
+PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
+PEERS = {2: [1, 0], 3: [2, None, 0], 4: [3, 2, 1, 0]}
+OPS = {"forward": "F", "backward": "B BW", "weight": "W", "offload": "O", "drop": "D", "reload": "R L", "recompute": "C"}  # and their kinds
+
+
+def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
+    problem = rank_cases.problem([0, 1], 4)
+    return {name: replace(Schedule.parse(problem, programs), method=name) for name, programs in texts.items()}
+
+
+# Out of memory
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_before(request: pytest.FixtureRequest, count: int) -> None:
+    """Wherever it does: gradients, running means, random numbers and losses are as if it had never been tried."""
+    pool: Ranks = request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[count])
+    placement, chance = PLACEMENTS[count], random.Random(count)
+    problem = rank_cases.problem(placement, 4, PEERS[count], offload_parts=2)
+    for op, kinds in OPS.items():
+        first, bad = (replace(arranged(problem, chance.choice), method=name) for name in ("first", "bad"))
+        calls = [(rank, o) for rank, program in enumerate(bad.programs) for o in program.ops() if o.kind.name in kinds.split()]
+        rank, where = chance.choice(calls)
+        nth = [o for owner, o in calls if owner == rank].index(where) + 1
+        outcomes = pool(rank_swaps.undone, placement=placement, first=first, bad=bad, rank=rank, op=op, nth=nth)
+        for outcome in outcomes:
+            assert (outcome.method, outcome.version) == ("first", 3)
+            assert outcome.found.losses == outcome.expected.losses
+            for name, value in outcome.expected.gradients.items():
+                np.testing.assert_array_equal(outcome.found.gradients[name], value, err_msg=f"{op}, {name}")
+        line = outcomes[0].logged[-1]
+        why = f"which ran out of memory: rank {rank} was at {where}: "
+        assert line.startswith(f"step 2: schedule first (predicted {first.makespan_ms:.1f} ms) replaces bad, {why}")
+        assert line.endswith("OutOfMemoryError: too much")
+
+
+def test_without_a_schedule_before_the_step_is_undone_and_said_so(ranks: Ranks) -> None:
+    made = schedules({"first": ONE_F_ONE_B, "second": SPLIT})
+    told = ranks(rank_swaps.nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
+    expected = (
+        "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and there is no schedule to go "
+        "back to: load one that needs less memory"
+    )
+    assert [(complaint, untouched) for complaint, untouched, _ in told] == [(expected, True)] * 2
+    assert told[1][2] == rank_swaps.plain(2, 1, 4)[0].losses
+
+
+# Slower
+
+
+def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: Ranks) -> None:
+    made = schedules({"quick": ONE_F_ONE_B, "slow": OFFLOADED, "better": SPLIT})
+    ms = {"quick": 10.0, "slow": 11.0, "better": 9.0}
+    (ran, logged), (ran1, _) = ranks(rank_swaps.paced, placement=[0, 1], schedules=made, ms=ms)
+    assert ran == ran1
+    first, back = ran.index("slow"), ran.index("quick", ran.index("slow"))
+    assert back - first in (6, 11), "five measured steps, or ten, and the first, which is not"
+    assert ran.index("better") == len(ran) - ran[::-1].index("quick"), "it stayed with the quick one, and did not take the slow one again"
+    assert ran[ran.index("better") :] == ["better"] * (len(ran) - ran.index("better") - 24) + ["slow"] * 24, "what is loaded is meant"
+    replaced = [line for line in logged if " replaces " in line]
+    assert [line.split(": ", 1)[1].split(", which")[0] for line in replaced] == [
+        f"schedule {new} (predicted {made[new].makespan_ms:.1f} ms) replaces {old}"
+        for new, old in (("slow", "quick"), ("quick", "slow"), ("better", "quick"), ("slow", "better"))
+    ]
+    assert replaced[1].startswith(f"step {back + 1}: ")
+    assert "which takes 11.0 ms a step, measured, and this one 10.0 ms" in replaced[1]
+    assert any("slow has run here before" in line for line in logged)
+
+
+def paced(before: list[float], after: list[float]) -> int | None:
+    """After how many steps of the new schedule the old one is taken again."""
+    old, new = _plans()
+    pace = Pace()
+    pace.swapped(old, comparable=False)
+    for ms in before:
+        assert pace.add(ms) is None
+    pace.swapped(new, comparable=True)
+    for k, ms in enumerate(after, 1):
+        if found := pace.add(ms):
+            assert found[1].plan is old
+            return k
+    return None
+
+
+@cache
+def _plans() -> tuple[Plan, Plan]:
+    made = schedules({"a": ONE_F_ONE_B, "b": SPLIT})
+    return prepare(made["a"], 0, Layout.of(made["a"].problem)), prepare(made["b"], 0, Layout.of(made["b"].problem))
+
+
+NOISE: Any = np.random.default_rng(1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "back"),
+    [
+        ([99.0] + [10.0] * 9, [99.0] + [11.0] * 5, 6),
+        ([99.0] + [10.0] * 9, [99.0] + [10.1] * 30, None),  # less than two per cent
+        ([99.0] + [10.0] * 9, [99.0, 10.0, 80.0, 10.0, 80.0, 10.0], None),  # outliers
+        ([99.0, 10.0, 80.0, 10.0, 80.0, 10.0], [99.0] + [11.0] * 5, 6),
+        ([99.0] + [10.0] * 4, [99.0] + [20.0] * 30, None),  # nothing to compare with
+        ([99.0, 8.0, 9.0, 10.0, 11.0, 12.0], [99.0, 8.4, 9.4, 10.4, 11.4, 12.4], None),  # noise
+        ([99.0] + [8.0, 9.0, 10.0, 11.0, 12.0] * 4, [99.0] + [11.4, 12.4, 13.4, 14.4, 15.4] * 4, 6),
+    ],
+)
+def test_slower_by_more_than_noise(before: list[float], after: list[float], back: int | None) -> None:
+    assert paced(before, after) == back
+
+
+def test_the_same_schedule_under_noise_is_seldom_left() -> None:
+    wrong = sum(paced([*NOISE.normal(10, 1, 21)], [*NOISE.normal(10, 1, 21)]) is not None for _ in range(400))
+    assert wrong < 0.05 * 400
+
+
+# Other numbers of micro-batches
+
+
+def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
+    made = [_in_turn(m) for m in (4, 2, 12, 6)]
+    unfit = _in_turn(5)
+    (first, last) = ranks(rank_swaps.recut, placement=[0, 1], schedules=made, unfit=unfit)
+    plain = {str(m): rank_swaps.plain(2, 1, m)[0] for m in (4, 2, 12, 6)}
+    assert [step.method for step in first.steps[:4]] == ["4", "2", "12", "6"]
+    for run in (first, last):
+        assert run.counts == [int(step.method) for step in run.steps]
+        methods = [step.method for step in run.steps]
+        assert [m for k, m in enumerate(methods) if k < 4 or m != methods[k - 1]] == ["4", "2", "12", "6", "4", "2", "12", "6"]
+    for own, theirs in zip(first.steps, last.steps, strict=True):
+        expected = plain[own.method]
+        assert theirs.losses == expected.losses
+        for name, grad in (own.gradients | theirs.gradients).items():
+            np.testing.assert_allclose(grad, expected.gradients[name], rtol=1e-10, atol=1e-14)
+    refusals = [line for line in first.logged if "offered and refused" in line]
+    assert len(refusals) == 1
+    assert refusals[0].endswith("its first dimension must be a multiple of the 5 micro-batches")
+
+
+def _in_turn(microbatches: int) -> Schedule:
+    """Forwards with every other micro-batch offloaded, then backwards."""
+    texts = []
+    for s in (0, 1):
+        away = [f"{s}{op}{j}" for j in range(0, microbatches, 2) for op in ("O", "D")]
+        back = [op for j in range(microbatches) for op in ([f"{s}R{j}"] if j % 2 == 0 else []) + [f"{s}BW{j}"]]
+        texts.append([f"{s}F{j}" for j in range(microbatches)] + away + back)
+    return replace(Schedule.parse(rank_cases.problem([0, 1], microbatches), texts), method=str(microbatches))
