@@ -5,7 +5,9 @@ back as soon as they are there, so that no op of its own program has to stand be
 go. Each direction of each pair of ranks has a process group of its own. Messages have no tags, so the peer receives in the order in which
 the other's program evicts and sends in the order in which it loads, whatever the order of its own A and V: each begins when there is room
 for it and for all before it. Evictions and loads are one stream to `simulate`, in order, so nobody waits here who would not wait there.
-Not measured on CUDA.
+
+The peer is ready from A on, long before E or L. Over NCCL it would be a kernel as wide as the link that is ready, on multiprocessors that
+compute is to have; so the evicting rank announces each transfer by a byte, and what waits is the kernel for that. Not measured on CUDA.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class _Way(NamedTuple):
 
     group: Subgroup
     engine: Engine
+    evicting: bool  # whether this rank is the one that evicts
+    byte: Tensor
 
     def send(self, pieces: Sequence[Tensor], to: int, after: Ticket | None = None) -> Ticket:
         return self._start(self.group.send, pieces, to, after)
@@ -40,6 +44,7 @@ class _Way(NamedTuple):
         def work() -> None:
             if after is not None:
                 after.wait()
+            (self.group.send if self.evicting else self.group.receive)(self.byte, other).wait()
             for transfer in [move(piece, other) for piece in pieces]:
                 transfer.wait()
 
@@ -72,7 +77,7 @@ class Peers:
             for ways in (self._out, self._back):
                 group = team.subgroup((evictor, acceptor), device)
                 if rank in (evictor, acceptor):
-                    ways[evictor] = _Way(group, engine(device))
+                    ways[evictor] = _Way(group, engine(device), rank == evictor, torch.zeros(1, dtype=torch.uint8, device=device))
         self._rooms: dict[Visit, _Room] = {}
         self._coming: dict[int, tuple[deque[Visit], deque[Visit]]] = {}
 

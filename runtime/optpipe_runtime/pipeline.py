@@ -50,7 +50,7 @@ from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
 from optpipe_runtime.swaps import Swaps, ran_out, snapshot
 from optpipe_runtime.team import Team
 from optpipe_runtime.ties import Tie
-from optpipe_runtime.turns import tokens
+from optpipe_runtime.turns import require_queues, tokens
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -110,7 +110,8 @@ class Pipeline:
         def sound() -> tuple[Layout, torch.device, Replicas]:
             _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
             layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
-            return layout, _device(stages), Replicas(stages, team)
+            require_queues(layout, device := _device(stages))
+            return layout, device, Replicas(stages, team)
 
         layout, device, self._replicas = council.each(sound)
         link, pool = Link(device, full_duplex, tokens(team, layout, device)), HostPool(device, host_memory_bytes)

@@ -8,11 +8,14 @@ the token stays where the last transfer was, and the next step fetches it from t
 Nothing can deadlock that `simulate` accepts. A lane waits for the transfer before in the lane's order, which is an edge of `optpipe.graph`;
 and a token that is not fetched yet holds up only what comes after the transfer that will fetch it.
 
-Not measured on CUDA: there a token is a byte over NCCL, whose receiving kernel occupies a multiprocessor while it waits.
+Not measured on CUDA. There a token is a byte over NCCL, whose receiving kernel occupies a multiprocessor while it waits. Streams go through
+a few hardware queues, first in, first out: where a copy that waits for its turn shares one with what it waits for, neither goes on. So CUDA
+must be given queues enough (`require_queues`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from optpipe.errors import InputError
 from optpipe.ops import INWARD, Op
 from optpipe.schedule import Schedule
 from optpipe_runtime.layout import Layout
@@ -28,6 +32,9 @@ from optpipe_runtime.layout import Layout
 if TYPE_CHECKING:
     from optpipe_runtime.pool import Engine
     from optpipe_runtime.team import Team, Transfer
+
+
+QUEUES = 32  # the most that CUDA gives; a rank with two neighbours and a peer has about 15 streams
 
 
 class Turns(NamedTuple):
@@ -93,6 +100,16 @@ class Token:
 
     def _move(self, move: Callable[[torch.Tensor, int], Transfer], other: int) -> None:
         move(self._coin, other).wait()
+
+
+def require_queues(layout: Layout, device: torch.device) -> None:
+    """`InputError` where links are shared on CUDA and its streams may share hardware queues."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if device.type == "cuda" and layout.shared_links and not (given.isdecimal() and int(given) >= QUEUES):
+        raise InputError(
+            f"links: CUDA_DEVICE_MAX_CONNECTIONS is {given}; set it to {QUEUES} before the script starts, else a copy that waits for "
+            "its turn may hold up what it waits for"
+        )
 
 
 def tokens(team: Team, layout: Layout, device: torch.device) -> tuple[Token, ...]:

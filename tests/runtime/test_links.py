@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import rank_cases
 import rank_links
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_links import Transfer
@@ -19,6 +21,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
+from optpipe_runtime.turns import require_queues
 
 OFFLOADED = [
     ["0F0", "0O0", "0F1", "0D0", "0O1", "0F2", "0D1", "0R0", "0BW0", "0R1", "0BW1", "0BW2"],
@@ -159,6 +162,18 @@ def test_as_many_links_as_ranks(ranks: Ranks) -> None:
 def test_all_who_share_meet_once_before_any_step(four_ranks: Ranks) -> None:
     """Which only NCCL needs; gloo shows that nobody waits for ever."""
     assert four_ranks(rank_links.meet, members=[0, 1, 3]) == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("given", "fine"), [(None, False), ("1", False), ("many", False), ("32", True)])
+def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given: str | None, fine: bool) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    shares, alone = Layout.make([0, 1], 2, links=["a", "a"]), Layout.make([0, 1], 2, links=["a", "b"])
+    require_queues(alone, torch.device("cuda", 0))
+    require_queues(shares, torch.device("cpu"))
+    with nullcontext() if fine else pytest.raises(InputError, match=f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}; set it to 32"):
+        require_queues(shares, torch.device("cuda", 0))
 
 
 def test_a_link_has_a_name() -> None:
