@@ -14,6 +14,7 @@ Between them stand whole parameters and gradients of each stage, which are no ac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError
 from optpipe_runtime.team import Team
+
+log = logging.getLogger("optpipe.runtime")
 
 
 class Replicas:
@@ -126,16 +129,19 @@ class _Sharded:
     """A stage with `fully_shard`ed modules, which gather and reduce when told to, not in their own forwards and backwards."""
 
     def __init__(self, s: int, module: nn.Module, team: Team) -> None:
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor):
-                mesh = parameter.device_mesh
-                _require_apart(s, "fully_shard", mesh.mesh.flatten().tolist(), team, "mesh")
-                if parameter.device.type != mesh.device_type:
-                    raise InputError(
-                        f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on {mesh.device_type}: leave "
-                        "out offload_policy, a pipeline's parameters are where it computes"
-                    )
-        self._module, self._whole = module, False
+        sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        for parameter in sharded.values():
+            mesh = parameter.device_mesh
+            _require_apart(s, "fully_shard", mesh.mesh.flatten().tolist(), team, "mesh")
+            if parameter.device.type != mesh.device_type:
+                raise InputError(
+                    f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on {mesh.device_type}: leave "
+                    "out offload_policy, a pipeline's parameters are where it computes"
+                )
+        if apart := [name for name, p in module.named_parameters() if p.requires_grad and name not in sharded]:
+            log.warning("stage %d: %s and %d others are in no fully_shard: no mean over the replicas", s, apart[0], len(apart) - 1)
+        self._shards = any(place.is_shard() for p in sharded.values() for place in p.placements)  # not where it is `replicate`
+        self._whole = False
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         inside = {id(below) for part in self._parts for below in part.modules() if below is not part}
         self._roots = [part for part in self._parts if id(part) not in inside]
@@ -156,13 +162,9 @@ class _Sharded:
         """Where nothing was reduced: after an evaluation, a profile, a failure. No communication."""
         if not self._whole:
             return
-        for parameter in self._module.parameters():
-            if not isinstance(parameter, DTensor):
-                parameter.grad = None
         for part in self._parts:
-            for group in _groups(part):
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+            for parameter in (parameter for group in _groups(part) for parameter in group.fsdp_params):
+                parameter.unsharded_param.grad = parameter.unsharded_accumulated_grad = None
             part.reshard()
         self._whole = False
 
@@ -171,11 +173,12 @@ class _Sharded:
             root.set_is_last_backward(reducing)
             root.set_requires_gradient_sync(reducing)
             root.set_reshard_after_backward(reducing)
-            root.set_reshard_after_forward(False)
+            if self._shards:
+                root.set_reshard_after_forward(False)
 
 
 def _groups(part: FSDPModule) -> list[Any]:
-    """The module's parameter groups: several since torch 2.12, one or none before."""
+    """The module's parameter groups: several, or, in older releases of torch, one or none."""
     state = part._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups

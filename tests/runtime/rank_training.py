@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,12 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
@@ -73,7 +76,7 @@ def wrapped(module: nn.Module, how: str, **options: Any) -> nn.Module:
     if how == "ddp":
         return DistributedDataParallel(module, process_group=replicas.get_group(), **options)
     for part in (*module.children(), module):
-        fully_shard(part, mesh=replicas, **options)
+        (fully_shard if how == "fsdp" else replicate)(part, mesh=replicas, **options)
     return module
 
 
@@ -204,6 +207,46 @@ def plain_odds(microbatches: int) -> tuple[Gradients, float, Gradients]:
     return found, norm.item(), gradients(dict(enumerate(modules)))
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what passes between replicas on FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for name in ("allgather", "reduce_scatter"):
+            self.count[name] += name in str(func)
+        return func(*args, **kwargs or {})
+
+
+def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients], list[dict[str, int]]]:
+    """On FSDP: only the first replica is offered a better schedule, and only its batch changes its shape, in the second step. Versions,
+    gradients, and the collectives of each step."""
+    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
+    number, m = dist.get_rank(group), first.problem.microbatches
+    modules = {number: wrapped(make_stages(2)[number], "fsdp")}
+    versions, found, made = [], [], []
+    with Pipeline(modules, [0, 1], loss_fn, m, group=group) as pipe:
+        pipe.load(first)
+        if dist.get_rank() == 0:
+            pipe.offer(better)
+        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
+            modules[number].zero_grad()
+            inputs, targets = (part.chunk(2)[replica] for part in batch(step, 2 * m))
+            if step == 1 and replica == 0:
+                inputs, targets = inputs[:, : LENGTH // 2].contiguous(), targets[:, : LENGTH // 2].contiguous()
+            with Collectives() as collectives:
+                versions.append(pipe.step(inputs, targets).version)
+            made.append(dict(collectives.count))
+            found.append(gradients(modules))
+            newest = torch.tensor(versions[-1])
+            dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+            if newest == 2 and step > 1:
+                break
+    return versions, found, made
+
+
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who wraps a stage in a way that cannot work."""
     group, m = mesh()["pipe"].get_group(), schedule.problem.microbatches
@@ -325,13 +368,13 @@ def plainly_skipping(microbatches: int, skipped: int, max_norm: float) -> tuple[
 
 
 def checkpointed(
-    schedule: Schedule, folder: str, steps: range, resume: bool, save: bool, how: str = "alone"
+    schedule: Schedule, folder: str, steps: range, resume: bool, save: bool, how: str = "alone", dropout: float = 0.0
 ) -> tuple[list[Any], Gradients]:
     """Trains some steps of a training, from the checkpoint or from the start; losses, and the parameters at the end."""
     placement = [stage.device for stage in schedule.problem.stages]
     group = mesh()["pipe"].get_group() if how != "alone" else None
     number, m = dist.get_rank(group), schedule.problem.microbatches
-    modules = {s: wrapped(module, how) for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    modules = {s: wrapped(module, how) for s, module in enumerate(make_stages(len(placement), dropout)) if placement[s] == number}
     model = nn.ModuleDict({str(s): module for s, module in modules.items()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -343,7 +386,8 @@ def checkpointed(
 
     def states() -> dict[str, Any]:
         own, its = get_state_dict(model, optimizer, options=by_name)
-        return {"model": own, "optimizer": its, "scheduler": scheduler.state_dict()}
+        random = {f"random.{number}": torch.get_rng_state()} if dropout else {}
+        return {"model": own, "optimizer": its, "scheduler": scheduler.state_dict(), **random}
 
     with Pipeline(modules, placement, loss_fn, m, group=group) as pipe:
         pipe.load(schedule)
@@ -352,6 +396,8 @@ def checkpointed(
             dcp.load(state, checkpoint_id=folder)
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=by_name)
             scheduler.load_state_dict(state["scheduler"])
+            if dropout:
+                torch.set_rng_state(state[f"random.{number}"])
         for step in steps:
             optimizer.zero_grad()
             losses.append(pipe.step(*batch(step, m)).losses)

@@ -68,6 +68,7 @@ WRAPPERS = {
     "ddp": ("ddp", {"find_unused_parameters": True}),
     "bucket views": ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
     "fsdp": ("fsdp", {}),
+    "replicate": ("replicate", {}),
     "float64 reduction": ("fsdp", {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
 }
 
@@ -88,6 +89,20 @@ def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
         close(first.clipped | last.clipped, clipped)
     assert all(results[rank].losses == alone[rank].losses for rank in (0, 1))  # in training mode buffers change no loss
     assert (results[0].means == results[2].means) == (how == "ddp")  # which alone keeps buffers equal
+
+
+def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
+    """Nor swap or learn together: what they exchange, they exchange once a step at its ends."""
+    (first,), (better,) = parsed(ONE_F_ONE_B), parsed(OFFLOADED)
+    results = four_ranks(rank_training.uneven, first=first, better=better)
+    assert [versions[-1] for versions, *_ in results] == [2, 2, 1, 1]
+    for rank, (_, found, made) in enumerate(results):
+        layers = len({name.split(".")[1] for name in found[0]})
+        assert made == [{"allgather": layers, "reduce_scatter": layers}] * len(made)
+        for name, grad in found[-1].items():
+            np.testing.assert_array_equal(grad, results[rank % 2][1][-1][name], err_msg=name)
+    _, (expected,), _ = rank_training.plain(2, 8, steps=1)
+    close(results[0][1][0] | results[1][1][0], expected)
 
 
 def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
@@ -159,6 +174,14 @@ def test_a_checkpoint_is_resumed_on_another_placement(ranks: Ranks, four_ranks: 
         assert found.keys() == whole[0][1].keys() | whole[1][1].keys()
         for name, parameter in found.items():
             np.testing.assert_array_equal(parameter, (whole[0][1] | whole[1][1])[name], err_msg=name)
+
+
+def test_random_numbers_are_resumed_on_the_same_placement(ranks: Ranks, tmp_path: Path) -> None:
+    folder, schedule = str(tmp_path / "checkpoint"), gpipe([0, 1], 2)
+    ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2), resume=False, save=True, dropout=0.1)
+    whole = ranks(rank_training.checkpointed, schedule=schedule, folder="", steps=range(4), resume=False, save=False, dropout=0.1)
+    again = ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2, 4), resume=True, save=False, dropout=0.1)
+    assert again[1][0] == whole[1][0][2:]
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
