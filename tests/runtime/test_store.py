@@ -10,10 +10,13 @@ import pytest
 import rank_cases
 import torch
 import torch.utils.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.demo import gpt
 from optpipe_runtime.pool import PAGE, HostPool, Link
 from optpipe_runtime.stage import StageRunner
 from optpipe_runtime.store import OffloadedError, balance
@@ -194,6 +197,23 @@ def test_parts_are_about_equal() -> None:
     groups = balance(sizes, 3)
     assert sorted(i for group in groups for i in group) == [0, 2, 3, 4, 5]
     assert sorted(sum(sizes[i] for i in group) for group in groups) == [70, 80, 100]
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30).map(tuple), st.integers(1, 8))
+def test_parts_differ_by_one_block_at_most(sizes: tuple[int, ...], n: int) -> None:
+    filled = [sum(sizes[i] for i in group) for group in balance(sizes, n)]
+    assert max(filled) - min(filled) <= max(sizes, default=0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize(("parts", "most"), [(2, 0.001), (3, 0.07), (4, 0.002)])
+def test_what_unequal_parts_of_a_gpt_lose(link: Link, blocks: int, parts: int, most: float) -> None:
+    """The share of the bytes that could leave and does not count, since the problem takes each part for as small as the smallest."""
+    size = gpt.Size()
+    stage = StageRunner(0, nn.Sequential(*(gpt.Block(size) for _ in range(blocks))), CPU, link, HostPool(CPU))
+    stage.learn((torch.zeros(size.sequences, size.context, size.width, requires_grad=True),))
+    sizes = stage.part_bytes(parts)
+    assert 1 - parts * min(sizes) / sum(sizes) < most
 
 
 def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
