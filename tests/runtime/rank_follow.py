@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rank_cases import batch, loss_fn, own_stages
 
+from optpipe import timeline
 from optpipe_runtime import Follower, Pipeline
 from optpipe_runtime.bench import paced
 from optpipe_runtime.follow import one_at_a_time
@@ -68,3 +69,10 @@ def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, fa
             versions.append(report.version)
             problems.append(pipe.problem)
     return versions, problems, held_up
+
+
+def compiled() -> bool:
+    """Whether what checks schedules has been compiled when the first one is loaded."""
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 1) as pipe:
+        pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+    return timeline._longest_path._compiled

@@ -207,6 +207,80 @@ def test_a_url_that_is_none_is_a_sentence(url: str) -> None:
         ScheduleClient(url, chain())
 
 
+# The costs change
+
+SLOWER = chain(scale=1.5)
+
+
+def jobs_at(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{url}/v1/jobs", trust_env=False).json()["jobs"]  # the newest first
+    return found
+
+
+def test_a_search_goes_on_with_other_costs_from_what_runs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang", **QUICK) as client:
+        first = until(client.poll)
+        assert not client.ended
+        client.update(SLOWER, first.schedule)
+        until(lambda: len(jobs_at(url)) == 2 and jobs_at(url)[1]["state"] not in OPEN)
+        new, old = (httpx.get(url + job["url"], trust_env=False).json() for job in jobs_at(url))
+        assert client.poll() is None, "what runs is the best that is known for it, too"
+    assert (old["id"], old["state"]) == (first.job, "cancelled")
+    assert new["best"]["source"] in ("warm_start", "cache")
+    assert new["best"]["makespan_ms"] == one_by_one(SLOWER).makespan_ms
+    assert warnings(caplog) == []
+
+
+def test_after_the_end_of_a_search_another_begins(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    with running(settings) as (url, _), ScheduleClient(url, chain(), method="steps", **QUICK) as client:
+        until(lambda: client.ended)
+        offer = until(client.poll)
+        assert (offer.schedule.method, offer.schedule.problem) == ("gpipe", chain())
+        client.update(SLOWER, one_by_one(chain()))
+        assert not client.ended
+        better = until(client.poll)
+        assert (better.schedule.method, better.schedule.problem, better.makespan_ms) == ("gpipe", SLOWER, gpipe(SLOWER).makespan_ms)
+        assert better.version > offer.version
+        until(lambda: client.ended)
+    assert warnings(caplog) == []
+
+
+def test_an_offer_for_costs_that_have_changed_is_none(settings: Settings) -> None:
+    with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang", **QUICK) as client:
+        until(lambda: client._newest)
+        client.update(SLOWER, gpipe(chain()))
+        assert client.poll() is None
+
+
+def test_of_many_changes_the_last_counts(settings: Settings) -> None:
+    scales = [1.0 + k / 8 for k in range(9)]
+    with running(settings) as (url, _), ScheduleClient(url, chain(), method="steps", **QUICK) as client:
+        for scale in scales:
+            client.update(chain(scale=scale), None)
+        offer = until(client.poll)
+        assert offer.schedule.problem == chain(scale=scales[-1])
+        until(lambda: client.ended)
+        assert len(jobs_at(url)) < len(scales)
+
+
+def test_a_service_that_is_away_hears_of_the_newest_costs(settings: Settings) -> None:
+    port = free_port()
+    with ScheduleClient(f"http://127.0.0.1:{port}", chain(), method="steps", **QUICK) as client:
+        time.sleep(0.1)
+        client.update(SLOWER, None)
+        time.sleep(0.1)
+        with running(settings, port) as (url, _):
+            assert until(client.poll).schedule.problem == SLOWER
+            assert len(jobs_at(url)) == 1
+
+
+def test_a_change_after_the_end_of_the_client_is_no_error() -> None:
+    client = ScheduleClient("http://127.0.0.1:1", chain())
+    client.close()
+    client.update(SLOWER, None)
+    assert client.poll() is None
+
+
 # A service that lies
 
 

@@ -69,6 +69,10 @@ def test_what_runs_before_the_profile_runs_on(ranks: Ranks) -> None:
     assert versions == [2, 2], "the same programs, as a schedule of the measured problem"
 
 
+def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
+    assert ranks(rank_follow.compiled) == [True, True]
+
+
 # A service that answers as the test wants
 
 
