@@ -55,7 +55,8 @@ class Training:
         self.layout = layout
         self.modules = {s: module for s, module in enumerate(make_stages(len(layout.placement))) if layout.placement[s] == rank}
         factories = dict.fromkeys(hosted, factory)
-        self.pipe = Pipeline(self.modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=factories)
+        ways = {"links": layout.links or None, "full_duplex": layout.full_duplex}
+        self.pipe = Pipeline(self.modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=factories, **ways)
         here = [p for s, module in self.modules.items() if s not in hosted for p in module.parameters()]
         self.optimizer = adam([torch.zeros(0), *here])
 
@@ -104,7 +105,8 @@ def rounded(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
-    """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host."""
+    """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host. In the end the modules load
+    what they have."""
     training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4))
     for module in training.modules.values():
         module.bfloat16()
@@ -112,6 +114,9 @@ def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
         for k in range(steps):
             training.step(k, schedule)
         pipe.synchronize()
+        for s, host in pipe.host_optimizers.items():
+            training.modules[s].load_state_dict(deepcopy(training.modules[s].state_dict()))
+            host.start_step()
         hosts = {s: host.state_dict()["parameters"] for s, host in pipe.host_optimizers.items()}
         on_device = {s: dict(training.modules[s].named_parameters()) for s in hosts}
     return (

@@ -59,6 +59,15 @@ def test_four_steps_are_those_of_a_plain_run_to_the_bit(ranks: Ranks) -> None:
             assert at["G"].end_ms <= at["U"].start_ms <= at["U"].end_ms <= report.step_ms
 
 
+@pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
+def test_gradients_and_parameters_take_turns_on_a_shared_link(ranks: Ranks, mode: str) -> None:
+    own = problem([0, 1, 0, 1])
+    shared = own.replace(devices=[device.model_copy(update={"link": "pcie0"}) for device in own.devices], transfer_mode=mode)
+    orders = (["2P0", "3P0", "2G0", "3G0"], ["3P0", "2P0", "3G0", "2G0"])
+    first, second = (Schedule.parse(shared, WAVE, {"pcie0": order}) for order in orders)
+    require_plain(ranks(rank_optimizer.train, schedules=[first, second, second, first], hosted=[2, 3]), 4)
+
+
 @pytest.mark.parametrize("hosted", [[2, 3], [0, 1, 2, 3], [2]])
 def test_swaps_between_schedules_with_and_without_updates_change_nothing(ranks: Ranks, hosted: list[int]) -> None:
     """A stage that the schedule does not update is updated at the end of the step."""
