@@ -163,7 +163,8 @@ class Pipeline:
             elif back is not None:
                 self._swap(*back)
             report = self._attempt(inputs, targets, trace)
-            self._replicas.reduce()
+            with self._rank.team.alone():
+                self._replicas.reduce()
         for tie in self._ties:
             tie.end_step()
         self._last_ms = report.step_ms
@@ -191,6 +192,7 @@ class Pipeline:
                 self._swaps.end_step()
                 return report
             undo()
+            self._replicas.forget()
             self._swap(*self._swaps.give_up(complaint))
 
     @_together

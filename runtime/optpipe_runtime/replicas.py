@@ -63,6 +63,11 @@ class Replicas:
             for stage in self._sharded:
                 stage.shard()
 
+    def forget(self) -> None:
+        """What a step, or a part of one, has added to whole gradients of sharded parameters."""
+        for stage in self._sharded:
+            stage.forget()
+
     def reduce(self) -> None:
         """Collective over the replicas, when the last W is done: `.grad` becomes the mean over them."""
         if self._copied:
@@ -162,11 +167,15 @@ class _Sharded:
         """Where nothing was reduced: after an evaluation, a profile, a failure. No communication."""
         if not self._whole:
             return
+        self.forget()
         for part in self._parts:
-            for parameter in (parameter for group in _groups(part) for parameter in group.fsdp_params):
-                parameter.unsharded_param.grad = parameter.unsharded_accumulated_grad = None
             part.reshard()
         self._whole = False
+
+    def forget(self) -> None:
+        for group in (group for part in self._parts for group in _groups(part)):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_param.grad = parameter.unsharded_accumulated_grad = None
 
     def _set(self, reducing: bool) -> None:
         for root in self._roots:

@@ -247,6 +247,29 @@ def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients
     return versions, found, made
 
 
+def undone(first: Schedule, larger: Schedule, how: str, **options: Any) -> tuple[list[int], Gradients]:
+    """One rank of the first replica runs out of memory late in its first step by another schedule. Versions, and the step's gradients."""
+    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
+    number, m = dist.get_rank(group), first.problem.microbatches
+    modules = {number: wrapped(make_stages(2)[number], how, **options)}
+    full: list[bool] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if replica == 0 and pipe.version == 2:
+            full.append(len(full) == m - 1)
+            if full[-1]:
+                raise MemoryError("no more")
+        return loss_fn(output, target)
+
+    versions = []
+    with Pipeline(modules, [0, 1], loss, m, group=group) as pipe:
+        for step, schedule in enumerate((first, larger)):
+            pipe.load(schedule)
+            modules[number].zero_grad()
+            versions.append(pipe.step(*(part.chunk(2)[replica] for part in batch(step, 2 * m))).version)
+        return versions, gradients(modules)
+
+
 def refused(schedule: Schedule) -> list[str]:
     """What is told to who wraps a stage in a way that cannot work."""
     group, m = mesh()["pipe"].get_group(), schedule.problem.microbatches

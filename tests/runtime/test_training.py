@@ -105,6 +105,20 @@ def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
     close(results[0][1][0] | results[1][1][0], expected)
 
 
+@pytest.mark.parametrize("wrapper", ["fsdp", "float64 reduction", "bucket views"])
+def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
+    how, options = WRAPPERS[wrapper]
+    (first,), (larger,) = parsed(ONE_F_ONE_B), parsed(SPLIT)
+    options = {name: value for name, value in options.items() if name != "find_unused_parameters"}
+    results = four_ranks(rank_training.undone, first=first, larger=larger, how=how, **options)
+    assert [versions for versions, _ in results] == [[1, 3], [1, 3], [1, 2], [1, 2]]
+    modules = dict(enumerate(rank_cases.make_stages(2)))
+    for x, y in zip(*(part.chunk(8) for part in rank_cases.batch(1, 8)), strict=True):
+        torch.autograd.backward(rank_cases.loss_fn(modules[1](modules[0](x)), y) / 8)
+    for ranks in ((0, 1), (2, 3)):
+        close(results[ranks[0]][1] | results[ranks[1]][1], rank_training.gradients(modules))
+
+
 def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
     of_these = "spans ranks [0, 1, 2, 3], of which [{a}, {b}] are in the same pipeline: give it the "
     parts = [
