@@ -195,6 +195,11 @@ class Executor:
     def _where(self, step: _Step, at: Op | str, error: BaseException) -> str:
         """The op at which the host was, and the one whose copy failed, if one did."""
         where = f"rank {self._rank.number} was at {_named(at) if isinstance(at, Op) else at}"
+        if step.awaited is not None:
+            kind, s, j = step.awaited
+            source = self._layout.before(s, j) if kind == Kind.F else self._layout.after(s, j)
+            assert source is not None
+            where += f", waiting for the {step.awaited} from rank {self._layout.placement[source]}"
         failed = next((op for op, *_, copies in step.times if any(getattr(copy, "error", None) is error for copy in copies)), None)
         return where if failed is None else f"{where}; what failed is {_named(failed)}"
 
@@ -208,7 +213,7 @@ class Executor:
             self._update(step, action.op)
             return
         stage, ends = self._stages[s], self._layout.after(s, j) is None
-        received = self._mail.take(action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
+        received = self._take(step, action.receives) if action.receives else step.batch[j] if kind == Kind.F else ()
         if kind == Kind.F and s in self._hosts:
             self._hosts[s].wait_in()
         if kind in BACKWARD:
@@ -247,6 +252,12 @@ class Executor:
         step.times.append((action.op, start, step.mark(), copies))
         if action.sends is not None and action.to is not None:
             self._mail.send(action.sends, made, action.to, self._sent_specs(action.op))
+
+    def _take(self, step: _Step, message: Message) -> Tensors:
+        step.awaited = message
+        received = self._mail.take(message)
+        step.awaited = None
+        return received
 
     def _update(self, step: _Step, op: Op) -> None:
         """G, U or P: the stage's optimizer on the host."""
@@ -296,6 +307,7 @@ class _Step:
     def __init__(self, plan: Plan, batch: list[Tensors], answers: list[Tensors], evaluating: bool, mark: Callable[[], Any]) -> None:
         self.plan, self.batch, self.answers, self.evaluating, self.mark = plan, batch, answers, evaluating, mark
         self.losses: dict[int, Tensor] = {}
+        self.awaited: Message | None = None  # while the host waits for it
         self.times: list[tuple[Op, Any, Any, Sequence[Ticket]]] = []  # op, start, end; of transfers what they issued
         self.held: list[int] = []  # bytes after each op
         self.allocated: list[int | None] = []

@@ -48,7 +48,7 @@ class _Shared:
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over what somebody has made of the parameter."""
-        if self.touched and not torch.equal(value := self.parameter.detach().cpu(), self.slot):
+        if self.touched and not torch.equal(value := self.parameter.detach().cpu(), self.slot.to(value.dtype)):
             self.master.copy_(value)
         self.fill()
 

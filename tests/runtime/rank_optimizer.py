@@ -50,10 +50,10 @@ def values(modules: dict[int, nn.Module]) -> Values:
 class Training:
     """A pipeline of `make_stages` whose stages in `hosted` are updated on the host, the others on the device."""
 
-    def __init__(self, layout: Layout, hosted: Sequence[int], factory: Any = adam) -> None:
+    def __init__(self, layout: Layout, hosted: Sequence[int], factory: Any = adam, dtype: torch.dtype = torch.float32) -> None:
         rank = torch.distributed.get_rank()
         self.layout = layout
-        self.modules = {s: module for s, module in enumerate(make_stages(len(layout.placement))) if layout.placement[s] == rank}
+        self.modules = {s: module.to(dtype) for s, module in enumerate(make_stages(len(layout.placement))) if layout.placement[s] == rank}
         factories = dict.fromkeys(hosted, factory)
         ways = {"links": layout.links or None, "full_duplex": layout.full_duplex}
         self.pipe = Pipeline(self.modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=factories, **ways)
@@ -107,9 +107,7 @@ def rounded(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
     """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host. In the end the modules load
     what they have."""
-    training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4))
-    for module in training.modules.values():
-        module.bfloat16()
+    training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4), torch.bfloat16)
     with training.pipe as pipe:
         for k in range(steps):
             training.step(k, schedule)
