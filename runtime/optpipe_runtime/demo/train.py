@@ -21,6 +21,7 @@ from optpipe import Problem, Schedule, ScheduleFile, certify
 from optpipe_runtime.client import ScheduleClient
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
+from optpipe_runtime.follow import one_at_a_time
 from optpipe_runtime.pipeline import Pipeline
 
 
@@ -134,16 +135,6 @@ class Training:
 def looped(ranks: int) -> list[int]:
     """The rank of each stage: two stages a rank, down the ranks and again, as interleaved 1F1B and PipeOffload have them."""
     return [*range(ranks), *range(ranks)]
-
-
-def one_at_a_time(problem: Problem) -> Schedule:
-    """What to begin with where no service answers: needs the least memory and no solver."""
-    programs = []
-    for d in range(len(problem.devices)):
-        own = problem.stages_on(d)
-        steps = [("F", s) for s in own] + [("BW", s) for s in reversed(own)]
-        programs.append([f"{s}{kind}{j}" for j in range(problem.microbatches) for kind, s in steps])
-    return Schedule.parse(problem, programs, method="one at a time")
 
 
 def train(plan: Plan, url: str) -> Told:
