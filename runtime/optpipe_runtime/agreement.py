@@ -13,7 +13,7 @@ import torch.distributed as dist
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering import Plan
-from optpipe_runtime.team import Team
+from optpipe_runtime.team import LostError, Team
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -77,11 +77,12 @@ class Council:
 class Offers:
     """Schedules offered on rank 0 while training runs. Each is prepared beside the training on every rank, and taken when all are ready.
 
-    `boundary` is one small collective between two steps. Where a rank refuses an offer, all keep what they have.
+    `boundary` is one small collective between two steps. Where a rank refuses an offer, all keep what they have. An offer is handed over
+    `aside`, by the threads that prepare it.
     """
 
-    def __init__(self, council: Council, prepare: Callable[[Schedule], Plan], reserve: Callable[[Plan], None]) -> None:
-        self._council, self._prepare, self._reserve = council, prepare, reserve
+    def __init__(self, council: Council, aside: Council, prepare: Callable[[Schedule], Plan], reserve: Callable[[Plan], None]) -> None:
+        self._council, self._aside, self._prepare, self._reserve = council, aside, prepare, reserve
         self._lock = threading.Lock()
         self._newest: Schedule | None = None  # offered, not yet shared; a newer offer replaces it
         self._work: _Preparation | None = None
@@ -115,7 +116,7 @@ class Offers:
         if not nothing_new:
             with self._lock:
                 schedule, self._newest = self._newest, None
-            self._work = _Preparation(self._prepare, self._council.share(schedule))
+            self._work = _Preparation(lambda: self._prepare(self._aside.share(schedule)))
         return None
 
     def _reserved(self, plan: Plan | None) -> Plan | None:
@@ -136,15 +137,17 @@ class Offers:
 class _Preparation(threading.Thread):
     """One offer being prepared."""
 
-    def __init__(self, prepare: Callable[[Schedule], Plan], schedule: Schedule) -> None:
+    def __init__(self, prepare: Callable[[], Plan]) -> None:
         super().__init__(name="optpipe-prepare", daemon=True)
-        self._prepare, self._schedule = prepare, schedule
+        self._prepare = prepare
         self.plan: Plan | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.plan = self._prepare(self._schedule)
+            self.plan = self._prepare()
+        except LostError:
+            pass  # the ranks will hear of it in their next step
         except OptPipeError as error:
             log.warning(REFUSAL, error)
         except Exception:

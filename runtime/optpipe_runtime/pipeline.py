@@ -139,7 +139,7 @@ class Pipeline:
         self._ties: list[Tie] = []
         self._learned: tuple[Any, Any] | None = None  # what the stages were learned with, by `_signature`
         self._executor = Executor(self._rank)
-        self._offers = Offers(council, self._welcome, self._accept)
+        self._offers = Offers(council, Council(team), self._welcome, self._accept)
 
     # Training
 
@@ -352,6 +352,7 @@ class Pipeline:
         """An offer, prepared."""
         plan = self.prepare(schedule)
         self._swaps.require_welcome(plan)
+        _ = plan.schedule.makespan_ms  # kept, for the log of the swap
         return plan
 
     def _accept(self, plan: Plan) -> None:

@@ -36,10 +36,9 @@ class Swaps:
 
     def take(self, plan: Plan, offered: bool, why: str = "") -> None:
         """`plan` runs from now on; `why` it must."""
-        text = f"step {self._steps + 1}: schedule {_named(plan)} (predicted {plan.schedule.makespan_ms:.1f} ms)"
-        if self.plan is not None:
-            text += f" replaces {_named(self.plan)}"
         if self._council.rank == 0:
+            text = f"step {self._steps + 1}: schedule {_named(plan)} (predicted {plan.schedule.makespan_ms:.1f} ms)"
+            text += f" replaces {_named(self.plan)}" if self.plan else ""
             log.info("%s", f"{text}, which {why}" if why else text)
         if why:
             assert self.plan is not None

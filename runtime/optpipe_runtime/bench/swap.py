@@ -1,0 +1,113 @@
+"""What a swap costs a step: the same schedule, offered again and again while a pipeline trains by it, so that whatever differs is the swap.
+
+An offer goes through two kinds of steps: during one or more it is handed over and prepared, in a thread of each rank; at the boundary
+before the last it is swapped in, and that step is on trial. Started by torchrun, for `optpipe bench runtime`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optpipe.anytime import solve
+from optpipe_runtime.bench import paced
+from optpipe_runtime.pipeline import Pipeline
+
+WARM_UP, BETWEEN, SWAPS = 3, 3, 15
+TIMES = paced.Times(4.0, 4.0, 3.0, 0.0)
+MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class SwapCost:
+    """Medians in ms of whole calls of `Pipeline.step`, the slowest rank's; of `outside_ms`, what of a call is not the step itself but the
+    boundary before it, and on trial the snapshot before and the vote after it."""
+
+    swaps: int
+    step_ms: float  # of steps without any of it
+    prepared_ms: float  # of steps during which the offer was handed over and prepared
+    swapped_ms: float  # of the first step by the new schedule
+    outside_ms: float
+    prepared_outside_ms: float
+    swapped_outside_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """Of a step with a swap to one without."""
+        return self.swapped_ms / self.step_ms
+
+    @property
+    def prepared_ratio(self) -> float:
+        return self.prepared_ms / self.step_ms
+
+
+def swap_cost(pipe: Pipeline, inputs: Any, targets: Any, swaps: int = SWAPS) -> SwapCost:
+    """Collective, with a schedule loaded."""
+    times: dict[str, list[tuple[float, float]]] = {"plain": [], "prepared": [], "swapped": []}
+
+    def step() -> tuple[float, float]:
+        begun = time.perf_counter()
+        took = pipe.step(inputs, targets).step_ms
+        whole = (time.perf_counter() - begun) * 1e3
+        seen = pipe.gather((whole, whole - took))
+        return max(ms for ms, _ in seen), max(ms for _, ms in seen)
+
+    for _ in range(WARM_UP):
+        step()
+    assert pipe.schedule is not None
+    for _ in range(swaps):
+        times["plain"] += [step() for _ in range(BETWEEN)]
+        version = pipe.version
+        if pipe.number == 0:
+            pipe.offer(pipe.schedule)
+        times["prepared"].append(step())
+        while pipe.preparing:
+            found = step()
+            times["swapped" if pipe.version != version else "prepared"].append(found)
+    whole, outside = ({kind: median(pair[k] for pair in pairs) for kind, pairs in times.items()} for k in (0, 1))
+    return SwapCost(
+        len(times["swapped"]),
+        *(whole[kind] for kind in ("plain", "prepared", "swapped")),
+        *(outside[kind] for kind in ("plain", "prepared", "swapped")),
+    )
+
+
+def run() -> SwapCost:
+    """Collective: on paced stages, one a rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
+    with Pipeline({rank: paced.Stage(TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:
+        problem = pipe.profile(x, x, memory_bytes=2**50)
+        pipe.load(solve(problem, method="zb-h1", time_limit=10).schedule if rank == 0 else None)
+        return swap_cost(pipe, x, x)
+
+
+def save(cost: SwapCost, path: Path) -> None:
+    path.write_text(json.dumps(asdict(cost)))
+
+
+def load(path: Path) -> SwapCost:
+    return SwapCost(**json.loads(path.read_text()))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`python -m optpipe_runtime.bench.swap FIGURES`, under torchrun."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cost = run()
+    if dist.get_rank() == 0:
+        save(cost, Path(arguments[0]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
