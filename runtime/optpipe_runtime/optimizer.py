@@ -48,9 +48,11 @@ class _Shared:
     @torch.no_grad()
     def follow(self) -> None:
         """Takes over what somebody has made of the parameter."""
-        if self.touched and not torch.equal(value := self.parameter.detach().cpu(), self.slot.to(value.dtype)):
-            self.master.copy_(value)
-        self.fill()
+        if self.touched:
+            value = self.parameter.detach().cpu()
+            if not torch.equal(value, self.slot.to(value.dtype)):
+                self.master.copy_(value)
+            self.fill()
 
 
 class HostOptimizer:

@@ -1,0 +1,95 @@
+"""An optimizer on the host over the engine of a GPU, on simulated streams: nothing races for parameters, gradients or the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fake_cuda
+import pytest
+import rank_cases
+import torch
+from test_streams import CPU, CUDA, SHAPE, Unordered
+
+from optpipe_runtime import pool
+from optpipe_runtime.optimizer import HostOptimizer
+from optpipe_runtime.pool import HostPool, Link, StreamEngine
+from optpipe_runtime.stage import StageRunner
+
+
+class Desk:
+    """Works at once; what the host waits for is in the past of all that it enqueues."""
+
+    start = end = None
+
+    def run(self, work: Callable[[], object]) -> Desk:
+        work()
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Impatient(HostOptimizer):
+    """Forwards do not wait for the parameters."""
+
+    def wait_in(self) -> None:
+        pass
+
+
+class Careless(HostOptimizer):
+    """Gradients are let go before they are on the host."""
+
+    def gradients_out(self) -> Any:
+        found = super().gradients_out()
+        for shared in self._shared:
+            shared.leaving = None
+        torch.zeros(1)  # whoever allocates next
+        return found
+
+
+def races(kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine, full_duplex: bool = True) -> list[str]:
+    """What raced in three steps of a stage with two micro-batches."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulation = fake_cuda.Races(monkeypatch)
+        compute = simulation._compute
+        monkeypatch.setattr(fake_cuda.Event, "synchronize", lambda event: compute.wait_event(event), raising=False)
+        monkeypatch.setattr(pool, "engine", lambda device: engine(CUDA))
+        link = Link(CPU, full_duplex)
+        stage = StageRunner(0, rank_cases.Block(), CPU, link, HostPool(CPU))
+        stage.learn((torch.zeros(SHAPE, requires_grad=True),))
+        host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Desk())
+        with simulation:
+            for _ in range(3):
+                stage.start_step((), 1)
+                host.start_step()
+                host.parameters_in()
+                for j in range(2):
+                    host.wait_in()
+                    stage.forward(j, (torch.randn(SHAPE),))
+                for j in range(2):
+                    stage.backward(j, (torch.ones(SHAPE),), split=False)
+                host.gradients_out()
+                host.update()
+                host.wait_update()
+    return simulation.found
+
+
+@pytest.mark.parametrize("full_duplex", [False, True])
+def test_nothing_races(full_duplex: bool) -> None:
+    assert races(full_duplex=full_duplex) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "raced"),
+    [
+        (Impatient, StreamEngine, "and copy_.default"),
+        (Careless, StreamEngine, "its end and copy_.default"),
+        (HostOptimizer, Unordered, "copy_.default and "),
+    ],
+)
+def test_the_simulation_sees_what_is_not_ordered(kind: type[HostOptimizer], engine: Any, raced: str) -> None:
+    assert any(raced in found for found in races(kind, engine))
