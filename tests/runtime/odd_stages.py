@@ -145,6 +145,20 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Of(run, linear(), block(), linear())
 
 
+def experts(weight: Tensor, x: Tensor) -> Tensor:
+    rows = x.flatten(0, 1).to(weight.dtype)
+    ends = torch.tensor([len(rows) // 3, len(rows)], dtype=torch.int32)
+    return functional.grouped_mm(rows, weight, offs=ends).view(x.shape).float()
+
+
+def slope(inner: nn.Module, x: Tensor) -> Tensor:
+    """The loss contains a derivative, as of an energy."""
+    with torch.enable_grad():
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        (result,) = torch.autograd.grad(inner(at).sum(), at, create_graph=True)
+    return result + x
+
+
 def autocast(inner: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result: Tensor = inner(x)
@@ -187,6 +201,8 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "product with a parameter": lambda: Raw(lambda w, x: torch.tanh(x @ w), WIDTH, WIDTH),
     "product with a transposed parameter": lambda: Raw(lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH),
     "products of several": lambda: Raw(lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH),
+    "products of experts": lambda: Raw(experts, 2, WIDTH, WIDTH, dtype=torch.bfloat16),
+    "a gradient in a forward": lambda: Of(slope, nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH), linear(), nn.Tanh())),
     "bilinear": lambda: Of(lambda f, x: f(x, x), nn.Bilinear(WIDTH, WIDTH, 8)),
     "rms norm": lambda: nn.Sequential(nn.RMSNorm(WIDTH), linear()),
     "frozen": lambda: nn.Sequential(linear(), linear().requires_grad_(False), linear()),
@@ -211,4 +227,5 @@ AT_B: dict[str, set[str]] = {
     "own function without W": {"1.weight"},
     "convolutions": {"1.weight", "1.bias"},
     "rms norm": {"0.weight"},
+    "a gradient in a forward": {f"layers.0.{i}.weight" for i in (0, 2, 3)},  # by the derivative's own derivative
 }

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from odd_stages import BATCH, WIDTH, Delaying, linear
+from odd_stages import BATCH, WIDTH, Delaying, Of, linear, slope
 from torch import Tensor, nn
 
+from optpipe.errors import InputError
 from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.split import modules, register_split
 from optpipe_runtime.stage import StageRunner
@@ -204,3 +205,10 @@ def test_autocast_around_a_step_is_one_around_its_forwards(link: Link) -> None:
     assert torch.equal(dx, leaf.grad)  # type: ignore[arg-type]
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_derivative_through_a_split_graph_is_refused(link: Link) -> None:
+    """Its second half would be lost, and nobody would know."""
+    stage = StageRunner(0, Of(slope, nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh())), CPU, link, HostPool(CPU))
+    with pytest.raises(InputError, match=r"^a gradient is to be differentiated again, through conv1d"):
+        stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))

@@ -7,17 +7,18 @@ op saves is kept by the node outside, where activation stores and checkpoints se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from optpipe.errors import InputError
 from optpipe_runtime.split.queue import can_wait, own, weight_grads
 
 
-def split(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """func(*args, **kwargs), one tensor, that its own backward does not need: what follows may change it in place."""
     values = (*args, *kwargs.values())
     tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
@@ -39,19 +40,21 @@ class _Split(torch.autograd.Function):
         with torch.enable_grad(), saved_tensors_hooks(lambda tensor: _number(kept, tensor), kept.__getitem__):
             if inputs:
                 token = torch.empty(0, requires_grad=True)
-                for i, entered in zip(inputs, _Inside.apply(token, *(values[i] for i in inputs)), strict=True):  # type: ignore[no-untyped-call]
+                for i, entered in zip(inputs, _Inside.apply(token, *(values[i].detach() for i in inputs)), strict=True):  # type: ignore[no-untyped-call]
                     inner[i] = entered
             unnamed = len(inner) - len(names)
             y = func(*inner[:unnamed], **dict(zip(names, inner[unnamed:], strict=True)))
         ctx.save_for_backward(*kept)
         kept.clear()
         ctx.kept, ctx.y, ctx.inputs = kept, get_gradient_edge(y), {i: get_gradient_edge(inner[i]) for i in inputs}
-        ctx.weights, ctx.count = {i: values[i] for i in weights}, len(values)
+        ctx.weights, ctx.count, ctx.name = {i: values[i] for i in weights}, len(values), func.__name__
         ctx.waiting = y.nbytes + sum(values[i].nbytes for i in inputs)
         return own(y.detach())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError(f"a gradient is to be differentiated again, through {ctx.name}: that is not possible in a stage")
         kept, y, inputs, weights = ctx.kept, ctx.y, ctx.inputs, ctx.weights
         kept[:] = ctx.saved_tensors
 

@@ -15,7 +15,7 @@ from optpipe_runtime.split.queue import can_wait, own, weight_grads
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.is_complex():
-        return graph.split(functional.linear, (input, weight, bias), {})
+        return graph.split(functional.linear, input, weight, bias)
     autocast = torch.is_autocast_enabled(input.device.type)
     if autocast:
         input = input.to(torch.get_autocast_dtype(input.device.type))
@@ -45,7 +45,7 @@ def layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     if torch.is_autocast_enabled(input.device.type):
-        return graph.split(functional.layer_norm, (input, normalized_shape, weight, bias, eps), {})
+        return graph.split(functional.layer_norm, input, normalized_shape, weight, bias, eps)
     if weight is None or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)
     result: Tensor = _LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)  # type: ignore[no-untyped-call]

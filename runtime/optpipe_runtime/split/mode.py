@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -15,20 +15,21 @@ from torch.overrides import TorchFunctionMode
 
 from optpipe_runtime.split import graph, layers
 
-_OWN: dict[Any, Callable[..., Tensor]] = {
-    functional.linear: layers.linear,
-    functional.embedding: layers.embedding,
-    functional.layer_norm: layers.layer_norm,
-}
-# What else multiplies by parameters. Other norms and scales take too little time at W for what they would hold until then.
 _BY_GRAPH: frozenset[Any] = frozenset(
     {
         *(functional.conv1d, functional.conv2d, functional.conv3d),
         *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d, functional.bilinear),
         *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
         *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm),
+        getattr(torch, "_grouped_mm", torch.bmm),  # what functional.grouped_mm, which some releases lack, consists of
     }
 )
+# Other norms and scales take too little time at W for what they would hold until then.
+_WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH} | {
+    functional.linear: layers.linear,
+    functional.embedding: layers.embedding,
+}
+_WITH_NORMS = _WAITING | {functional.layer_norm: layers.layer_norm}
 
 
 class Splitting(TorchFunctionMode):
@@ -39,20 +40,17 @@ class Splitting(TorchFunctionMode):
 
     def __init__(self, norms: bool = True) -> None:
         super().__init__()
-        self._norms = norms
+        self._waiting = _WITH_NORMS if norms else _WAITING
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
+        if (waits is None and not opened) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func in _OWN and (self._norms or func is not functional.layer_norm):
-            return _OWN[func](*args, **kwargs)
-        if func in _BY_GRAPH:
-            return graph.split(func, args, kwargs)
-        if func is functional.multi_head_attention_forward:
-            with self:
-                return _opened(func)(*args, **kwargs)
-        return func(*args, **kwargs)
+        if waits is not None:
+            return waits(*args, **kwargs)
+        with self:
+            return _opened(func)(*args, **kwargs)
 
 
 @lru_cache
