@@ -1,0 +1,92 @@
+"""Times and their spread, and what a GPU has left: figures by hand, with a clock and a device of the test's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.errors import InputError
+from optpipe_runtime import profiler
+from optpipe_runtime.trial import Spread, Times
+
+
+class Ticking:
+    """A clock that tells the given times, in ms."""
+
+    def __init__(self, *times: float) -> None:
+        self._times = iter(times)
+
+    def mark(self) -> float:
+        return next(self._times)
+
+    def ms(self, start: float, end: float) -> float:
+        return end - start
+
+
+def test_median_and_interquartile_range() -> None:
+    clock: Any = Ticking(0, 1, 10, 12, 20, 23, 30, 34, 40, 90)
+    times = Times(clock)
+    for _ in range(5):
+        with times.of("forward_ms"):
+            pass
+    spread = times.spreads()["forward_ms"]
+    assert (spread.ms, spread.iqr_ms, spread.count) == (3.0, 2.0, 5)
+    assert (times.spreads(0.5)["forward_ms"].ms, times.spreads(0.5)["forward_ms"].iqr_ms) == (1.5, 1.0)
+    times.clear()
+    assert times.spreads() == {}
+
+
+def test_one_measurement_has_no_spread() -> None:
+    assert Spread.of([2.5]) == Spread(2.5, 0.0, 1)
+
+
+def test_copies_of_all_parts_add_up_and_an_empty_part_takes_no_time() -> None:
+    def ticket(start: float, end: float) -> Any:
+        return SimpleNamespace(start=start, end=end)
+
+    clock: Any = Ticking()
+    times = Times(clock)
+    times.copies("offload_ms", [[ticket(1, 2), ticket(2, 5)], [], [ticket(8, 9)]])
+    assert times.spreads()["offload_ms"] == Spread(5.0, 0.0, 1)
+
+
+def test_routes_count_by_their_microbatches() -> None:
+    assert Spread.mean([(1, Spread(10.0, 1.0, 7, 0.4)), (3, Spread(2.0, 0.5, 9, 0.8))]) == Spread(4.0, 1.0, 16, 0.7)
+
+
+@pytest.mark.parametrize(("host_ms", "bound"), [(0.0, False), (1.7, False), (1.9, True), (5.0, True)])
+def test_what_takes_as_long_as_its_launches_is_launch_bound(host_ms: float, bound: bool) -> None:
+    assert Spread(2.0, 0.1, 7, host_ms).launch_bound == bound
+
+
+def test_what_is_launch_bound_is_told_of_gpus_only() -> None:
+    times = {3: {"forward_ms": Spread(2.0, 0.1, 7, 1.95), "backward_input_ms": Spread(9.0, 0.1, 7, 2.0)}}
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    cpu: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert profiler._launch_bound(gpu, times) == [(3, "forward_ms")]
+    assert profiler._launch_bound(cpu, times) == []
+
+
+def test_a_gpus_budget_is_what_it_has_left_when_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = {0: nn.Linear(10, 10, bias=False), 1: nn.Linear(10, 10)}
+    stages[1].bias.requires_grad_(False)
+    stages[1].weight.grad = torch.zeros(10, 10)
+    runners = {s: SimpleNamespace(module=module) for s, module in stages.items()}
+    rank: Any = SimpleNamespace(device=torch.device("cuda"), stages=runners)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
+    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400)), "the first stage's weight has no gradient yet"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
+    assert profiler.budget(rank) == 0
+
+
+def test_a_cpu_has_no_budget_of_its_own() -> None:
+    rank: Any = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(InputError, match="memory_bytes is missing"):
+        profiler.budget(rank)
