@@ -25,7 +25,7 @@ from optpipe.ops import Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.turns import Token, Turns
 
-PAGE = {"cpu": 1 << 16, "cuda": 1 << 23}  # bytes; on CUDA large enough that copying page by page loses little (not measured)
+PAGE = {"cpu": 1 << 20, "cuda": 1 << 23}  # bytes; on CUDA large enough that copying page by page loses little (not measured)
 
 
 class Ticket(Protocol):

@@ -21,7 +21,7 @@ from optpipe_runtime.pool import PAGE, HostMemory, HostPool, Link, OnHost, Threa
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0]]))
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
     """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what is used is what was
