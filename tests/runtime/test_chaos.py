@@ -1,18 +1,29 @@
-"""Two hundred random certified schedules, swapped step by step: losses and gradients stay those of a plain run."""
+"""Two hundred random certified schedules, swapped step by step, and services that fail: the training stays that of a plain run."""
 
 from __future__ import annotations
 
 import random
+import socket
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import rank_cases
+import rank_follow
 import rank_swaps
 from rank_worker import Ranks
+from support.chain import chain, gpipe
+from support.service import running, settings_in, use_fake_solver
 from support.strategies import arranged
+from test_client import EVENTS, JOB, Liar, incumbent, lying, told
 
+from optpipe.files import ScheduleFile
 from optpipe.memory import certify
 from optpipe.schedule import Schedule
 from optpipe.validity import check
@@ -60,3 +71,46 @@ def _require_everything(schedules: list[Schedule], evicting: bool) -> None:
     """The draw has every sort of op, many times."""
     kinds = Counter(op.kind.name for schedule in schedules for program in schedule.programs for op in program.ops())
     assert all(kinds[kind] >= EACH for kind in ("F", "B", "W", "BW", "O", "D", "R", "C", *("AELV" if evicting else "")))
+
+
+# The service, with its client in the loop of a training
+
+
+@contextmanager
+def killed_on_the_way(folder: Path) -> Iterator[str]:
+    with running(settings_in(folder)) as (url, server):
+        timer = threading.Timer(1.0, setattr, (server, "should_exit", True))
+        timer.start()
+        yield url
+        timer.join()
+
+
+@contextmanager
+def slow(_: Path) -> Iterator[str]:
+    """Takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@contextmanager
+def telling_lies(_: Path) -> Iterator[str]:
+    """Every schedule is one that would deadlock."""
+    lie = told(ScheduleFile.of(gpipe(chain(m=MICROBATCHES, memory=10**9))))
+    for device in lie["devices"]:
+        device["program"].reverse()
+    answers = {"/jobs": JOB, "/events": EVENTS, "/incumbents/1": (200, "application/json", incumbent(lie))}
+    with patch.object(Liar, "do_GET", autospec=True, side_effect=Liar.do_GET) as asked, lying(answers) as url:
+        yield url
+    assert any(call.args[0].path.endswith("/incumbents/1") for call in asked.call_args_list), "a lie was told"
+
+
+@pytest.mark.parametrize("service", [killed_on_the_way, slow, telling_lies])
+def test_whatever_the_service_does_the_training_goes_on(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Callable[[Path], AbstractContextManager[str]]
+) -> None:
+    use_fake_solver(monkeypatch)
+    with service(tmp_path) as url:
+        _, (losses, versions, _) = ranks(rank_follow.follow, placement=[0, 1], microbatches=MICROBATCHES, url=url, steps=60, every=20)
+    plain, _ = rank_cases.plain(2, MICROBATCHES, 60)
+    assert losses == [pytest.approx(sum(own) / MICROBATCHES, rel=1e-4) for own in plain]
+    assert service is killed_on_the_way or set(versions) == {1}
