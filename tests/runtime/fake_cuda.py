@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Stream:
-    """`clock`: for each stream, by id, how many of its accesses happen before what comes next here."""
+    """`clock`: for each stream, by id, how many of its accesses happen before what comes next here. No host can wait for it: none may."""
 
     def __init__(self, device: Any = None) -> None:
         self.clock: dict[int, int] = {}
@@ -35,9 +35,6 @@ class Stream:
         event = Event()
         event.record(other)
         self.wait_event(event)
-
-    def synchronize(self) -> None:
-        """The host waits: nothing for whoever only enqueues."""
 
 
 class Event:

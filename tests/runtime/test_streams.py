@@ -15,12 +15,13 @@ from support.strategies import schedules
 from optpipe.ops import Kind, Op
 from optpipe.schedule import Schedule
 from optpipe_runtime import pool
-from optpipe_runtime.pool import HostPool, Link, StreamEngine
+from optpipe_runtime import stage as stage_module
+from optpipe_runtime.pool import HostPool, Link, OnHost, StreamEngine
 from optpipe_runtime.stage import StageRunner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
-AWAY = ["0F0", "0O0", "0O0.1", "0F1", "0D0", "0D0.1", "0O1", "0D1", "0R0.1", "0R0", "0BW0", "0O1.1", "0D1.1", "0R1", "0R1.1", "0BW1"]
+AWAY = ["0F0", "0O0", "0O0.1", "0F1", "0D0", "0D0.1", "0O1", "0D1", "0R0.1", "0R0", "0O1.1", "0BW0", "0D1.1", "0R1", "0R1.1", "0BW1"]
 PROBLEM = rank_cases.problem([0], 3, offload_parts=2)
 
 
@@ -93,3 +94,22 @@ def test_the_simulation_sees_what_is_not_ordered(engine: Any, raced: str, full_d
     ops = [Op.parse(text) for text in AWAY]
     assert races(ops, full_duplex) == []
     assert raced in races(ops, full_duplex, engine)
+
+
+class Hasty(OnHost):
+    """Gives its pages back when the copy has begun, not when it has ended."""
+
+    def back(self, homes: Any) -> Any:
+        tickets = super().back(homes)
+        super().end()
+        return tickets
+
+    def end(self) -> None:
+        pass
+
+
+def test_the_simulation_sees_pages_given_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_module, "OnHost", Hasty)
+    ops = [Op.parse(text) for text in AWAY]
+    assert "copy_.default and copy_.default" in races(ops, full_duplex=True)
+    assert races(ops, full_duplex=False) == [], "one lane has an order of its own"
