@@ -10,6 +10,7 @@ import pytest
 import torch
 from odd_stages import BATCH, WIDTH, Delaying, Of, linear, slope
 from torch import Tensor, nn
+from torch.nn import functional
 
 from optpipe.errors import InputError
 from optpipe_runtime.pool import HostPool, Link
@@ -212,3 +213,43 @@ def test_a_derivative_through_a_split_graph_is_refused(link: Link) -> None:
     stage = StageRunner(0, Of(slope, nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh())), CPU, link, HostPool(CPU))
     with pytest.raises(InputError, match=r"^a gradient is to be differentiated again, through conv1d"):
         stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+
+
+class Block(nn.Module):
+    """A transformer's, with attention that keeps no probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), linear()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        result: Tensor = x + self.narrow(functional.gelu(self.wide(self.norm2(x))))
+        return result
+
+
+def held(stage: StageRunner) -> tuple[int, int]:
+    """Bytes after F and after B."""
+    run(stage, "F0", batches(1))
+    after_f = stage.held_bytes(0)
+    stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=True)
+    return after_f, stage.held_bytes(0)
+
+
+def test_what_norms_would_add(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, without = held(runner(Block(), link))
+    monkeypatch.setattr("optpipe_runtime.stage.would_hold", lambda _: 0)
+    stage = runner(Block(), link)
+    _, with_them = held(stage)
+    assert stage.at_b == set()
+    assert with_them == pytest.approx(1.25 * without, rel=0.01)
+
+
+def test_convolutions_let_go_of_what_lies_between_them(link: Link) -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))]
+    after_f, after_b = held(runner(nn.Sequential(*layers), link))
+    assert after_b == 6 * BYTES
+    assert after_b == pytest.approx(0.86 * after_f, rel=0.01)
