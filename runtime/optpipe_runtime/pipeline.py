@@ -48,7 +48,7 @@ from optpipe_runtime.rank import Rank
 from optpipe_runtime.replicas import Replicas
 from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
 from optpipe_runtime.swaps import Swaps, ran_out, snapshot
-from optpipe_runtime.team import Team
+from optpipe_runtime.team import LostError, Team
 from optpipe_runtime.ties import Tie
 from optpipe_runtime.turns import require_queues, tokens
 
@@ -300,6 +300,8 @@ class Pipeline:
             plan = self.prepare(self._rank.council.share(schedule))
             if plan.problem.microbatches == self._rank.layout.microbatches:
                 self._reserve(plan)
+        except LostError:
+            raise
         except OptPipeError as error:
             plan, complaint = None, str(error)
         if not self._rank.council.agree(plan):
@@ -426,6 +428,9 @@ class Pipeline:
                         told = self._learn_stage(r, s, learned[-1].outputs if learned else None, inputs, targets)
                     except InputError as error:
                         told = error  # told to all, so that none waits for ever
+                    except BaseException as error:
+                        error.add_note(f"rank {self._rank.number} was learning stage {s}, by its first forward")
+                        raise
                 told = self._rank.council.tell(told, layout.placement[s])
                 if isinstance(told, InputError):
                     raise told
