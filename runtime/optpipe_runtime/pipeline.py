@@ -261,6 +261,11 @@ class Pipeline:
         return self._swaps.plan
 
     @property
+    def at_b(self) -> dict[int, frozenset[str]]:
+        """By stage of this rank that has run a B: the parameters, by name, whose gradient it computes at once instead of leaving it to W."""
+        return {s: stage.at_b for s, stage in self._rank.stages.items() if stage.at_b is not None}
+
+    @property
     def version(self) -> int:
         """How many schedules have been swapped in."""
         return self._swaps.version
