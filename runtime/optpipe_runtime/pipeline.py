@@ -262,7 +262,7 @@ class Pipeline:
 
     @property
     def at_b(self) -> dict[int, frozenset[str]]:
-        """By stage of this rank that has run a B: the parameters, by name, whose gradient it computes at once instead of leaving it to W."""
+        """By stage of this rank that has run a B: the parameters, by name, whose gradient B computes and does not leave to W."""
         return {s: stage.at_b for s, stage in self._rank.stages.items() if stage.at_b is not None}
 
     @property
