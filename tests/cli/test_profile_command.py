@@ -15,17 +15,9 @@ from optpipe.cli.main import main
 from optpipe.errors import InputError
 from optpipe_runtime.factory import find_factory
 
-MODEL = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-from optpipe_runtime import Setup
-
-def factory(rank, ranks):
-    torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(ranks)]
-    options = {"host_memory_bytes": 10**8, "full_duplex": True}
-    return Setup({rank: stages[rank]}, list(range(ranks)), F.mse_loss, torch.randn(64, 64), torch.randn(64, 64), options)
+PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
+MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own
+MISTAKEN = """
 
 def mistaken(rank, ranks):
     return factory(rank, ranks) if rank == 0 else "a model"
@@ -34,7 +26,7 @@ def mistaken(rank, ranks):
 
 @pytest.fixture
 def run(tmp_path: Path):  # type: ignore[no-untyped-def]
-    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "model.py").write_text(MODEL + MISTAKEN)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -46,14 +38,14 @@ def run(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 @pytest.mark.timeout(120)
 def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = "--ranks 2 --model model:factory --microbatches 4 --memory-bytes 1000000 --offload-parts 2 --repeats 3 -o problem.json --json"
+    words = "--ranks 2 --model model:factory --microbatches 4 --memory-bytes 4000000 --offload-parts 2 --repeats 3 -o problem.json --json"
     done = run(*words.split())
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     problem = Problem.load(tmp_path / "problem.json")
     assert problem == Problem.from_dict(told["problem"])
     assert (problem.microbatches, problem.transfer_mode) == (4, "full_duplex")
-    assert [device.memory_bytes for device in problem.devices] == [10**6] * 2
+    assert [device.memory_bytes for device in problem.devices] == [4 * 10**6] * 2
     assert [stage.device for stage in problem.stages] == [0, 1]
     for stage, times in zip(problem.stages, told["stages"], strict=True):
         assert {name for name in type(stage).model_fields if name.endswith("_ms") and getattr(stage, name) is not None} == set(times)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
 import torch
 from rank_cases import batch, loss_fn, own_stages
 
-from optpipe import timeline
-from optpipe_runtime import Follower, Pipeline
+from optpipe import Problem, timeline
+from optpipe_runtime import Follower, Pipeline, Profiler, clock
 from optpipe_runtime.bench import paced
 from optpipe_runtime.follow import one_at_a_time
 
@@ -49,26 +50,42 @@ def follow(
     return losses, versions, writer.scalars
 
 
-def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, factor: float) -> tuple[list[int], list[Any], list[float]]:
-    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each step the version
-    and the problem it ran with; and how long the follower held up each beyond the pipeline's own step, in ms."""
+class Noisy:
+    """Stands for the module `time` where ops sleep and where they are timed: no busy machine makes them longer; each varies by a tenth."""
+
+    def __init__(self, seed: int) -> None:
+        self._now, self._chance = 0.0, random.Random(seed)
+
+    def sleep(self, s: float) -> None:
+        self._now += s * self._chance.lognormvariate(0, 0.1)
+
+    def perf_counter(self) -> float:
+        return self._now
+
+
+def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, factor: float) -> tuple[list[int], list[Problem | None]]:
+    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each step the version,
+    and the problem after it."""
     rank, times = torch.distributed.get_rank(), paced.Times(10.0, 10.0, 10.0, 0.0)
     module = paced.Stage(times)
     x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
-    versions, problems, held_up = [], [], []
-    with (
-        Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
-        Follower(pipe, url, memory_bytes=10**9, every=every) as follower,
-    ):
-        for step in range(calm + slow):
-            if step == calm and rank == 1:
-                module.times = paced.Times(*(factor * ms for ms in times))
-            began = time.perf_counter()
-            report = follower.step(x, x)
-            held_up.append(1e3 * (time.perf_counter() - began) - report.step_ms)
-            versions.append(report.version)
-            problems.append(pipe.problem)
-    return versions, problems, held_up
+    versions, problems = [], []
+    noisy: Any = Noisy(rank)
+    paced.time = clock.time = noisy
+    try:
+        with (
+            Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
+            Follower(pipe, url, memory_bytes=10**9, every=every) as follower,
+        ):
+            for step in range(calm + slow):
+                if step == calm and rank == 1:
+                    module.times = paced.Times(*(factor * ms for ms in times))
+                versions.append(follower.step(x, x).version)
+                problems.append(pipe.problem)
+                time.sleep(0.02)  # the service needs a moment
+    finally:
+        paced.time = clock.time = time
+    return versions, problems
 
 
 def compiled() -> bool:
@@ -76,3 +93,14 @@ def compiled() -> bool:
     with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 1) as pipe:
         pipe.load(one_at_a_time(pipe.layout.unmeasured()))
     return timeline._longest_path._compiled
+
+
+def script(text: str) -> tuple[Problem, Problem]:
+    """Runs it, with a pipeline and batches; the problem as profiled, and as the script has it."""
+    inputs, targets = batch(0, 2)
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2) as pipe:
+        profiled = pipe.profile(inputs, targets, memory_bytes=10**9, repeats=3)
+        pipe.load(one_at_a_time(profiled))
+        scope: dict[str, Any] = {"pipe": pipe, "batches": [(inputs, targets)] * 3, "Profiler": Profiler}
+        exec(compile(text, "docs/profile.md", "exec"), scope)
+    return profiled, scope["problem"]

@@ -73,6 +73,16 @@ def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
     assert ranks(rank_follow.compiled) == [True, True]
 
 
+def test_the_loop_of_the_page(ranks: Ranks) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
+    (profiled, problem), (_, other) = ranks(rank_follow.script, text=page.split("```python\n")[2].split("```")[0])
+    assert problem == other
+    assert [(stage.activation_bytes, stage.offload_ms) for stage in problem.stages] == [
+        (stage.activation_bytes, stage.offload_ms) for stage in profiled.stages
+    ]
+    assert all(new.forward_ms > 0 and new.forward_ms != old.forward_ms for old, new in zip(profiled.stages, problem.stages, strict=True))
+
+
 # A service that answers as the test wants
 
 
@@ -121,18 +131,18 @@ def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str,
 def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ranks: Ranks) -> None:
     """While all is as profiled nothing is asked again; when the ops of one stage take half as long again, that is noticed within
     3 × `every` steps, and the answer to the new problem is run."""
-    every, calm, slow = 4, 14, 20
+    every, calm, slow = 4, 26, 40
     with answering(lambda problem, number: one_at_a_time(problem) if number == 1 else gpipe(problem)) as (url, asked):
-        results = ranks(rank_follow.slows_down, url=url, microbatches=2, every=every, calm=calm, slow=slow, factor=1.5)
-    (versions, problems, held_up), (_, others, _) = results
+        results = ranks(rank_follow.slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
+    (versions, problems), (_, others) = results
     assert problems == others, "on every rank at the same step"
     assert problems[0] == problems[calm - 1], "noise alone is no drift"
     changes = [k for k in range(1, calm + slow) if problems[k] != problems[k - 1]]
     assert calm <= changes[0] < calm + 3 * every
     before, after = problems[0], problems[-1]
     for field in ("forward_ms", "backward_input_ms", "backward_weight_ms"):
-        assert getattr(after.stages[1], field) == pytest.approx(1.5 * getattr(before.stages[1], field), rel=0.25)
-        assert getattr(after.stages[0], field) == pytest.approx(getattr(before.stages[0], field), rel=0.25)
+        assert getattr(after.stages[1], field) == pytest.approx(1.5 * getattr(before.stages[1], field), rel=0.1)
+        assert getattr(after.stages[0], field) == pytest.approx(getattr(before.stages[0], field), rel=0.1)
     for old, new in zip(before.stages, after.stages, strict=True):
         assert {f: getattr(old, f) for f in type(old).model_fields if f.endswith("bytes")} == {
             f: getattr(new, f) for f in type(new).model_fields if f.endswith("bytes")
@@ -140,8 +150,7 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
     assert [Problem.from_dict(body["problem"]) for body in asked] == [before, *(problems[k] for k in changes)]
     running = ScheduleFile.model_validate(asked[1]["warm_start"])
     assert [list(device.program) for device in running.devices] == [[str(op) for op in p.ops()] for p in one_at_a_time(before).programs]
-    assert versions[calm] < versions[-1]
-    assert sorted(held_up)[len(held_up) // 2] < 50
+    assert versions[0] == versions[calm] < versions[-1]
 
 
 @pytest.mark.parametrize(("every", "threshold"), [(0, 0.2), (16, 0.0), (16, -1.0), (16, float("nan"))])
