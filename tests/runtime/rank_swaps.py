@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.bench.swap import SwapCost, swap_cost
 from optpipe_runtime.lowering import Plan
 from optpipe_runtime.stage import StageRunner
 
@@ -268,3 +269,9 @@ def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedu
             while pipe.preparing:
                 step()
     return Cut(steps, counts, list(logged))
+
+
+def costs(placement: Sequence[int], schedule: Schedule) -> SwapCost:
+    with Pipeline(own_stages(placement), placement, mse_loss, schedule.problem.microbatches) as pipe:
+        pipe.load(schedule)
+        return swap_cost(pipe, *batch(0), swaps=3)

@@ -46,6 +46,12 @@ def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str
         assert told[placement[-1]].losses == pytest.approx(losses[0])
 
 
+def test_all_ranks_hear_of_a_stage_that_raises_while_it_is_learned(four_ranks: Ranks) -> None:
+    told = four_ranks(rank_failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1))
+    assert told.pop(2).error == "ValueError: not today"
+    assert {heard.error for heard in told} == {"OptPipeError: rank 2 was learning stage 2, by its first forward: ValueError: not today"}
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_all_others_hear_of_a_rank_that_is_killed(crew: Ranks, where: str) -> None:
     """At a message, at the boundary of a step, and those who never talk to it, too."""
