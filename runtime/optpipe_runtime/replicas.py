@@ -45,9 +45,7 @@ class Replicas:
                 self._copied.append(_Copied(s, module, team))
                 inner = module.module
             if any(isinstance(part, DistributedDataParallel) for part in inner.modules()):
-                raise InputError(
-                    f"stage {s} has a DistributedDataParallel inside: wrap the stage as a whole, DistributedDataParallel(stage)"
-                )
+                raise InputError(f"stage {s} has a DistributedDataParallel inside: wrap the stage as a whole, and outside of torch.compile")
             if any(isinstance(part, FSDPModule) for part in inner.modules()):
                 self._sharded.append(_Sharded(s, inner, team))
             self.modules[s] = inner

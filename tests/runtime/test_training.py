@@ -124,7 +124,7 @@ def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
     parts = [
         "stage {s}: its DistributedDataParallel " + of_these + "process_group",
         "stage {s}: its fully_shard " + of_these + "mesh",
-        "stage {s} has a DistributedDataParallel inside: wrap the stage as a whole",
+        "stage {s} has a DistributedDataParallel inside: wrap the stage as a whole, and outside of torch.compile",
         "stage {s}: DistributedDataParallel with static_graph counts on one backward a step: leave it out",
         "stage {s}: unused.weight and 1 other parameters got no gradient in this step: make its DistributedDataParallel with find_unused",
     ]
