@@ -184,6 +184,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: Of(lambda f, x: f(x)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)),
     "layer norms": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH, bias=False), nn.Softmax(-1), nn.Tanh()),
     "attention": lambda: Of(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)),
+    "attention without dropout": lambda: Of(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, batch_first=True)),
     "transformer layer": block,
     "transformer layer in evaluation": lambda: block().eval(),
     "checkpoint": lambda: checkpointed(reentrant=False),

@@ -237,3 +237,17 @@ def test_gradients_come_at_once_where_no_backward_of_a_pipeline_runs() -> None:
     module.zero_grad()
     torch.autograd.backward(module(x).sum())
     require_equal(found, gradients(module))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_tensors_of_several_are_left_to_torch(layout: torch.layout) -> None:
+    module, queue = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6)), WeightQueue()
+    queue.deferring = True
+    parts = [torch.randn(3, 8), torch.randn(5, 8)]
+    with Splitting():
+        y = module(torch.nested.nested_tensor(parts, layout=layout).requires_grad_())
+    with queue.filling():
+        torch.autograd.backward(sum(part.sum() for part in y.unbind()))
+    assert all(grad is not None for grad in gradients(module).values())
+    assert not queue.held()

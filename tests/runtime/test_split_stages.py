@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import rank_split
 import torch
-from odd_stages import BATCH, WIDTH, Delaying, Of, linear, slope
+from odd_stages import AT_B, BATCH, WIDTH, Delaying, Of, linear, slope
+from rank_worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -253,3 +255,23 @@ def test_convolutions_let_go_of_what_lies_between_them(link: Link) -> None:
     after_f, after_b = held(runner(nn.Sequential(*layers), link))
     assert after_b == 6 * BYTES
     assert after_b == pytest.approx(0.86 * after_f, rel=0.01)
+
+
+def test_odd_stages_in_a_pipeline(ranks: Ranks) -> None:
+    """Profiled, which leaves nothing behind, then with Bs, Ws and BWs in any order, then offloaded."""
+    names = [
+        "delaying module",
+        "delaying module twice",
+        "convolutions",
+        "own function",
+        "attention without dropout",
+        "a gradient in a forward",
+    ]
+    programs = [
+        ["0F0", "0F1", "0F2", "0B0", "0BW1", "0B2", "0W2", "0W0"],
+        ["1F0", "1B0", "1F1", "1BW1", "1F2", "1B2", "1W2", "1W0"],
+    ]
+    for rank, found in enumerate(ranks(rank_split.trained, names=names, microbatches=3, programs=programs)):
+        for name, result in zip(names, found, strict=True):
+            assert result.difference < 1e-6, (rank, name)
+            assert result.at_b == AT_B.get(name, set()), (rank, name)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from optpipe.errors import InputError
-from optpipe_runtime.split.queue import can_wait, own, weight_grads
+from optpipe_runtime.split.queue import can_wait, own, plain, weight_grads
 
 
 def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -23,8 +23,8 @@ def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     values = (*args, *kwargs.values())
     tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
     weights = [i for i in tensors if can_wait(values[i])]
-    if len(weights) in (0, len(tensors)) or not all(type(values[i]) in (Tensor, nn.Parameter) for i in tensors):
-        return func(*args, **kwargs)  # no weights; a weight, computed of weights; tensors of other kinds, that may be saved in parts
+    if len(weights) in (0, len(tensors)) or not all(plain(values[i]) for i in tensors):
+        return func(*args, **kwargs)  # no weights; a weight, computed of weights; tensors of other kinds
     result: Tensor = _Split.apply(func, tuple(kwargs), weights, *values)  # type: ignore[no-untyped-call]
     return result
 

@@ -10,17 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from optpipe_runtime.split import graph
-from optpipe_runtime.split.queue import can_wait, own, weight_grads
+from optpipe_runtime.split.queue import can_wait, own, plain, weight_grads
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
+        return functional.linear(input, weight, bias)
     if input.is_complex():
         return graph.split(functional.linear, input, weight, bias)
-    autocast = torch.is_autocast_enabled(input.device.type)
-    if autocast:
+    if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    if not can_wait(weight) or not (bias is None or can_wait(bias)) or not (autocast or input.dtype == weight.dtype):
-        return functional.linear(input, weight, bias)
+    elif input.dtype != weight.dtype:
+        return functional.linear(input, weight, bias)  # which says what is wrong
     result: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
@@ -34,7 +35,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    if not can_wait(weight) or max_norm is not None or sparse:
+    if not plain(input) or not can_wait(weight) or max_norm is not None or sparse:
         return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     result: Tensor = _Embedding.apply(input, weight, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
@@ -46,7 +47,7 @@ def layer_norm(
 ) -> Tensor:
     if torch.is_autocast_enabled(input.device.type):
         return graph.split(functional.layer_norm, input, normalized_shape, weight, bias, eps)
-    if weight is None or not can_wait(weight) or not (bias is None or can_wait(bias)):
+    if weight is None or not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)
     result: Tensor = _LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)  # type: ignore[no-untyped-call]
     return result

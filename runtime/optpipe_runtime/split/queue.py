@@ -114,12 +114,17 @@ def can_wait(weight: Tensor) -> bool:
     leaf, node = weight if weight.is_leaf else None, weight.grad_fn
     for _ in range(_LONGEST_CHAIN):
         if leaf is not None:
-            return isinstance(leaf, nn.Parameter) and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+            return type(leaf) is nn.Parameter and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
         if node is None or _saves(type(node)) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
         leaf = getattr(node, "variable", None)
     return False
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether it is numbers in one storage: not a tensor of several, of a mesh or of a user's kind, whose ops are their own affair."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 _SAVES: dict[type, bool] = {}
