@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optpipe_runtime.drift import Profiler
-    from optpipe_runtime.executor import OpTime, StepReport
+    from optpipe_runtime.executor import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.follow import Follower
     from optpipe_runtime.layout import Layout
     from optpipe_runtime.lowering import Plan, prepare
+    from optpipe_runtime.optimizer import HostOptimizer
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.split import register_split, weight_grads
 
 _HOME = {
+    "Excess": "executor",
     "Follower": "follow",
+    "HostOptimizer": "optimizer",
     "Layout": "layout",
     "OpTime": "executor",
     "Pipeline": "pipeline",
@@ -29,7 +32,9 @@ _HOME = {
     "weight_grads": "split",
 }
 __all__ = [
+    "Excess",
     "Follower",
+    "HostOptimizer",
     "Layout",
     "OpTime",
     "Pipeline",

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import rank_cases
 import rank_optimizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rank_worker import Ranks
+from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.ops import OPTIMIZER, Op
@@ -71,11 +74,23 @@ def test_gradients_and_parameters_take_turns_on_a_shared_link(ranks: Ranks, mode
 @pytest.mark.parametrize("hosted", [[2, 3], [0, 1, 2, 3], [2]])
 def test_swaps_between_schedules_with_and_without_updates_change_nothing(ranks: Ranks, hosted: list[int]) -> None:
     """A stage that the schedule does not update is updated at the end of the step."""
-    schedules = [wave(), without_updates(wave()), without_updates(wave()), wave(), without_updates(wave())]
+    steps = [wave(), without_updates(wave()), without_updates(wave()), wave(), without_updates(wave())]
     if 3 not in hosted:
         programs = [program if rank == 0 else [op for op in program if op[1] not in "GUP"] for rank, program in enumerate(WAVE)]
-        schedules[0] = schedules[3] = Schedule.parse(problem([0, 1, 0, 1]), programs)
-    require_plain(ranks(rank_optimizer.train, schedules=schedules, hosted=hosted), len(schedules))
+        steps[0] = steps[3] = Schedule.parse(problem([0, 1, 0, 1]), programs)
+    require_plain(ranks(rank_optimizer.train, schedules=steps, hosted=hosted), len(steps))
+
+
+@settings(max_examples=10)
+@given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]))
+def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, placement: list[int]) -> None:
+    drawn = [data.draw(schedules(problem(placement, 3))) for _ in range(3)]
+    losses, expected = rank_optimizer.plain(len(placement), 3, len(drawn), rank_optimizer.momentum)
+    results = ranks(rank_optimizer.train, schedules=drawn, hosted=range(len(placement)), factory=rank_optimizer.momentum)
+    np.testing.assert_allclose([report.losses for report in results[placement[-1]][0]], losses, rtol=1e-4)
+    for _, values, _ in results:
+        for name, value in values.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("module_first", [True, False])
