@@ -6,6 +6,7 @@ which the kernel counts apart from what stands in for the device's here: so neit
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from optpipe_runtime.stage import StageRunner
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 36 << 20, 4  # bytes, and how many of them a forward saves
-SLACK = BLOCK // 8
+SLACK = BLOCK // 4  # what else comes and goes in the process
 
 
 class Large(nn.Module):
@@ -44,6 +45,7 @@ def link() -> Iterator[Link]:
 
 
 def test_each_op_takes_and_gives_back_what_it_says(link: Link) -> None:
+    gc.collect()  # what earlier tests left
     pool = HostPool(CPU)
     stage = StageRunner(0, Large(), CPU, link, pool)
     x = torch.ones(BLOCK // 4)
