@@ -156,6 +156,8 @@ class HostOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, and brings the parameters to the device."""
+        if state.keys() != {"parameters", "optimizer"}:
+            raise InputError(f"stage {self._stage}: what was saved is no state_dict of an optimizer on the host, it has {list(state)[:5]}")
         saved = state["parameters"]
         for shared in self._shared:
             if shared.name not in saved or saved[shared.name].shape != shared.master.shape:
@@ -206,11 +208,13 @@ def on_host(
     for s in factories:
         if not 0 <= s < len(layout.placement):
             raise InputError(f"host_optimizers[{s}]: there are {len(layout.placement)} stages, numbered from 0")
-    own = {s: factory for s, factory in sorted(factories.items()) if s in stages}
+    own = sorted(factories.keys() & stages.keys())
     for s in own:
         _require_complete(s, stages, team)
-    desk = _desk(device) if own else None
-    return {s: HostOptimizer(s, stages[s], factory, link, desk) for s, factory in own.items() if desk is not None}
+    if not own:
+        return {}
+    desk = _desk(device)
+    return {s: HostOptimizer(s, stages[s], factories[s], link, desk) for s in own}
 
 
 def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> None:
@@ -249,9 +253,9 @@ def _share(stage: int, module: nn.Module) -> Iterable[_Shared]:
         if type(parameter) is not nn.Parameter:
             raise InputError(f"host_optimizers[{stage}]: {name} is a {type(parameter).__name__}; updates on the host take whole parameters")
     sizes = [-(-parameter.nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
-    memory = HostMemory(-1, sum(sizes))
+    memory = HostMemory(-1, max(ALIGNED, sum(sizes)))
     memory.lock(trained[0][1].device)
-    for (name, parameter), place in zip(trained, torch.split(memory.tensor(), sizes), strict=True):
+    for (name, parameter), place in zip(trained, torch.split(memory.tensor()[: sum(sizes)], sizes), strict=True):
         yield _Shared(name, parameter, place[: parameter.nbytes].view(parameter.dtype).view(parameter.shape))
 
 

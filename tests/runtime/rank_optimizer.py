@@ -176,6 +176,9 @@ def mistakes(schedule: Schedule) -> list[str]:
         attempt(lambda: plainly.pipe.load(schedule))
         attempt(lambda: hosted.pipe.tie(hosted.modules[2] if rank == 0 else hosted.modules[1]))
         attempt(lambda: hosted.pipe.clip_grad_norm_(1.0))
+        host, state = hosted.pipe.host_optimizers[2 + rank], plainly.modules[rank].state_dict()
+        attempt(lambda: host.load_state_dict(state))
+        attempt(lambda: host.load_state_dict({"parameters": state, "optimizer": {}}))
     return told
 
 
