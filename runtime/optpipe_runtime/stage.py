@@ -275,6 +275,8 @@ class StageRunner:
         """Runs a forward, twice, and forgets it; with `target` the route ends here. All outputs that require a gradient count as needed."""
         passage = Passage(tuple(Spec.of(tensor) for tensor in inputs), begins, ends=target is not None)
         self.at_b = None
+        if route <= min(self.passages, default=route):  # else a route learned before has its say
+            self._norms = True
         with self.undisturbed(), torch.enable_grad():
             copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
             outputs = self._outputs(passage, copies, target or ())

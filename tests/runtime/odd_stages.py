@@ -202,6 +202,11 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "product with a parameter": lambda: Raw(lambda w, x: torch.tanh(x @ w), WIDTH, WIDTH),
     "product with a transposed parameter": lambda: Raw(lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH),
     "products of several": lambda: Raw(lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH),
+    "words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, padding_idx=3)),
+    "words, sparse": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, sparse=True)),
+    "bags of words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x.mean(1), nn.EmbeddingBag(WIDTH, WIDTH)),
+    "mapped": lambda: Of(lambda f, x: torch.vmap(f)(x), nn.Sequential(linear(), nn.Conv1d(8, 8, 1), nn.LayerNorm(WIDTH))),
+    "called with parameters": lambda: Of(lambda f, x: torch.func.functional_call(f, dict(f.named_parameters()), x), linear()),
     "products of experts": lambda: Raw(experts, 2, WIDTH, WIDTH, dtype=torch.bfloat16),
     "a gradient in a forward": lambda: Of(slope, nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH), linear(), nn.Tanh())),
     "bilinear": lambda: Of(lambda f, x: f(x, x), nn.Bilinear(WIDTH, WIDTH, 8)),
@@ -228,5 +233,8 @@ AT_B: dict[str, set[str]] = {
     "own function without W": {"1.weight"},
     "convolutions": {"1.weight", "1.bias"},
     "rms norm": {"0.weight"},
+    "words, sparse": {"layers.0.weight"},
+    "bags of words": {"layers.0.weight"},
+    "mapped": {f"layers.0.{i}.{name}" for i in range(3) for name in ("weight", "bias")},
     "a gradient in a forward": {f"layers.0.{i}.weight" for i in (0, 2, 3)},  # by the derivative's own derivative
 }

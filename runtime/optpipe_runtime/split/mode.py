@@ -35,7 +35,7 @@ _WITH_NORMS = _WAITING | {functional.layer_norm: layers.layer_norm}
 class Splitting(TorchFunctionMode):
     """While active, ops with parameters leave weight gradients to the queue of the B that comes to them, layer norms only with `norms`.
 
-    Not so within a compiled module, whose graph has to stay one.
+    Not so within a compiled module, whose graph has to stay one, nor within vmap and its like, which take no autograd function of others.
     """
 
     def __init__(self, norms: bool = True) -> None:
@@ -45,12 +45,16 @@ class Splitting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
-        if (waits is None and not opened) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if (waits is None and not opened) or not torch.is_grad_enabled() or _transformed():
             return func(*args, **kwargs)
         if waits is not None:
             return waits(*args, **kwargs)
         with self:
             return _opened(func)(*args, **kwargs)
+
+
+def _transformed() -> bool:
+    return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
 
 
 @lru_cache
