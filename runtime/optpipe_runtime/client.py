@@ -112,7 +112,7 @@ class ScheduleClient:
         read_timeout_s: float = 45.0,
         backoff_s: tuple[float, float] = (0.5, 30.0),
     ) -> None:
-        self._url, self._objective = _base(url), objective
+        self._url, self._objective = base_url(url), objective
         self._request = {"method": method, "objective": objective, "time_limit_s": time_limit_s}
         self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s)
         self._reply_s = connect_timeout_s + read_timeout_s
@@ -315,7 +315,8 @@ class ScheduleClient:
             log.info("the solver service at %s is %s again", self._url, "there" if outage == "away" else "right")
 
 
-def _base(url: str) -> str:
+def base_url(url: str) -> str:
+    """The address of a service, without a slash at its end; `InputError` for what is none."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.client import ScheduleClient
+from optpipe_runtime.client import ScheduleClient, base_url
 from optpipe_runtime.drift import WINDOW, Profiler, drift, retimed
 from optpipe_runtime.executor import StepReport
 from optpipe_runtime.pipeline import Pipeline
@@ -42,9 +42,9 @@ class Follower:
     """Trains a pipeline by the schedules of the service at `url`. Making one and `step` are collective, with the same arguments.
 
     A pipeline that has been profiled goes on from there, with the schedule that it has; else `memory_bytes` and `offload_parts` go to
-    `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss,
-    step_ms of the slowest rank, predicted_ms, schedule (how many were swapped in), and for each rank peak_bytes and certified_bytes.
-    `search` goes to `ScheduleClient`: method, objective, time_limit_s. Raises `InputError` for arguments that make no sense.
+    `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss, step_ms of the slowest rank, schedule (how many
+    were swapped in) and peak_bytes of each rank; and, whenever the ranks meet, predicted_ms and certified_bytes. `search` goes to
+    `ScheduleClient`: method, objective, time_limit_s. Raises `InputError` for arguments that make no sense.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Follower:
     ) -> None:
         if every < 1 or not threshold > 0:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
-        self._pipe, self._url, self._search = pipe, url, search
+        self._pipe, self._url, self._search = pipe, base_url(url), search
         self._memory_bytes, self._offload_parts = memory_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold
         self._profiler = Profiler(pipe, every)
-        self._client: ScheduleClient | None = None
+        self._client: ScheduleClient | None = None  # on rank 0
+        self._problem: Problem | None = None  # that it follows
         self._steps: list[_Seen] = []  # since the ranks last met
         self._count = 0
         self._suspected = False  # the last time that the ranks met, times had drifted
-        self._predicted: tuple[Schedule, Problem, float] | None = None
 
     def step(self, inputs: Any = None, targets: Any = None) -> StepReport:
         """Collective: `Pipeline.step`, by the best schedule known by now."""
@@ -77,8 +77,8 @@ class Follower:
             self._profile(inputs, targets)
         if pipe.schedule is None:
             pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
-        if self._client is None and pipe.problem is not None and pipe.number == 0:
-            self._client = ScheduleClient(self._url, pipe.problem, warm_start=pipe.schedule, **self._search)
+        if pipe.problem is not None and pipe.problem is not self._problem:
+            self._follow(pipe.problem)
         if self._client and not pipe.preparing and (offer := self._client.poll()):
             pipe.offer(offer.schedule)
         report = pipe.step(inputs, targets, trace=True)
@@ -88,6 +88,15 @@ class Follower:
         if len(self._steps) == self._every:
             self._meet()
         return report
+
+    def _follow(self, problem: Problem) -> None:
+        """Another problem than so far: the first, one whose times have drifted, the caller's, or with other micro-batches."""
+        self._problem, self._suspected = problem, False
+        self._profiler = Profiler(self._pipe, self._every)
+        if self._client is not None:
+            self._client.update(problem, self._pipe.schedule)
+        elif self._pipe.number == 0:
+            self._client = ScheduleClient(self._url, problem, warm_start=self._pipe.schedule, **self._search)
 
     def _profile(self, inputs: Any, targets: Any) -> None:
         """The problem, and what runs already as a schedule of it."""
@@ -111,10 +120,8 @@ class Follower:
         if far <= self._threshold or not before:  # else all these steps are of after the change
             return
         self._pipe.problem = measured
-        if self._client is not None:
-            assert self._pipe.schedule is not None
-            log.info("step %d: op times are up to %.0f %% of a stage's work from the profile: solving on", self._count, 100 * far)
-            self._client.update(measured, self._pipe.schedule)
+        if self._pipe.number == 0:
+            log.info("step %d: times have drifted by up to %.0f %% of a stage's work, the search goes on with them", self._count, 100 * far)
 
     def _write(self, writer: Writer, ranks: list[list[_Seen]]) -> None:
         plan = self._pipe.plan
@@ -126,14 +133,9 @@ class Follower:
             for rank, own in enumerate(seen):
                 writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", own.peak_bytes, k)
         if plan is not None and self._pipe.problem is not None:
-            writer.add_scalar("optpipe/predicted_ms", self._predict(self._pipe.problem, plan.schedule), self._count)
+            writer.add_scalar("optpipe/predicted_ms", _predicted_ms(self._pipe.problem, plan.schedule), self._count)
             for rank, peak in enumerate(plan.certificate.device):
                 writer.add_scalar(f"optpipe/rank{rank}/certified_bytes", peak.bytes, self._count)
-
-    def _predict(self, problem: Problem, schedule: Schedule) -> float:
-        if self._predicted is None or self._predicted[0] is not schedule or self._predicted[1] is not problem:
-            self._predicted = schedule, problem, Schedule(problem, schedule.programs, schedule.links).makespan_ms
-        return self._predicted[2]
 
     def close(self) -> None:
         """Collective: the ranks meet once more, and rank 0 stops following the service."""
@@ -162,6 +164,11 @@ class _Seen(NamedTuple):
     step_ms: float
     peak_bytes: int
     version: int
+
+
+def _predicted_ms(problem: Problem, schedule: Schedule) -> float:
+    """How long a step takes by the costs as they are now."""
+    return Schedule(problem, schedule.programs, schedule.links).makespan_ms
 
 
 def one_at_a_time(problem: Problem) -> Schedule:

@@ -26,10 +26,10 @@ class Written:
 
 
 def follow(
-    placement: list[int], microbatches: int, url: str, steps: int, every: int, begun: bool = False
+    placement: list[int], microbatches: int, url: str, steps: int, every: int, begun: bool = False, until: int | None = None
 ) -> tuple[list[float | None], list[int], Any]:
-    """Trains so many steps, where it has `begun` with a schedule loaded before anything is measured: the losses seen here, each step's
-    version, what rank 0's writer got."""
+    """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before anything is measured. The
+    losses seen here, each step's version, what rank 0's writer got."""
     rank, writer = torch.distributed.get_rank(), Written()
     modules = own_stages(placement)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
@@ -47,7 +47,17 @@ def follow(
             assert report.excess is None
             losses.append(report.loss)
             versions.append(report.version)
+            if report.version == until:
+                break
+            await_offer(follower, 30.0 if until is not None and step == 0 else 0.0)
     return losses, versions, writer.scalars
+
+
+def await_offer(follower: Follower, at_most_s: float) -> None:
+    """On rank 0; the others wait for it in the next step."""
+    client, deadline = follower._client, time.monotonic() + at_most_s
+    while client is not None and not client._newest and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class Noisy:
@@ -86,6 +96,21 @@ def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, fa
     finally:
         paced.time = clock.time = time
     return versions, problems
+
+
+def regroups(url: str, microbatches: int, then: int) -> list[float]:
+    """Two steps, then two of the same batch in another number of micro-batches; the losses seen here."""
+    losses = []
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, microbatches) as pipe, Follower(pipe, url, memory_bytes=10**9, every=3) as follower:
+        for step in range(4):
+            if step == 2:
+                assert pipe.problem is not None
+                pipe.load(one_at_a_time(pipe.problem.replace(microbatches=then)))
+            losses.append(follower.step(*batch(0, microbatches)).loss or 0.0)
+            until = time.monotonic() + 10
+            while follower._client is not None and not follower._client.ended and time.monotonic() < until:
+                time.sleep(0.01)
+    return losses
 
 
 def compiled() -> bool:
