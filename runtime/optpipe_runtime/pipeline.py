@@ -163,8 +163,7 @@ class Pipeline:
             elif back is not None:
                 self._swap(*back)
             report = self._attempt(inputs, targets, trace)
-            with self._rank.team.alone():
-                self._replicas.reduce()
+            self._replicas.reduce()
         for tie in self._ties:
             tie.end_step()
         self._last_ms = report.step_ms

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.team import Team
 
 log = logging.getLogger("optpipe.runtime")
@@ -36,6 +36,7 @@ class Replicas:
     """This rank's stages that have copies on other pipelines. `modules` are what its stages run."""
 
     def __init__(self, stages: Mapping[int, nn.Module], team: Team) -> None:
+        self._team = team
         self.modules: dict[int, nn.Module] = {}
         self._copied: list[_Copied] = []
         self._sharded: list[_Sharded] = []
@@ -53,8 +54,9 @@ class Replicas:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Collective over the replicas: in here FSDP's parameters are whole. Gradients that are not reduced by the end are forgotten."""
-        for stage in self._sharded:
-            stage.gather()
+        with self._exchanging():
+            for stage in self._sharded:
+                stage.gather()
         try:
             yield
         finally:
@@ -68,10 +70,20 @@ class Replicas:
 
     def reduce(self) -> None:
         """Collective over the replicas, when the last W is done: `.grad` becomes the mean over them."""
-        if self._copied:
-            torch.autograd.backward([stage.complete() for stage in self._copied])
-        for stage in self._sharded:
-            stage.reduce()
+        with self._exchanging():
+            if self._copied:
+                torch.autograd.backward([stage.complete() for stage in self._copied])
+            for stage in self._sharded:
+                stage.reduce()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """What goes wrong in here ends this rank's pipeline."""
+        with self._team.alone():
+            try:
+                yield
+            except RuntimeError as error:
+                raise OptPipeError(f"another replica has failed, or the exchange with it: {error}") from error
 
 
 class _Copied:

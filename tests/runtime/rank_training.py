@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 
@@ -69,10 +71,10 @@ def gradients(modules: dict[int, nn.Module]) -> Gradients:
     return {f"{s}.{name}": whole(p.grad) for s, name, p in named if p.grad is not None}
 
 
-def wrapped(module: nn.Module, how: str, **options: Any) -> nn.Module:
+def wrapped(module: nn.Module, how: str, replicas: DeviceMesh | None = None, **options: Any) -> nn.Module:
     if how == "alone":
         return module
-    replicas = mesh()["replica"]
+    replicas = replicas or mesh()["replica"]
     if how == "ddp":
         return DistributedDataParallel(module, process_group=replicas.get_group(), **options)
     for part in (*module.children(), module):
@@ -268,6 +270,27 @@ def undone(first: Schedule, larger: Schedule, how: str, **options: Any) -> tuple
             modules[number].zero_grad()
             versions.append(pipe.step(*(part.chunk(2)[replica] for part in batch(step, 2 * m))).version)
         return versions, gradients(modules)
+
+
+def bereft(schedule: Schedule, how: str) -> str:
+    """Two replicas of one rank each, of which the first is killed in its second step. What the other is told."""
+    rank, m, step = dist.get_rank(), schedule.problem.microbatches, 0
+    replicas = init_device_mesh("cpu", (2,))
+    stages = dict(enumerate(wrapped(module, how, replicas) for module in make_stages(2)))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if step == 1 and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(output, target)
+
+    try:
+        with Pipeline(stages, [0, 0], loss, m, group=[dist.new_group([r]) for r in range(2)][rank]) as pipe:
+            pipe.load(schedule)
+            for step in range(3):
+                pipe.step(*(part.chunk(2)[rank] for part in batch(step, 2 * m)))
+    except OptPipeError as error:
+        return str(error)
+    return "it ran"
 
 
 def refused(schedule: Schedule) -> list[str]:

@@ -119,6 +119,11 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
         close(results[ranks[0]][1] | results[ranks[1]][1], rank_training.gradients(modules))
 
 
+def test_who_loses_a_replica_is_told(ranks: Ranks) -> None:
+    (told,) = ranks.survivors(rank_training.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
+    assert "another replica has failed, or the exchange with it" in told
+
+
 def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
     of_these = "spans ranks [0, 1, 2, 3], of which [{a}, {b}] are in the same pipeline: give it the "
     parts = [
