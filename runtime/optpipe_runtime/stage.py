@@ -213,6 +213,7 @@ class StageRunner:
         for running in self._running.values():
             running.activation.restore()
         self._running.clear()
+        self._delayed.drain()
 
     def _new_activation(self, passage: Passage) -> Activation:
         return Activation(self.device, self._excluded, passage.stuck)

@@ -97,6 +97,18 @@ def test_what_a_queue_of_its_own_keeps_is_counted(link: Link) -> None:
     assert not module[1].pending
 
 
+def test_a_step_that_is_given_up_leaves_nothing_in_the_queue(link: Link) -> None:
+    module = nn.Sequential(linear(), Delaying())
+    plain = copy.deepcopy(module)
+    plain[1].delays = False
+    stage = runner(module, link)
+    run(stage, "F0 F1 F2 B0 B1 W1", batches(3))
+    stage.abandon()
+    assert not module[1].pending
+    module.zero_grad()
+    require_as_plain(module, plain, batches(2), run(stage, "F0 F1 B0 B1 W1 W0", batches(2)))
+
+
 def test_a_class_that_does_not_say_so_is_registered(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Delaying):
         need_backward_dw = None  # type: ignore[assignment]

@@ -7,6 +7,7 @@ another order than their Bs, a W does the other's work: as much of it, with the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,7 @@ class Delayed:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        self._pending: Counter[nn.Module] = Counter()  # backwards whose weight gradients they keep
         self._at_b: set[Tensor] = set()  # their parameters whose gradient autograd adds, at B, all the same
 
     @contextmanager
@@ -57,10 +59,17 @@ class Delayed:
                 handle.remove()
         self._at_b |= {parameter for parameter, state in before.items() if accumulated(parameter) != state}
 
+    def drain(self) -> None:
+        """After a step that was given up: what the modules still keep belongs to no gradient."""
+        for module in self._modules:
+            while self._pending[module]:
+                self._oldest(module)
+
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) else output
-        if first.grad_fn is not None and any(parameter.requires_grad for parameter in module.parameters()):
-            first.grad_fn.register_prehook(partial(self._ran, module))
+        node = getattr(first, "grad_fn", None)
+        if node is not None and any(parameter.requires_grad for parameter in module.parameters()):
+            node.register_prehook(partial(self._ran, module))
 
     def _ran(self, module: nn.Module, gradients: Sequence[Tensor | None]) -> None:
         queue = filling()
@@ -69,14 +78,17 @@ class Delayed:
         for gradient in gradients:
             if gradient is not None:
                 queue.watch(gradient)  # which the module may keep, as it may keep its input, that the stage's activation watches
-        queue.push(partial(self._backward_dw, module))
+        self._pending[module] += 1
+        queue.push(lambda: accumulate(*self._oldest(module)))
 
-    def _backward_dw(self, module: nn.Module) -> None:
-        """TransformerEngine sets `.grad` where autograd adds to it; so it finds none, and what it leaves there is added."""
+    def _oldest(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Gradients of its oldest backward. TransformerEngine sets `.grad` where autograd adds to it; so in here it finds none."""
+        self._pending[module] -= 1
         aside = {parameter: parameter.grad for parameter in module.parameters() if parameter not in self._at_b}
         for parameter in aside:
             parameter.grad = None
         module.backward_dw()  # type: ignore[operator]
+        found = [parameter.grad for parameter in aside]
         for parameter, before in aside.items():
-            found, parameter.grad = parameter.grad, before
-            accumulate((parameter,), (found,))
+            parameter.grad = before
+        return list(aside), found
