@@ -128,10 +128,23 @@ def _table(rows: list[Row], title: str, differences: list[float | None]) -> Tabl
 
 
 def _host(quiet: bool) -> dict[str, Any]:
-    from optpipe_runtime.bench.overhead import overhead
+    from optpipe_runtime.bench.overhead import lowering, overhead
+    from optpipe_runtime.bench.swap import load
 
-    found = overhead()
+    op, schedule = overhead(), lowering()
+    with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
+        out = Path(folder) / "swap.json"
+        torchrun(COMPUTING_RANKS, "optpipe_runtime.bench.swap", out)
+        swap = load(out)
     if not quiet:
-        parts = f"{found.step_ms:.1f} ms for {found.ops} ops, a plain run of them takes {found.plain_ms:.1f} ms"
-        typer.echo(f"the executor adds {found.op_us:.0f} µs of host time an op: {parts}")
-    return {"overhead": asdict(found), "op_us": found.op_us}
+        typer.echo(
+            f"an op: {op.op_us:.0f} µs of host time beyond a plain run ({op.step_ms:.1f} against {op.plain_ms:.1f} ms, {op.ops} ops)"
+        )
+        typer.echo(
+            f"a schedule of {schedule.ops} ops: {schedule.prepare_ms:.0f} ms in a thread beside the training until a rank can run it"
+        )
+        typer.echo(
+            f"a swap: a step takes {swap.ratio:.3f} times its time, {swap.prepared_ratio:.3f} while the offer is prepared "
+            f"({swap.step_ms:.1f} ms without, {swap.swaps} swaps)"
+        )
+    return {"op": asdict(op) | {"op_us": op.op_us}, "lowering": asdict(schedule), "swap": asdict(swap) | {"ratio": swap.ratio}}

@@ -1,0 +1,66 @@
+"""The benchmark that puts measured beside predicted: it runs what it says, and its figures are those of the runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_worker import Ranks
+
+from optpipe.cli import bench_runtime, demo
+from optpipe_runtime.bench import fidelity
+from optpipe_runtime.bench.fidelity import Case, Task
+from optpipe_runtime.bench.paced import Times
+from optpipe_runtime.demo import reference
+from optpipe_runtime.demo.gpt import Size
+from optpipe_runtime.demo.train import Step, Told
+
+SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
+
+
+def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: Ranks, tmp_path: Path) -> None:
+    task = Task([Case("1f1b"), Case("po-f", 2, memory=1.8)], 4, 3, Times(4.0, 3.0, 2.0, 1.0))
+    task.save(tmp_path / "task.json")
+    assert Task.load(tmp_path / "task.json") == task
+    (first, interleaved), _ = ranks(fidelity.run, task=task)
+    assert (first.found_by, interleaved.found_by) == ("1f1b", "po-f")
+    assert first.predicted_ms >= 4 * 9 + 4 + 3, "all micro-batches, and one F and one B on the other rank"
+    assert interleaved.predicted_ms >= 2 * 4 * 9
+    for row in (first, interleaved):
+        assert len(row.steps_ms) == 3
+        assert row.measured_ms > 0.98 * row.predicted_ms, "who sleeps is never early"
+        assert row.measured_peak == row.predicted_peak
+    fidelity.save([first, interleaved], tmp_path / "rows.json")
+    assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
+
+
+def test_the_model_that_computes_has_the_losses_of_the_plain_run(ranks: Ranks) -> None:
+    task = Task([Case("zb-h1"), Case("po-f", 2, memory=1.8)], 4, 2, size=SMALL)
+    for row in ranks(fidelity.run, task=task)[0]:
+        plain = reference.losses(SMALL, 2, 4, fidelity.WARM_UP + 2)
+        assert bench_runtime.difference(row.losses, plain) < 1e-5
+        assert row.measured_peak == row.predicted_peak
+
+
+def told(ms: dict[int, list[float]], rounds: int) -> Told:
+    """A live phase, then rounds of two settled steps by version 0 and 2 each, and one after each swap."""
+    steps = [Step(1, True, True, 1.0, 1.0, [], []), Step(2, False, True, 1.0, 1.0, [], [])]
+    for k in range(rounds):
+        for version, times in ms.items():
+            steps += [
+                Step(version, False, settled, 1.0, took, [], []) for settled, took in ((False, 99.0), (True, times[k]), (True, times[k]))
+            ]
+    return Told({}, [], steps)
+
+
+@pytest.mark.parametrize(("best", "sure"), [([9.0, 9.5, 8.0, 9.0, 9.2], True), ([9.0, 12.0, 8.0, 13.0, 9.2], False)])
+def test_the_demos_gain_is_told_round_by_round(best: list[float], sure: bool) -> None:
+    found = demo.rounds(told({0: [10.0] * 5, 2: best}, 5), 2, 5)
+    assert found == pytest.approx([1 - ms / 10 for ms in best])
+    gain = demo.gain_of(found)
+    assert gain.low <= gain.median <= gain.high
+    assert (gain.low > 0) == sure
+
+
+def test_where_nothing_better_was_found_nothing_is_gained() -> None:
+    assert demo.gain_of(demo.rounds(told({0: [10.0] * 5}, 5), 0, 5)) == (0.0, 0.0, 0.0)
