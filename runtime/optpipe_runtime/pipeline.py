@@ -38,6 +38,7 @@ from optpipe_runtime.agreement import Council, Offers
 from optpipe_runtime.clipping import clip
 from optpipe_runtime.executor import Executor, StepReport, cut
 from optpipe_runtime.layout import Layout
+from optpipe_runtime.learning import Learner
 from optpipe_runtime.lowering import Plan, prepare
 from optpipe_runtime.mail import Mail
 from optpipe_runtime.optimizer import Factory, HostOptimizer, on_host
@@ -46,7 +47,7 @@ from optpipe_runtime.pool import HostPool, Link
 from optpipe_runtime.profiler import Measured, budget, profile
 from optpipe_runtime.rank import Rank
 from optpipe_runtime.replicas import Replicas
-from optpipe_runtime.stage import LossFn, Passage, Spec, StageRunner, Tensors
+from optpipe_runtime.stage import LossFn, StageRunner
 from optpipe_runtime.swaps import Swaps, ran_out, snapshot
 from optpipe_runtime.team import LostError, Team
 from optpipe_runtime.ties import Tie
@@ -137,7 +138,7 @@ class Pipeline:
         self._last_ms: float | None = None  # of the last step here
         self._given: tuple[Any, Any] = None, None  # the batch of this step
         self._ties: list[Tie] = []
-        self._learned: tuple[Any, Any] | None = None  # what the stages were learned with, by `_signature`
+        self._learner = Learner(self._rank)
         self._executor = Executor(self._rank)
         self._offers = Offers(council, Council(team), self._welcome, self._accept)
 
@@ -152,11 +153,11 @@ class Pipeline:
         is trained have changed since the step before, the stages are learned anew.
         """
         self._given = inputs, targets
-        known = self._learned == self._signature(inputs, targets)
+        known = self._learner.knows(inputs, targets)
         with self._replicas.whole():
             offered, (all_know, last) = self._offers.boundary(known, -round(1e3 * (self._last_ms or 0)))
             back = self._swaps.begin_step(-last / 1e3 if self._last_ms is not None else None, bool(all_know))
-            if not all_know:
+            if not all_know and self._learner.done:
                 self._learn(inputs, targets)
             if offered is not None:
                 self._swap(offered, offered=True)
@@ -173,8 +174,11 @@ class Pipeline:
         """A step by the loaded schedule; where its first one runs out of memory, undone and repeated by the one before."""
         while True:
             plan = self._loaded()
-            if self._learned is None:  # for another number of micro-batches
-                self._learn(inputs, targets)
+            if not self._learner.done:  # never yet, or not for so many micro-batches
+                self._learner.learn(inputs, targets)
+                if not self._rank.council.least(not (lacking := self._lacking(plan)))[0]:
+                    self._swap(*self._swaps.give_up(lacking))
+                    continue
             undo = snapshot(self._rank) if self._swaps.on_trial and self._undoable else None
             for tie in self._ties:
                 tie.start_step()
@@ -197,9 +201,8 @@ class Pipeline:
     @_together
     def evaluate(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
         """Collective: losses of a batch, by the loaded schedule's forwards alone. Arguments as for `step`; modes are the caller's."""
-        given, _ = self._signature(inputs, targets)
         with self._replicas.whole():
-            if not self._rank.council.least(self._learned is not None and self._learned[0] == given)[0]:
+            if not self._rank.council.least(self._learner.knows_batch(inputs, targets))[0]:
                 self._learn(inputs, targets)
             plan = self._loaded()
             with self._rank.team.alone():
@@ -350,7 +353,7 @@ class Pipeline:
         self._rank = replace(self._rank, layout=layout)
         for stage in self._rank.stages.values():
             stage.weigh(1 / layout.microbatches)
-        self._executor, self._learned = Executor(self._rank), None
+        self._executor, self._learner = Executor(self._rank), Learner(self._rank)
         if self.problem is not None:
             self.problem = plan.problem
 
@@ -376,6 +379,14 @@ class Pipeline:
         sizes = {s: [pool.size(nbytes) for nbytes in stage.part_bytes(parts[s])] for s, stage in self._rank.stages.items()}
         pool.reserve(plan.host_peak(lambda s, part: sizes[s][part]))
 
+    def _lacking(self, plan: Plan) -> str:
+        """What stands against `plan` now that its micro-batches are known."""
+        try:
+            self._reserve(plan)
+        except OptPipeError as error:
+            return self._rank.team.blame(error)
+        return ""
+
     # Profile
 
     @_together
@@ -398,10 +409,10 @@ class Pipeline:
             return budget(rank) if memory_bytes is None else memory_bytes
 
         with self._replicas.whole():
-            if not rank.council.least(self._learned == self._signature(inputs, targets))[0]:
+            if not rank.council.least(self._learner.knows(inputs, targets))[0]:
                 self._learn(inputs, targets)
-            given = self._sample(inputs, "inputs") if rank.takes_inputs else ()
-            asked = self._sample(targets, "targets") if rank.takes_targets else ()
+            given = cut(inputs, rank.layout.microbatches, "inputs")[0] if rank.takes_inputs else ()
+            asked = cut(targets, rank.layout.microbatches, "targets")[0] if rank.takes_targets else ()
             available = rank.council.each(allowed)
             with rank.team.alone():
                 self.measured = profile(rank, given, asked, available, offload_parts, repeats)
@@ -412,62 +423,14 @@ class Pipeline:
 
     # Inside
 
-    def _sample(self, value: Any, what: str) -> Tensors:
-        """The first micro-batch."""
-        return cut(value, self._rank.layout.microbatches, what)[0]
-
     def _learn(self, inputs: Any, targets: Any) -> None:
-        """Collective: runs each stage's forward, first to last on every route, to learn the shapes of what passes between them, and which
-        of it comes back as a gradient."""
-        if self._learned is not None and self.problem is not None:
+        """Collective."""
+        if self._learner.done and self.problem is not None:
             log.warning("the batch or the stages are not those that were profiled: what the schedule needs of time and memory is not known")
-        self._learned = None
-        layout = self._rank.layout
-        for r, route in enumerate(layout.routes):
-            learned: list[Passage] = []
-            for s in route:
-                told: Passage | InputError | None = None
-                if layout.placement[s] == self._rank.number:
-                    try:
-                        told = self._learn_stage(r, s, learned[-1].outputs if learned else None, inputs, targets)
-                    except InputError as error:
-                        told = error  # told to all, so that none waits for ever
-                    except BaseException as error:
-                        error.add_note(f"rank {self._rank.number} was learning stage {s}, by its first forward")
-                        raise
-                told = self._rank.council.tell(told, layout.placement[s])
-                if isinstance(told, InputError):
-                    raise told
-                assert told is not None
-                learned.append(told)
-            needed = learned[-1].needed
-            for s, passage in zip(reversed(route), reversed(learned), strict=True):
-                passage = replace(passage, needed=needed)
-                self._rank.passages[s, r] = passage
-                if s in self._rank.stages:
-                    self._rank.stages[s].passages[r] = passage
-                needed = passage.asked
-        self._learned = self._signature(inputs, targets)
+        self._learner.learn(inputs, targets)
         if self.plan is not None:
             with self._rank.team.alone():
                 self._reserve(self.plan)
-
-    def _signature(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """What this rank's stages are learned with: shapes and types of the batch; what modules and parameters are set to."""
-        rank, modules = self._rank, [stage.module for stage in self._rank.stages.values()]
-        batch = [inputs] * rank.takes_inputs + [targets] * rank.takes_targets
-        tensors = [value if isinstance(value, tuple | list) else (value,) for value in batch]
-        given = [[(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else None for t in group] for group in tensors]
-        modes = [part.training for module in modules for part in module.modules()]
-        return given, (modes, [parameter.requires_grad for module in modules for parameter in module.parameters()])
-
-    def _learn_stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> Passage:
-        if specs is None:
-            given = self._sample(inputs, "inputs")
-        else:
-            given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
-        ends = s == self._rank.layout.routes[r][-1]
-        return self._rank.stages[s].learn(given, self._sample(targets, "targets") if ends else None, r, begins=specs is None)
 
     def close(self) -> None:
         """Ends the threads of this pipeline."""

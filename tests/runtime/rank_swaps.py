@@ -20,6 +20,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.bench.swap import SwapCost, swap_cost
 from optpipe_runtime.lowering import Plan
+from optpipe_runtime.pool import PAGE
 from optpipe_runtime.stage import StageRunner
 
 SEQUENCES = 12
@@ -275,3 +276,15 @@ def costs(placement: Sequence[int], schedule: Schedule) -> SwapCost:
     with Pipeline(own_stages(placement), placement, mse_loss, schedule.problem.microbatches) as pipe:
         pipe.load(schedule)
         return swap_cost(pipe, *batch(0), swaps=3)
+
+
+def too_little_on_the_host(placement: Sequence[int], first: Schedule, second: Schedule, pages: int) -> tuple[str, list[float], list[str]]:
+    """The second has another number of micro-batches, so what its offloads take is known only in its first step."""
+    limit = pages * PAGE["cpu"]
+    with Pipeline(own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe, heard() as logged:
+        pipe.load(first)
+        pipe.step(*batch(0))
+        pipe.load(second)
+        report = pipe.step(*batch(0))
+        assert pipe.schedule is not None
+        return pipe.schedule.method, report.losses or [], list(logged)

@@ -166,6 +166,14 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
     assert refusals[0].endswith("its first dimension must be a multiple of the 5 micro-batches")
 
 
+def test_where_the_host_has_too_little_for_it_the_schedule_before_runs_on(ranks: Ranks) -> None:
+    few, many = _in_turn(2), _in_turn(12)
+    _, (method, losses, _) = told = ranks(rank_swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2)
+    assert method == "2"
+    assert losses == rank_swaps.plain(2, 1, 2)[0].losses
+    assert any("replaces 12, which ran out of memory: rank 0: host_memory_bytes = " in line for line in told[0][2])
+
+
 def _in_turn(microbatches: int) -> Schedule:
     """Forwards with every other micro-batch offloaded, then backwards."""
     texts = []
