@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        y = own(functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
+        y = own(functional.linear(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype)))
         ctx.waiting = x.nbytes + y.nbytes
         return y
 
@@ -69,10 +69,14 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         flat_x, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = flat_dy.mm(weight.to(dy.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = flat_dy.mm(_cast(weight, dy.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
         if bias is None:
             return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None
         return dx, *weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
+
+
+def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter if parameter.dtype == dtype else parameter.to(dtype)  # a call takes longer than the question
 
 
 class _Embedding(torch.autograd.Function):

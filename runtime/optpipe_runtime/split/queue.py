@@ -139,5 +139,5 @@ def _saves(kind: type[Any]) -> bool:
 
 def own(y: Tensor) -> Tensor:
     """The result of an autograd function: a view, as y may be, could not be changed in place by what follows."""
-    result: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y, y.shape)
+    result: Tensor = y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
     return result
