@@ -138,7 +138,7 @@ def undone(placement: Sequence[int], first: Schedule, bad: Schedule, rank: int, 
     problem = first.problem
     modules = own_stages(placement, moody=True)
     state = {s: {name: value.clone() for name, value in module.state_dict().items()} for s, module in modules.items()}
-    ways = {"microbatch_routes": problem.microbatch_routes, "peers": Layout.of(problem).peers or None}
+    ways = {"peers": Layout.of(problem).peers or None, "links": [device.link for device in problem.devices]}
     steps = []
     with Pipeline(modules, placement, mse_loss, problem.microbatches, **ways) as pipe, heard() as logged:
         pipe.load(first)
