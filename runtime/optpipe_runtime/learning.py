@@ -75,10 +75,12 @@ class Learner:
         return cut(value, self._rank.layout.microbatches, what)[0]
 
     def _signature(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Shapes and types of the batch; what modules and parameters are set to."""
+        """Shapes and types of the batch, and of autocast; what modules and parameters are set to."""
         rank, modules = self._rank, [stage.module for stage in self._rank.stages.values()]
         batch = [inputs] * rank.takes_inputs + [targets] * rank.takes_targets
         tensors = [value if isinstance(value, tuple | list) else (value,) for value in batch]
         given = [[(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else None for t in group] for group in tensors]
+        kind = rank.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         modes = [part.training for module in modules for part in module.modules()]
-        return given, (modes, [parameter.requires_grad for module in modules for parameter in module.parameters()])
+        return (given, autocast), (modes, [parameter.requires_grad for module in modules for parameter in module.parameters()])

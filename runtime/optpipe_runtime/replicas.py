@@ -70,7 +70,7 @@ class Replicas:
 
     def reduce(self) -> None:
         """Collective over the replicas, when the last W is done: `.grad` becomes the mean over them."""
-        with self._exchanging():
+        with self._exchanging(), torch.enable_grad():
             if self._copied:
                 torch.autograd.backward([stage.complete() for stage in self._copied])
             for stage in self._sharded:

@@ -317,6 +317,38 @@ def refused(schedule: Schedule) -> list[str]:
     return told
 
 
+def autocast(schedule: Schedule, states: Sequence[bool]) -> tuple[list[list[float] | None], Gradients]:
+    """A step with autocast or without, one after the other, gradients added up, in which what passes between stages has another type."""
+    m, rank = schedule.problem.microbatches, dist.get_rank()
+    modules, losses = {rank: perceptrons()[rank]}, []
+    with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
+        pipe.load(schedule)
+        for step, enabled in enumerate(states):
+            with torch.autocast("cpu", torch.bfloat16, enabled):
+                losses += [pipe.step(*batch(step, m)).losses, pipe.evaluate(*batch(step, m)).losses]
+    return losses, gradients(modules)
+
+
+def plain_autocast(microbatches: int, states: Sequence[bool]) -> tuple[list[list[float]], Gradients]:
+    torch.set_num_threads(1)
+    modules = dict(enumerate(perceptrons()))
+    losses: list[list[float]] = []
+    for step, enabled in enumerate(states):
+        losses.append([])
+        for x, y in zip(*(part.chunk(microbatches) for part in batch(step, microbatches)), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled):
+                loss = loss_fn(modules[1](modules[0](x)), y)
+            torch.autograd.backward(loss / microbatches)
+            losses[-1].append(loss.item())
+        losses.append(losses[-1])
+    return losses, gradients(modules)
+
+
+def perceptrons() -> list[nn.Module]:
+    torch.manual_seed(2)
+    return [nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WORDS))]
+
+
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1),
     "adamw fused": lambda own: torch.optim.AdamW(own, lr=1e-2, fused=True),

@@ -171,6 +171,15 @@ def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ra
     close(results[0][2] | results[1][2], parameters)
 
 
+def test_autocast_may_come_and_go(ranks: Ranks) -> None:
+    states = [False, True, False]
+    (schedule,) = parsed(SPLIT)
+    (_, first), (losses, last) = ranks(rank_training.autocast, schedule=schedule, states=states)
+    expected, gradients = rank_training.plain_autocast(4, states)
+    assert losses == expected
+    close(first | last, gradients, rtol=0, atol=0)
+
+
 def gpipe(placement: list[int], m: int) -> Schedule:
     """All forwards, then all backwards: the same sums in the same order on any placement."""
     programs = []
