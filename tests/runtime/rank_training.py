@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -486,14 +487,14 @@ def checkpointed(
     return losses, parameters(modules)
 
 
-def script(text: str) -> str:
-    """Runs a script that believes to begin and to end its process group; returns what it prints."""
+def script(text: str, folder: str) -> str:
+    """Runs a script that believes to begin and to end its process group, with `folder` for its files; returns what it prints."""
     begin, end = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
-    said = io.StringIO()
+    said, tempfile.tempdir = io.StringIO(), folder
     try:
         with contextlib.redirect_stdout(said):
             exec(compile(text, "docs/training.md", "exec"), {})
     finally:
-        dist.init_process_group, dist.destroy_process_group = begin, end
+        dist.init_process_group, dist.destroy_process_group, tempfile.tempdir = begin, end, None
     return said.getvalue()

@@ -227,8 +227,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_pages_script_runs(four_ranks: Ranks) -> None:
-    said = four_ranks(rank_training.script, text="\n".join(blocks("python")))
+def test_the_pages_script_runs(four_ranks: Ranks, tmp_path: Path) -> None:
+    said = four_ranks(rank_training.script, text="\n".join(blocks("python")), folder=str(tmp_path))
     assert [len(re.findall(r"step \d: loss \d+\.\d+, gradient norm \d", text)) for text in said] == [0, 3, 0, 3]
 
 
