@@ -250,6 +250,28 @@ def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients
     return versions, found, made
 
 
+def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
+    """With a communication hook on DDP, which sets gradients to one: how many numbers it saw, each time; and how many there are."""
+    group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
+    number, m = dist.get_rank(group), schedule.problem.microbatches
+    module, seen = wrapped(make_stages(2)[number], "ddp"), []
+    assert isinstance(module, DistributedDataParallel)
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and takes no strings
+        seen.append(bucket.buffer().numel())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(torch.ones_like(bucket.buffer()))
+        return done
+
+    module.register_comm_hook(None, hook)
+    with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
+        pipe.load(schedule)
+        for step in range(steps):
+            pipe.step(*(part.chunk(2)[replica] for part in batch(step, 2 * m)))
+    assert all(bool((p.grad == 1).all()) for p in module.parameters())
+    return seen, sum(p.numel() for p in module.parameters())
+
+
 def undone(first: Schedule, larger: Schedule, how: str, **options: Any) -> tuple[list[int], Gradients]:
     """One rank of the first replica runs out of memory late in its first step by another schedule. Versions, and the step's gradients."""
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2

@@ -105,6 +105,12 @@ def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
     close(results[0][1][0] | results[1][1][0], expected)
 
 
+def test_a_communication_hook_of_ddp_reduces_each_gradient_once_a_step(four_ranks: Ranks) -> None:
+    (schedule,) = parsed(SPLIT)
+    for seen, numbers in four_ranks(rank_training.hooked, schedule=schedule, steps=3):
+        assert sum(seen) == 3 * numbers
+
+
 @pytest.mark.parametrize("wrapper", ["fsdp", "float64 reduction", "bucket views"])
 def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
     how, options = WRAPPERS[wrapper]
