@@ -25,7 +25,8 @@ STILL = OPTIMIZER | {Kind.O, Kind.E}  # ops after which the device holds what it
 
 
 class OpTime(NamedTuple):
-    """When an op ran, in ms since the step began on this rank. Compute starts when its message is there; transfers are their copies.
+    """When an op ran, in ms since the step began on this rank. Compute starts when its message is there and ends when what it made has been
+    handed over; transfers are their copies.
 
     Behind it what the rank held then, in the order of the host, and with it of CUDA's allocator: bytes of activations, how many are
     certified, and on CUDA `torch.cuda.memory_allocated`.
@@ -204,7 +205,7 @@ class Executor:
         return where if failed is None else f"{where}; what failed is {_named(failed)}"
 
     def _run(self, step: _Step, action: Action) -> None:
-        """One op; what it needs is taken before its time starts, what it makes is sent at once."""
+        """One op; what it needs is taken before its time starts, what it makes is sent at once, before its time ends."""
         kind, s, j, part = action.op
         if kind in (Kind.A, Kind.V):
             self._make_room(step, action.op)
@@ -249,9 +250,9 @@ class Executor:
             case Kind.L:
                 copies = stage.reload(j, 0)
         del received
-        step.times.append((action.op, start, step.mark(), copies))
         if action.sends is not None and action.to is not None:
             self._mail.send(action.sends, made, action.to, self._sent_specs(action.op))
+        step.times.append((action.op, start, step.mark(), copies))
 
     def _take(self, step: _Step, message: Message) -> Tensors:
         step.awaited = message

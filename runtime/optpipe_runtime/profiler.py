@@ -2,7 +2,8 @@
 
 Compute and host transfers are measured one after the other, each on all ranks at the same time and for as long on all: who is faster does
 more rounds, so that nobody is measured beside ranks that have already finished. Where transfers run both ways at once, they do here; ranks
-that take turns on a link take turns here. The loss is part of the last stage. Links between ranks are measured one after the other.
+that take turns on a link take turns here. The loss is part of the last stage. Links between ranks are measured one after the other; what it
+takes a rank to hand a message over is part of the op that made it.
 
 Times are medians in ms, after warm-up, in which gradients are allocated, too. Bytes are counted by live storages: `activation_bytes` after
 F, `checkpoint_bytes` after an F that a C repeats, `weight_grad_bytes` between B and W, `offload_bytes` what drops really freed. Parts need
@@ -61,11 +62,13 @@ def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int, pa
         _try_compute(rank, everything, clock, repeats)
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
-        links = _links(rank, trials, clock, repeats)
+        links, handing = _links(rank, trials, clock, repeats)
         updates = _try_updates(rank, clock, repeats)
     clock.settle()
     counts = Counter(layout.microbatch_routes)
     times = {s: _times(ways, counts) | updates.get(s, {}) for s, ways in trials.items()}
+    for (s, name), ms in handing.items():
+        times[s][name] = times[s][name].longer(ms)
     costs = {s: _costs(times[s], list(ways.values()), parts) for s, ways in trials.items()}
     host = _host_budget(rank, everything, costs)
     device = {"memory_bytes": memory_bytes, "host_memory_bytes": host, "peer": layout.peer(rank.number), "link": layout.link(rank.number)}
@@ -186,38 +189,53 @@ def _try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeat
                 rank.peers.vacate(visit)
 
 
-def _links(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, repeats: int) -> dict[tuple[int, int], Spread]:
-    """From this rank to others: half of the time that what passes from one stage to the next takes there and back, one pair of ranks after
-    the other. As in a step, what is sent has just been computed, and who receives it waits for it already."""
+Handing = dict[tuple[int, str], float]  # by stage and the name of an op's time, ms
+
+
+def _links(
+    rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, repeats: int
+) -> tuple[dict[tuple[int, int], Spread], Handing]:
+    """From this rank to others, what a message takes on its way: half of the time from when it was handed over to its answer; and what F
+    and B take to hand one over and to ask for the next. One pair of ranks after the other. As in a step, what is sent has just been
+    computed, and who receives it waits for it already."""
     found: dict[tuple[int, int], Spread] = {}
+    handing: Handing = defaultdict(float)
     placement, mail = rank.layout.placement, rank.mail
     for route, s, after in rank.layout.passages():
         here, there = placement[s], placement[after]
         rank.council.least(0)  # one link at a time
         if here == there or rank.number not in (here, there) or route not in _routes(rank, s):
             continue
-        times, other = Times(clock), there if rank.number == here else here
-        specs = rank.passages[s, route].outputs
+        times, first = Times(clock), rank.number == here
+        specs, rounds = rank.passages[s, route].outputs, WARM_UP + LINK_ROUNDS * repeats
         mail.start_step()
-        for r in range(WARM_UP + LINK_ROUNDS * repeats):
+        if not first:
+            mail.post(Message(Kind.F, after, 0), here, specs)
+        for r in range(rounds):
             if r == WARM_UP:
                 times.clear()
             out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
-            if rank.number == here:
-                mail.post(back, other, specs)
+            if first:
                 tensors = trials[s][route].outputs()
-                with times.of("p2p_ms"):
-                    mail.send(out, tensors, other, specs)
+                with times.of("handing"):
+                    mail.post(back, there, specs)
+                    mail.send(out, tensors, there, specs)
+                with times.of("answer"):
                     mail.take(back)
             else:
-                mail.post(out, other, specs)
-                mail.send(back, mail.take(out), other, specs)
+                received = mail.take(out)
+                with times.of("handing"):
+                    if r + 1 < rounds:
+                        mail.post(Message(Kind.F, after, r + 1), here, specs)
+                    mail.send(back, received, here, specs)
         mail.flush()
         clock.settle()
-        if rank.number == here:
-            [half] = times.spreads(0.5).values()
-            found[here, there] = max(half, found.get((here, there), half))
-    return found
+        op = (s, "forward_ms") if first else (after, "backward_input_ms")
+        handing[op] = max(times.spreads()["handing"].ms, handing[op])
+        if first:
+            way = times.spreads(0.5)["answer"]
+            found[here, there] = max(way, found.get((here, there), way))
+    return found, handing
 
 
 def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, Spread]]:

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -42,6 +42,10 @@ class Spread:
             count=sum(spread.count for _, spread in weighed),
             host_ms=round(sum(weight * spread.host_ms for weight, spread in weighed) / total, 4),
         )
+
+    def longer(self, ms: float) -> Spread:
+        """With so many ms more."""
+        return replace(self, ms=round(self.ms + ms, 4))
 
     @property
     def launch_bound(self) -> bool:
