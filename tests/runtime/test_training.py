@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rank_cases
+import rank_replicas
 import rank_training
 import torch
 from rank_training import Habits
@@ -42,7 +43,7 @@ def close(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-4, a
 def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -> None:
     """Those of a plain run over the whole batch, with the float32 sums in another order; and the replicas' schedules may differ."""
     schedules = [parsed(ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED), parsed(SPLIT, SPLIT, RECOMPUTED, OFFLOADED)]
-    results = four_ranks(rank_training.replicated, schedules=schedules, how=how)
+    results = four_ranks(rank_replicas.replicated, schedules=schedules, how=how)
     _, gradients, _ = rank_training.plain(2, 8, steps=4)
     for step in range(4):
         for ranks in ((0, 1), (2, 3)):
@@ -52,7 +53,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
 def test_replicas_without_a_wrapper_train_apart(four_ranks: Ranks) -> None:
     """Each to the bit as a plain run over its own half of the batch."""
     schedules = [parsed(SPLIT, OFFLOADED), parsed(OFFLOADED, SPLIT)]
-    results = four_ranks(rank_training.replicated, schedules=schedules, how="alone")
+    results = four_ranks(rank_replicas.replicated, schedules=schedules, how="alone")
     for replica in range(2):
         losses, gradients, _ = rank_training.plain(2, 4, steps=2, replica=replica)
         first, last = results[2 * replica : 2 * replica + 2]
@@ -78,9 +79,9 @@ def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
     """Neither a profile, evaluations, accumulation, a tie, unused layers nor buffers; what it adds is no activation."""
     how, options = WRAPPERS[wrapper]
     (schedule,) = parsed(OFFLOADED)
-    alone = four_ranks(rank_training.odds, schedule=schedule, how="alone")
-    results = four_ranks(rank_training.odds, schedule=schedule, how=how, **options)
-    gradients, norm, clipped = rank_training.plain_odds(8)
+    alone = four_ranks(rank_replicas.odds, schedule=schedule, how="alone")
+    results = four_ranks(rank_replicas.odds, schedule=schedule, how=how, **options)
+    gradients, norm, clipped = rank_replicas.plain_odds(8)
     for rank, seen in enumerate(results):
         assert seen.sizes == alone[rank].sizes
         assert seen.norm == pytest.approx(norm, rel=1e-5)
@@ -94,7 +95,7 @@ def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
 def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
     """Nor swap or learn together: what they exchange, they exchange once a step at its ends."""
     (first,), (better,) = parsed(ONE_F_ONE_B), parsed(OFFLOADED)
-    results = four_ranks(rank_training.uneven, first=first, better=better)
+    results = four_ranks(rank_replicas.uneven, first=first, better=better)
     assert [versions[-1] for versions, *_ in results] == [2, 2, 1, 1]
     for rank, (_, found, made) in enumerate(results):
         layers = len({name.split(".")[1] for name in found[0]})
@@ -107,7 +108,7 @@ def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
 
 def test_a_communication_hook_of_ddp_reduces_each_gradient_once_a_step(four_ranks: Ranks) -> None:
     (schedule,) = parsed(SPLIT)
-    for seen, numbers in four_ranks(rank_training.hooked, schedule=schedule, steps=3):
+    for seen, numbers in four_ranks(rank_replicas.hooked, schedule=schedule, steps=3):
         assert sum(seen) == 3 * numbers
 
 
@@ -116,17 +117,17 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
     how, options = WRAPPERS[wrapper]
     (first,), (larger,) = parsed(ONE_F_ONE_B), parsed(SPLIT)
     options = {name: value for name, value in options.items() if name != "find_unused_parameters"}
-    results = four_ranks(rank_training.undone, first=first, larger=larger, how=how, **options)
+    results = four_ranks(rank_replicas.undone, first=first, larger=larger, how=how, **options)
     assert [versions for versions, _ in results] == [[1, 3], [1, 3], [1, 2], [1, 2]]
     modules = dict(enumerate(rank_cases.make_stages(2)))
     for x, y in zip(*(part.chunk(8) for part in rank_cases.batch(1, 8)), strict=True):
         torch.autograd.backward(rank_cases.loss_fn(modules[1](modules[0](x)), y) / 8)
     for ranks in ((0, 1), (2, 3)):
-        close(results[ranks[0]][1] | results[ranks[1]][1], rank_training.gradients(modules))
+        close(results[ranks[0]][1] | results[ranks[1]][1], rank_replicas.gradients(modules))
 
 
 def test_who_loses_a_replica_is_told(ranks: Ranks) -> None:
-    (told,) = ranks.survivors(rank_training.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
+    (told,) = ranks.survivors(rank_replicas.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
     assert "another replica has failed, or the exchange with it" in told
 
 
@@ -140,7 +141,7 @@ def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
         "stage {s}: unused.weight and 1 other parameters got no gradient in this step: make its DistributedDataParallel with find_unused",
     ]
     (schedule,) = parsed(SPLIT)
-    for rank, told in enumerate(four_ranks(rank_training.refused, schedule=schedule)):
+    for rank, told in enumerate(four_ranks(rank_replicas.refused, schedule=schedule)):
         names = {"s": rank % 2, "a": rank // 2 * 2, "b": rank // 2 * 2 + 1}
         for message, part in zip(told, parts, strict=True):
             assert message.startswith(part.format(**names))
@@ -249,16 +250,13 @@ def test_the_pages_diff_is_that_of_the_examples() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_both_examples_print_the_same_losses_under_torchrun(tmp_path: Path) -> None:
-    both = tmp_path / "both.py"
-    both.write_text(
-        "import runpy, sys\nfor name in sys.argv[1:]:\n    sys.argv[1:] = ['--steps', '3']\n    runpy.run_path(name, run_name='__main__')\n"
-    )
+def test_both_examples_print_the_same_losses_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*torchrun, str(both), *(str(DOCS.parent / name) for name in EXAMPLES)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", done.stdout)]
-    assert len(losses) == 6
-    assert losses[:3] == pytest.approx(losses[3:], abs=1.5e-4)  # the last of four digits may be rounded up in one and down in the other
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    runs = [subprocess.Popen([*torchrun, str(DOCS.parent / name), "--steps", "3"], **pipes) for name in EXAMPLES]
+    said = [run.communicate(timeout=220) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    plain, ours = ([float(loss) for loss in re.findall(r"step \d: loss (\S+)", out)] for out, _ in said)
+    assert len(plain) == 3
+    assert plain == pytest.approx(ours, abs=1.5e-4)  # the last of four digits may be rounded up in one and down in the other
