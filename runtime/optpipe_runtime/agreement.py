@@ -27,7 +27,7 @@ class Council:
     """The ranks' CPU group and the few things they agree on."""
 
     def __init__(self, team: Team) -> None:
-        self.rank = team.number
+        self.rank, self._team = team.number, team
         self._group = team.subgroup(range(team.size), torch.device("cpu"))
 
     def least(self, *values: int) -> list[int]:
@@ -45,17 +45,18 @@ class Council:
         return self._group.gather(value)
 
     def each(self, make: Callable[[], T]) -> T:
-        """Collective: what `make` returns here; where it is an `InputError` on any rank, that is raised on every rank."""
+        """Collective: what `make` returns here; where it fails on any rank, the others raise an `InputError` that says so."""
+        failure: Exception | None = None
         try:
-            made, complaint = make(), None
-        except InputError as error:
-            complaint = error
-        told = self.gather(None if complaint is None else str(complaint))
-        if complaint is not None:
-            raise complaint
-        for rank, text in enumerate(told):
+            made = make()
+        except Exception as error:
+            failure = error
+        told = self.gather(None if failure is None else self._team.blame(failure))
+        if failure is not None:
+            raise failure
+        for text in told:
             if text is not None:
-                raise InputError(f"rank {rank}: {text}")
+                raise InputError(text)
         return made
 
     def share(self, schedule: Schedule | None) -> Schedule:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -110,11 +110,15 @@ class Pipeline:
 
         def sound() -> tuple[Layout, torch.device, Replicas]:
             _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
+            _require_bytes("host_memory_bytes", host_memory_bytes)
             layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
+            if not callable(loss_fn) and not layout.last.isdisjoint(stages):
+                raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
             require_queues(layout, device := _device(stages))
             return layout, device, Replicas(stages, team)
 
         layout, device, self._replicas = council.each(sound)
+        _require_alike(council, microbatches=microbatches, **asdict(layout))
         link, pool = Link(device, full_duplex, tokens(team, layout, device)), HostPool(device, host_memory_bytes)
         self._rank = Rank(
             team=team,
@@ -315,7 +319,7 @@ class Pipeline:
             reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._rank.council.gather(complaint)) if reason]
             raise ScheduleError(reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently")
         assert plan is not None
-        self.swap(plan)
+        self._swap(plan)
 
     def offer(self, schedule: Schedule) -> None:
         """Rank 0, any thread: proposes a schedule for one of the next steps, without waiting."""
@@ -334,11 +338,8 @@ class Pipeline:
             layout, problem = replace(layout, microbatch_routes=theirs.microbatch_routes), None
         return prepare(schedule, self._rank.number, layout, problem, self._rank.host_optimizers.keys())
 
-    def swap(self, plan: Plan) -> None:
-        """Between two steps: runs `plan` from now on. Every rank must swap to the same one: `load` and `offer` see to that."""
-        self._swap(plan)
-
     def _swap(self, plan: Plan, why: str = "", offered: bool = False) -> None:
+        """Between two steps: runs `plan` from now on. Every rank swaps to the same one."""
         if not self._executor.idle:
             raise OptPipeError("a schedule can be swapped only between two steps")
         if plan.problem.microbatches == self._rank.layout.microbatches:
@@ -402,10 +403,12 @@ class Pipeline:
         if not self._executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self._rank
+        _require_alike(rank.council, offload_parts=offload_parts, repeats=repeats)
 
         def allowed() -> int:
             if repeats < 1 or offload_parts < 1:
                 raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
+            _require_bytes("memory_bytes", memory_bytes)
             return budget(rank) if memory_bytes is None else memory_bytes
 
         with self._replicas.whole():
@@ -468,8 +471,8 @@ def _require_sound(
 ) -> None:
     if not isinstance(microbatches, int) or microbatches < 1:
         raise InputError(f"microbatches = {microbatches!r}: must be an integer, at least 1")
-    if not placement:
-        raise InputError("placement is empty: it names the rank of each stage")
+    if not isinstance(placement, Sequence) or not placement:
+        raise InputError(f"placement = {placement!r}: must be a sequence that names the rank of each stage")
     for s, owner in enumerate(placement):
         if not isinstance(owner, int) or not 0 <= owner < ranks:
             raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
@@ -481,6 +484,20 @@ def _require_sound(
     own = {s for s, owner in enumerate(placement) if owner == rank}
     if set(stages) != own:
         raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(own)} there")
+
+
+def _require_bytes(name: str, given: int | None) -> None:
+    if given is not None and (not isinstance(given, int) or given < 0):
+        raise InputError(f"{name} = {given!r}: must be an integer, at least 0")
+
+
+def _require_alike(council: Council, **given: Any) -> None:
+    """Collective: what every rank gives the same. With another on one of them, ranks would wait for each other for ever."""
+    told = council.gather(given)
+    for rank, theirs in enumerate(told):
+        for name, here in told[0].items():
+            if theirs[name] != here:
+                raise InputError(f"{name} is {here} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same")
 
 
 def _device(stages: Mapping[int, nn.Module]) -> torch.device:

@@ -46,23 +46,12 @@ class Team:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if group is not None and dist.get_rank(group) < 0:
-            raise InputError(f"group: rank {dist.get_rank()} is no member of it; every rank gives the group of its own pipeline")
+        self._teams = _teams(group)
         self.ranks = dist.get_process_group_ranks(group)  # as the default group numbers them
         self.number = dist.get_rank(group)
         self.failure: str | None = None  # what ended it
         self._subgroups: list[Subgroup] = []
         self._notices: Store | None = None
-        self._teams = [self.ranks]
-        if group is not None:
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, self.ranks)
-            self._teams = [list(team) for team in sorted({tuple(ranks) for ranks in told})]
-            if (
-                sorted(rank for team in self._teams for rank in team) != list(range(len(told)))
-                or len({len(team) for team in self._teams}) > 1
-            ):
-                raise InputError(f"group: pipelines of ranks {self._teams}; every rank is in one of them, and all are equally long")
 
     @property
     def size(self) -> int:
@@ -271,6 +260,30 @@ class Transfer:
 
     def forget(self) -> None:
         self._work = None
+
+
+def _teams(group: Any) -> list[list[int]]:
+    """The ranks of every team: all that gave no group are one. What is wrong with a group on any rank is told on all."""
+    told: list[Any] = [None] * dist.get_world_size()
+    everyone = dist.new_group(backend="gloo")
+    dist.all_gather_object(told, _members(group), group=everyone)
+    dist.destroy_process_group(everyone)
+    for complaint in told:
+        if isinstance(complaint, str):
+            raise InputError(f"group: {complaint}")
+    teams = [list(team) for team in sorted({tuple(ranks) for ranks in told})]
+    if sorted(rank for team in teams for rank in team) != list(range(len(told))) or len({len(team) for team in teams}) > 1:
+        raise InputError(f"group: pipelines of ranks {teams}; every rank is in one of them, and all are equally long")
+    return teams
+
+
+def _members(group: Any) -> list[int] | str:
+    """The ranks of a group, or why it is none."""
+    if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"rank {dist.get_rank()} is no member of it; every rank gives the group of its own pipeline"
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return f"rank {dist.get_rank()} gave a {type(group).__name__}: must be a torch.distributed.ProcessGroup, such as mesh.get_group()"
+    return dist.get_process_group_ranks(group)
 
 
 def _sentence(error: BaseException) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rank_cases import Gradients, batch, loss_fn, numbers, own_stages
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
@@ -114,6 +115,38 @@ def leaving(placement: Sequence[int], schedule: Schedule) -> str:
     except (KeyError, OptPipeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def apart(placement: Sequence[int], different: Mapping[str, Any]) -> str:
+    """What is told where rank 1 gives something else than the other ranks."""
+    given = {"placement": placement, "microbatches": 2, "loss_fn": loss_fn} | (different if dist.get_rank() == 1 else {})
+    stages = own_stages(placement if isinstance(given["placement"], int) else given["placement"])
+    try:
+        with Pipeline(stages, **given):
+            return ""
+    except Exception as error:
+        return str(error)
+
+
+def measured_apart(placement: Sequence[int]) -> str:
+    """What is told where rank 1 measures more often."""
+    with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
+        try:
+            pipe.profile(*batch(0, 2), memory_bytes=10**6, repeats=1 + dist.get_rank())
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def grouped(placement: Sequence[int], how: str) -> str:
+    """What is told where rank 1 gives something that is no group of its own."""
+    rank, alone = dist.get_rank(), dist.new_group([0])
+    wrong = {"not a member": alone, "a mesh": init_device_mesh("cpu", (2,))}[how]
+    try:
+        with Pipeline(own_stages(placement), placement, loss_fn, 2, group=wrong if rank == 1 else None):
+            return ""
+    except InputError as error:
+        return str(error)
 
 
 def mistaken(placement: Sequence[int]) -> list[str]:

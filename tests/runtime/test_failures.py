@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import rank_cases
@@ -74,3 +76,49 @@ def test_a_mistake_of_one_rank_is_told_on_all(ranks: Ranks) -> None:
     first, second = ranks(rank_failures.mistaken, placement=[0, 1])
     assert first == ["rank 1: stages has [] on rank 1: placement puts [1] there", f"rank 1: {missing}", "2"]
     assert second == ["stages has [] on rank 1: placement puts [1] there", missing, "2"]
+
+
+@pytest.mark.parametrize(
+    ("different", "sentence"),
+    [
+        ({"placement": [1, 1]}, "placement is (0, 1) on rank 0 and (1, 1) on rank 1"),
+        ({"microbatches": 4}, "microbatches is 2 on rank 0 and 4 on rank 1"),
+        ({"routes": [[1, 0]]}, "routes is ((0, 1),) on rank 0 and ((1, 0),) on rank 1"),
+        ({"peers": [1, 0]}, "peers is () on rank 0 and (1, 0) on rank 1"),
+        ({"links": ["a", "a"]}, "links is () on rank 0 and ('a', 'a') on rank 1"),
+        ({"full_duplex": True}, "full_duplex is False on rank 0 and True on rank 1"),
+    ],
+)
+def test_what_ranks_give_differently_is_said_and_none_waits(ranks: Ranks, different: dict[str, Any], sentence: str) -> None:
+    assert ranks(rank_failures.apart, placement=[0, 1], different=different) == [f"{sentence}: every rank gives the same"] * 2
+
+
+def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
+    assert (
+        ranks(rank_failures.measured_apart, placement=[0, 1]) == ["repeats is 1 on rank 0 and 2 on rank 1: every rank gives the same"] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("not a member", "group: rank 1 is no member of it; every rank gives the group of its own pipeline"),
+        ("a mesh", "group: rank 1 gave a DeviceMesh: must be a torch.distributed.ProcessGroup, such as mesh.get_group()"),
+    ],
+)
+def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> None:
+    assert ranks(rank_failures.grouped, placement=[0, 1], how=how) == [sentence] * 2
+
+
+@pytest.mark.parametrize(
+    ("different", "here"),
+    [
+        ({"host_memory_bytes": -5}, "host_memory_bytes = -5: must be an integer, at least 0"),
+        ({"placement": 2}, "placement = 2: must be a sequence that names the rank of each stage"),
+        ({"loss_fn": "mse"}, "loss_fn = 'mse': must be a function of the last stage's output and the targets"),
+        ({"host_optimizers": {1: 5}}, "'int' object is not callable"),
+    ],
+)
+def test_what_one_rank_gives_wrongly_is_told_on_all(ranks: Ranks, different: dict[str, Any], here: str) -> None:
+    what = "TypeError: " if "callable" in here else ""
+    assert ranks(rank_failures.apart, placement=[0, 1], different=different) == [f"rank 1: {what}{here}", here]
