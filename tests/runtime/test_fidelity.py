@@ -24,11 +24,9 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
     assert Task.load(tmp_path / "task.json") == task
     (first, interleaved), _ = ranks(fidelity.run, task=task)
     assert (first.found_by, interleaved.found_by) == ("1f1b", "po-f")
-    assert first.predicted_ms >= 4 * 9 + 4 + 3, "all micro-batches, and one F and one B on the other rank"
-    assert interleaved.predicted_ms >= 2 * 4 * 9
-    for row in (first, interleaved):
+    for row, least in ((first, 4 * 9 + 4 + 3), (interleaved, 2 * 4 * 9)):
         assert len(row.steps_ms) == 3
-        assert row.measured_ms > 0.98 * row.predicted_ms, "who sleeps is never early"
+        assert min(row.predicted_ms, *row.steps_ms) >= least, "who sleeps is never early: all micro-batches, one F and B on the other rank"
         assert row.measured_peak == row.predicted_peak
     fidelity.save([first, interleaved], tmp_path / "rows.json")
     assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
