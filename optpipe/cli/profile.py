@@ -24,10 +24,12 @@ def profile(
     ranks: Annotated[
         int | None, typer.Option(help="Start so many ranks here; without it this is a rank that torchrun has started.")
     ] = None,
-    microbatches: Annotated[int, typer.Option(help="Into how many the batch is cut.")] = 8,
-    memory_bytes: Annotated[int | None, typer.Option(help="A rank's budget for activations; on a GPU by default what it has left.")] = None,
-    offload_parts: Annotated[int, typer.Option(help="In how many parts an activation may leave.")] = 1,
-    repeats: Annotated[int, typer.Option(help="How often each op is measured, at least.")] = 7,
+    microbatches: Annotated[int, typer.Option(min=1, help="Into how many the batch is cut.")] = 8,
+    memory_bytes: Annotated[
+        int | None, typer.Option(min=0, help="A rank's budget for activations; on a GPU by default what it has left.")
+    ] = None,
+    offload_parts: Annotated[int, typer.Option(min=1, help="In how many parts an activation may leave.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each op is measured, at least.")] = 7,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
     json: Json = False,
 ) -> None:

@@ -9,6 +9,7 @@ def factory(rank: int, ranks: int) -> Setup:
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from torch import nn
 from optpipe.errors import InputError
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.stage import LossFn
+
+GIVEN = ("stages", "placement", "loss_fn", "microbatches")  # arguments of `Pipeline` that are no options
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,11 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def pipeline(self, microbatches: int) -> Pipeline:
-        """Collective."""
+        """Collective; `InputError` for an option that there is none of."""
+        names = [name for name in inspect.signature(Pipeline).parameters if name not in GIVEN]
+        for name in self.options:
+            if name not in names:
+                raise InputError(f"options has {name!r}: must be of {', '.join(names)}")
         return Pipeline(self.stages, self.placement, self.loss_fn, microbatches, **self.options)
 
 
@@ -48,12 +55,16 @@ def find_factory(name: str) -> Callable[[int, int], Setup]:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise InputError(f"model = {name!r}: {module_name} cannot be imported: {error}") from None
     factory = getattr(module, function_name, None)
     if not callable(factory):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise InputError(f"model = {name!r}: {module_name} has no function {function_name}, but {', '.join(there) or 'none at all'}")
+    try:
+        inspect.signature(factory).bind(0, 1)
+    except TypeError as error:
+        raise InputError(f"model = {name!r}: it is called with rank and ranks: {error}") from None
     return _checked(name, factory)
 
 

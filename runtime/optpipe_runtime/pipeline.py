@@ -66,6 +66,8 @@ def _together(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concate
 
     @wraps(method)
     def guarded(self: Pipeline, /, *arguments: P.args, **options: P.kwargs) -> R:
+        if self._closed:
+            raise InputError(f"{method.__name__} was called after close: this pipeline has ended, make a new one")
         with self._rank.team.together():
             return method(self, *arguments, **options)
 
@@ -141,6 +143,7 @@ class Pipeline:
         self._undoable = bool(council.least(not self._rank.host_optimizers)[0])  # whether no step updates parameters
         self._last_ms: float | None = None  # of the last step here
         self._given: tuple[Any, Any] = None, None  # the batch of this step
+        self._closed = False
         self._ties: list[Tie] = []
         self._learner = Learner(self._rank)
         self._executor = Executor(self._rank)
@@ -436,7 +439,8 @@ class Pipeline:
                 self._reserve(self.plan)
 
     def close(self) -> None:
-        """Ends the threads of this pipeline."""
+        """Ends the threads of this pipeline, which is of no use any more."""
+        self._closed = True
         if self._rank.team.failure is None:
             self._end_threads()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from optpipe import Problem
 from optpipe.cli.main import main
 from optpipe.errors import InputError
-from optpipe_runtime.factory import find_factory
+from optpipe_runtime.factory import Setup, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
 MODEL = PAGE.split("```python\n")[1].split("```")[0]  # the page's own
@@ -78,10 +79,20 @@ def test_without_ranks_it_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch
         ("model", "must be MODULE:FUNCTION"),
         (":factory", "must be MODULE:FUNCTION"),
         ("no.such.module:factory", "no.such.module cannot be imported: No module named 'no'"),
+        ("broken:factory", "broken cannot be imported: invalid syntax (broken.py, line 1)"),
+        ("os.path:isfile", "it is called with rank and ranks: too many positional arguments"),
         ("support.chain:nothing", "support.chain has no function nothing, but Problem, Schedule, chain, gpipe, one_by_one"),
     ],
 )
-def test_a_model_that_is_not_there(name: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text("def factory(:")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the folder where we are
-    with pytest.raises(InputError, match=f"model = '{name}': {sentence}"):
+    with pytest.raises(InputError, match=re.escape(f"model = '{name}': {sentence}")):
         find_factory(name)
+
+
+def test_an_option_that_there_is_none_of() -> None:
+    options = "host_memory_bytes, full_duplex, routes, microbatch_routes, peers, links, host_optimizers, group"
+    with pytest.raises(InputError, match=f"options has 'ful_duplex': must be of {options}"):
+        Setup({}, [0], len, None, None, {"ful_duplex": True}).pipeline(1)  # type: ignore[arg-type]

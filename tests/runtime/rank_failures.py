@@ -149,6 +149,19 @@ def grouped(placement: Sequence[int], how: str) -> str:
         return str(error)
 
 
+def closed(placement: Sequence[int], schedule: Schedule) -> str:
+    """What is told where a step comes after the end of its pipeline."""
+    m = schedule.problem.microbatches
+    with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
+        pipe.load(schedule)
+        pipe.step(*batch(0, m))
+    try:
+        pipe.step(*batch(0, m))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def mistaken(placement: Sequence[int]) -> list[str]:
     """On rank 1 only: a stage is missing; memory_bytes is."""
     told, rank = [], dist.get_rank()

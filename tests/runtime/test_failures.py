@@ -122,3 +122,8 @@ def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> 
 def test_what_one_rank_gives_wrongly_is_told_on_all(ranks: Ranks, different: dict[str, Any], here: str) -> None:
     what = "TypeError: " if "callable" in here else ""
     assert ranks(rank_failures.apart, placement=[0, 1], different=different) == [f"rank 1: {what}{here}", here]
+
+
+def test_no_step_after_the_end(ranks: Ranks) -> None:
+    told = ranks(rank_failures.closed, placement=[0, 1], schedule=waves([0, 1]))
+    assert told == ["step was called after close: this pipeline has ended, make a new one"] * 2
