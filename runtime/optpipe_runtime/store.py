@@ -74,7 +74,7 @@ class Saved:
     def tensor(self) -> Tensor:
         if self.block.storage is None:
             raise OffloadedError(f"a saved tensor of shape {list(self.shape)} was used while it is offloaded")
-        _require_unchanged(self.changed, self.shape)
+        require_unchanged(self.changed, self.shape)
         return _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
 
 
@@ -87,11 +87,11 @@ class Staying:
         self._tensor, self._version = tensor, tensor._version
 
     def tensor(self) -> Tensor:
-        _require_unchanged(self._tensor._version != self._version, self._tensor.shape)
+        require_unchanged(self._tensor._version != self._version, self._tensor.shape)
         return self._tensor
 
 
-def _require_unchanged(changed: bool, shape: Sequence[int]) -> None:
+def require_unchanged(changed: bool, shape: Sequence[int]) -> None:
     """Autograd's own check, which it leaves out where hooks are set: the gradient would be wrong and nobody would know."""
     if changed:
         raise InputError(f"a tensor of shape {list(shape)} was changed in place after it was saved for the backward; change a copy of it")

@@ -133,6 +133,11 @@ class _Delays(torch.autograd.Function):
         return dy.flatten(0, 1).mm(weight).view(x.shape), None, None, None
 
 
+def offset(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight's gradient is the output's own, the same tensor."""
+    return torch.baddbmm(weight, x, x.transpose(1, 2) @ x / WIDTH)
+
+
 def block(dropout: float = 0.1) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout, batch_first=True)
 
@@ -202,6 +207,8 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "product with a parameter": lambda: Raw(lambda w, x: torch.tanh(x @ w), WIDTH, WIDTH),
     "product with a transposed parameter": lambda: Raw(lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH),
     "products of several": lambda: Raw(lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH),
+    "gradients that are an output's": lambda: Of(lambda f, g, x: f(x) + g(x), Raw(offset, BATCH, 8, WIDTH), Raw(offset, BATCH, 8, WIDTH)),
+    "an expanded gradient": lambda: Raw(lambda w, x: x + offset(w, x).sum() / x.numel(), BATCH, 8, WIDTH),
     "words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, padding_idx=3)),
     "words, sparse": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, sparse=True)),
     "bags of words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x.mean(1), nn.EmbeddingBag(WIDTH, WIDTH)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -287,3 +288,50 @@ def test_odd_stages_in_a_pipeline(ranks: Ranks) -> None:
         for name, result in zip(names, found, strict=True):
             assert result.difference < 1e-6, (rank, name)
             assert result.at_b == AT_B.get(name, set()), (rank, name)
+
+
+@pytest.mark.parametrize("layer", [linear, lambda: nn.LayerNorm(WIDTH)])
+@pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
+def test_a_weight_that_changes_after_its_use_is_told(layer: Callable[[], nn.Module], split: bool, link: Link) -> None:
+    """As by autograd. The input's gradient would be that of another weight."""
+
+    def run(inner: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = inner(x)
+        with torch.no_grad():
+            inner.weight.mul_(0.5)  # type: ignore[operator]
+        return y
+
+    stage = runner(Of(run, layer()), link)
+    stage._norms = True
+    stage.forward(0, (batches(1)[0],))
+    with pytest.raises(InputError, match=r"^a tensor of shape \[64.*\] was changed in place after it was saved for the backward"):
+        stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=split)
+
+
+def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:
+    """While one is in a B, another's BW leaves it nothing."""
+    both, orders = threading.Barrier(2), {"B": "F0 B0 W0", "BW": "F0 BW0"}
+    found: dict[str, bool] = {}
+
+    def train(kind: str) -> None:
+        own = Link(CPU, False)
+        module = nn.Sequential(*(linear() for _ in range(8)))
+        plain = copy.deepcopy(module)
+        stage = runner(module, own)
+        x = batches(1)
+        both.wait(20)
+        for _ in range(100):
+            module.zero_grad()
+            run(stage, orders[kind], x)
+            plain.zero_grad()
+            torch.autograd.backward(plain(x[0]), torch.ones_like(x[0]))
+            grads = [(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True)]
+            found[kind] = found.get(kind, True) and all(p is not None and torch.allclose(p, q) for p, q in grads)  # type: ignore[arg-type]
+        own.close()
+
+    threads = [threading.Thread(target=train, args=(kind,)) for kind in orders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"B": True, "BW": True}

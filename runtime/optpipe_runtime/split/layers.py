@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from optpipe_runtime.split import graph
 from optpipe_runtime.split.queue import can_wait, own, plain, weight_grads
+from optpipe_runtime.store import require_unchanged
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,7 +60,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         y = own(functional.linear(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype)))
         ctx.waiting = x.nbytes + y.nbytes
         return y
@@ -69,7 +70,10 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         flat_x, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = flat_dy.mm(_cast(weight, dy.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            require_unchanged(weight._version != ctx.version, weight.shape)
+            dx = flat_dy.mm(_cast(weight, dy.dtype)).view(x.shape)
         if bias is None:
             return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None
         return dx, *weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
@@ -105,7 +109,8 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float) -> Any:
         y, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.shape, ctx.weight, ctx.bias, ctx.waiting = shape, weight, bias, x.nbytes + y.nbytes
+        ctx.shape, ctx.weight, ctx.bias, ctx.version = shape, weight, bias, weight._version
+        ctx.waiting = x.nbytes + y.nbytes
         return y
 
     @staticmethod
@@ -115,7 +120,10 @@ class _LayerNorm(torch.autograd.Function):
         def gradients(*which: bool) -> Any:
             return torch.ops.aten.native_layer_norm_backward(dy, saved[0], shape, *saved[1:], weight, bias, which)
 
-        dx = gradients(True, False, False)[0] if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            require_unchanged(weight._version != ctx.version, weight.shape)
+            dx = gradients(True, False, False)[0]
         if bias is None:
             return dx, None, *weight_grads((weight,), lambda: gradients(False, True, False)[1:2], dy, *saved), None, None
         return dx, None, *weight_grads((weight, bias), lambda: gradients(False, True, True)[1:], dy, *saved), None

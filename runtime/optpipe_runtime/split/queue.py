@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,13 +27,15 @@ class WeightQueue:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """While the stage's backward runs, one at a time in a process: autograd may run it on threads of its own."""
+        """While the stage's backward runs, one at a time in a process: autograd may run it on threads of its own. Pipelines in other
+        threads wait."""
         global _filling
-        _filling = self
-        try:
-            yield
-        finally:
-            _filling = None
+        with _one_at_a_time:
+            _filling = self
+            try:
+                yield
+            finally:
+                _filling = None
 
     def push(self, job: Callable[[], None], holds: Sequence[Tensor] = ()) -> None:
         """`job` adds gradients to their parameters; `holds` are the tensors that it keeps until then."""
@@ -59,6 +62,7 @@ class WeightQueue:
 
 
 _filling: WeightQueue | None = None
+_one_at_a_time = Lock()
 
 
 def filling() -> WeightQueue | None:
@@ -81,21 +85,32 @@ def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients],
     queue = _filling
     if queue is None or not queue.deferring or not all(can_wait(parameter) for parameter in parameters):
         return compute()
-    queue.push(lambda: accumulate(parameters, compute()), holds)
+    queue.push(lambda: accumulate(parameters, compute(), holds), holds)
     return (None,) * len(parameters)
 
 
-def accumulate(parameters: Sequence[Tensor], gradients: Gradients) -> None:
-    """Adds to `.grad` what autograd would add; for a leaf without autograd, which takes longer than the sum."""
+def accumulate(parameters: Sequence[Tensor], gradients: Gradients, others: Sequence[Tensor] = ()) -> None:
+    """Adds to `.grad` what autograd would add; for a leaf without autograd, which takes longer than the sum. No gradient keeps the memory
+    of `others`."""
     for parameter, grad in zip(parameters, gradients, strict=True):
         if grad is None:
             continue
         if not parameter.is_leaf:
             torch.autograd.backward(parameter, grad)
         elif parameter.grad is None:
-            parameter.grad = grad.to(parameter.dtype)
+            parameter.grad = _apart(grad.to(parameter.dtype), others)
+            others = (*others, parameter.grad)
         else:
             parameter.grad += grad
+
+
+def _apart(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Itself, where the next one may be added to it in place: not an output's gradient, which others have, nor one that is expanded."""
+    if not plain(grad):
+        return grad
+    key, nbytes = storage_key(grad), grad.untyped_storage().nbytes()
+    alone = nbytes == grad.nbytes and all(storage_key(other) != key for other in others if plain(other))
+    return grad if alone else grad.clone(memory_format=torch.contiguous_format)
 
 
 def accumulated(parameter: Tensor) -> tuple[int, int]:
