@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optpipe.errors import InputError
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.layout import Layout
-from optpipe_runtime.pool import Engine, HostMemory, Link, ThreadEngine, Ticket
+from optpipe_runtime.pool import Engine, HostMemory, Link, ThreadEngine, Ticket, copy_all
 from optpipe_runtime.team import Team
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -86,7 +86,7 @@ class HostOptimizer:
             if shared.leaving is not None and shared.leaving.layout is not torch.strided:
                 raise InputError(f"stage {self._stage}: the gradient of {shared.name} is sparse; updates on the host take dense ones")
         copies = [(shared.slot, shared.leaving) for shared in self._shared if shared.leaving is not None]
-        self._out = [self._link.down.run(lambda: _copy(copies))]
+        self._out = [self._link.down.run(lambda: copy_all(copies))]
         return self._out
 
     def update(self) -> Sequence[Ticket]:
@@ -130,7 +130,7 @@ class HostOptimizer:
 
     def _copy_in(self) -> Sequence[Ticket]:
         copies = [(shared.parameter.data, shared.slot) for shared in self._shared]
-        return [self._link.up.run(lambda: _copy(copies))]
+        return [self._link.up.run(lambda: copy_all(copies))]
 
     # Between two steps
 
@@ -257,8 +257,3 @@ def _share(stage: int, module: nn.Module) -> Iterable[_Shared]:
     memory.lock(trained[0][1].device)
     for (name, parameter), place in zip(trained, torch.split(memory.tensor()[: sum(sizes)], sizes), strict=True):
         yield _Shared(name, parameter, place[: parameter.nbytes].view(parameter.dtype).view(parameter.shape))
-
-
-def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for to, source in copies:
-        to.copy_(source, non_blocking=True)

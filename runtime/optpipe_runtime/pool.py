@@ -266,7 +266,7 @@ class OnHost:
         self._pool.give(self._pages)
 
     def _start(self, lane: Engine, copies: list[tuple[Tensor, Tensor]]) -> Sequence[Ticket]:
-        return [lane.run(partial(_copy, copies))] if copies else ()
+        return [lane.run(partial(copy_all, copies))] if copies else ()
 
     def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """The pieces one after the other over the pages: each stretch that lies on one page, and its place there."""
@@ -279,7 +279,8 @@ class OnHost:
                 page, piece = page[n:], piece[n:]
 
 
-def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+def copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Each to the first from the second of its two; on CUDA only issued."""
     for to, source in copies:
         to.copy_(source, non_blocking=True)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.executor import StepReport
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.trial import Spread
 
 WARM_UP = 2  # steps
 
@@ -94,8 +95,7 @@ class Row:
     @property
     def spread_ms(self) -> float:
         """Between the quartiles."""
-        low, _, high = quantiles(self.steps_ms, n=4)
-        return high - low
+        return Spread.of(self.steps_ms).iqr_ms
 
     @property
     def deviation(self) -> float:

@@ -11,7 +11,6 @@ from functools import cached_property
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from optpipe.errors import InputError
@@ -21,6 +20,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.bench.gpu_neighbours import emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
+from optpipe_runtime.bench.single import single_rank
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.executor import StepReport
@@ -108,15 +108,9 @@ class Measured:
 
 def measure(setup: Setup) -> Measured:
     """Runs it all. In a process without process groups of its own: raises `InputError` where it has some."""
-    if dist.is_initialized():
-        raise InputError("bench gpu makes a process group of its own: torch.distributed is initialised in this process")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begins: else cuBLAS may add in any order
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is there
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
+    with single_rank("bench gpu"):
         return _Bench(setup).measured()
-    finally:
-        dist.destroy_process_group()
 
 
 class _Bench:

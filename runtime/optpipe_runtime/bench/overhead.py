@@ -16,14 +16,13 @@ from statistics import median
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
-from optpipe.errors import InputError
 from optpipe.ops import Kind
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_runtime.bench.gpu_schedules import kept
+from optpipe_runtime.bench.single import single_rank
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.lowering import prepare
 from optpipe_runtime.pipeline import Pipeline
@@ -53,28 +52,22 @@ class Overhead:
 
 def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhead:
     """On the CPU, for a process without process groups of its own (`InputError`)."""
-    if dist.is_initialized():
-        raise InputError("the host's overhead is measured in a process of its own: torch.distributed is initialised in this one")
     modules: dict[int, nn.Module] = {
         s: nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))) for s in range(stages)
     }
     inputs, targets = torch.randn(microbatches * WIDTH, WIDTH), torch.zeros(microbatches * WIDTH, WIDTH)
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        with Pipeline(modules, [0] * stages, nn.functional.mse_loss, microbatches) as pipe:
-            pipe.load(_schedule(stages, microbatches, [("", "")]))
-            kept = _repeated(steps, lambda: pipe.step(inputs, targets, trace=True))
-            took = _repeated(steps, lambda: _ms(lambda: pipe.step(inputs, targets)))
-            pipe.load(_schedule(stages, microbatches, [("OD", "R"), ("", "C"), ("", "")]))
-            mixed = _repeated(steps, lambda: pipe.step(inputs, targets, trace=True))
-    finally:
-        dist.destroy_process_group()
+    with single_rank("bench runtime"), Pipeline(modules, [0] * stages, nn.functional.mse_loss, microbatches) as pipe:
+        pipe.load(_schedule(stages, microbatches, [("", "")]))
+        apart = _repeated(steps, lambda: pipe.step(inputs, targets, trace=True))
+        took = _repeated(steps, lambda: _ms(lambda: pipe.step(inputs, targets)))
+        pipe.load(_schedule(stages, microbatches, [("OD", "R"), ("", "C"), ("", "")]))
+        mixed = _repeated(steps, lambda: pipe.step(inputs, targets, trace=True))
     plain = _repeated(steps, lambda: _ms(lambda: _plain(list(modules.values()), inputs, targets, microbatches)))
     spent: dict[Kind, list[float]] = defaultdict(list)
     for ran in (ran for report in mixed for ran in report.trace):
         spent[ran.op.kind].append((ran.end_ms - ran.start_ms) * 1e3)
-    ops = len(kept[0].trace)
-    between = [(after.start_ms - before.end_ms) * 1e3 for report in kept for before, after in pairwise(report.trace)]
+    ops = len(apart[0].trace)
+    between = [(after.start_ms - before.end_ms) * 1e3 for report in apart for before, after in pairwise(report.trace)]
     return Overhead(
         ops=ops,
         step_ms=median(took),
@@ -103,16 +96,9 @@ def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lo
             "stages": [{"device": d} | costs for d in range(devices)],
         }
     )
-    programs = []
-    for d in range(devices):
-        ahead = min(devices - d, microbatches)
-        program = [f"{d}F{j}" for j in range(ahead)]
-        for j in range(microbatches):
-            program += [f"{d}B{j}", f"{d}W{j}"] + ([f"{d}F{j + ahead}"] if j + ahead < microbatches else [])
-        programs.append(program)
-    schedule, layout = Schedule.parse(problem, programs), Layout.of(problem)
+    schedule, layout = kept(problem, range(devices)[::-1]), Layout.of(problem)
     took = _repeated(repeats, lambda: _ms(lambda: prepare(schedule, devices // 2, layout)))
-    return Lowering(sum(map(len, programs)), median(took))
+    return Lowering(sum(map(len, schedule.programs)), median(took))
 
 
 def _repeated(steps: int, call: Callable[[], T]) -> list[T]:

@@ -1,0 +1,24 @@
+"""A process that is the only rank, for benchmarks that need no other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from optpipe.errors import InputError
+
+
+@contextmanager
+def single_rank(what: str) -> Iterator[None]:
+    """torch.distributed with this process alone; `InputError` where `what` is run in one that has process groups already."""
+    if dist.is_initialized():
+        raise InputError(f"{what} makes a process group of its own: torch.distributed is initialised in this process")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
