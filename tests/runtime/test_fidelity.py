@@ -19,7 +19,8 @@ SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
 
 
 def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: Ranks, tmp_path: Path) -> None:
-    task = Task([Case("1f1b"), Case("po-f", 2, memory=1.8)], 4, 3, Times(4.0, 3.0, 2.0, 1.0))
+    nothing_fits = Case("1f1b", memory=0.5)
+    task = Task([Case("1f1b"), nothing_fits, Case("po-f", 2, memory=1.8)], 4, 3, Times(4.0, 3.0, 2.0, 1.0))
     task.save(tmp_path / "task.json")
     assert Task.load(tmp_path / "task.json") == task
     (first, interleaved), _ = ranks(fidelity.run, task=task)

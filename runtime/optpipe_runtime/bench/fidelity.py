@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 
 from optpipe.anytime import solve
-from optpipe.errors import OptPipeError
 from optpipe.placement import Placement, Shape
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
 from optpipe_runtime.bench import paced
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.executor import StepReport
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.trial import Spread
+
+log = logging.getLogger("optpipe.bench")
 
 WARM_UP = 2  # steps
 
@@ -112,8 +112,9 @@ def load(path: Path) -> list[Row]:
 
 
 def run(task: Task) -> list[Row]:
-    """Collective: every case, those with the same stages in one pipeline."""
-    return [_measured(case, *_pipeline(task, case), task) for case in task.cases]
+    """Collective: every case that a schedule is found for, each in a pipeline of its own."""
+    rows = [_measured(case, *_pipeline(task, case), task) for case in task.cases]
+    return [row for row in rows if row is not None]
 
 
 Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -135,11 +136,16 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
     return pipe, optimizer, lambda step: batch(text, step, task.microbatches * size.sequences, size.context)
 
 
-def _measured(case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task) -> Row:
-    """Collective."""
+def _measured(case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task) -> Row | None:
+    """Collective. None, and a line of the log, where the method finds no schedule in its time."""
     with pipe:
         pipe.problem = case.budget(pipe.profile(*data(0), memory_bytes=2**50))
-        pipe.load(_found(pipe.problem, case.method, task.solve_s) if dist.get_rank() == 0 else None)
+        found = solve(pipe.problem, method=case.method, time_limit=task.solve_s) if dist.get_rank() == 0 else None
+        if not pipe.gather(found is not None and found.schedule is not None)[0]:
+            if found:
+                log.warning("%s is left out: %s", case.method, found.reason)
+            return None
+        pipe.load(found.schedule if found else None)
         reports = []
         for step in range(WARM_UP + task.steps):
             reports.append(pipe.step(*data(step)))
@@ -160,13 +166,6 @@ def _measured(case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | Non
         measured_peak=[max(report.peak_activation_bytes for report in reports) for reports in told],
         losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
     )
-
-
-def _found(problem: Problem, method: str, solve_s: float) -> Schedule:
-    result = solve(problem, method=method, time_limit=solve_s)
-    if result.schedule is None:
-        raise OptPipeError(f"{method}: {result.reason}")
-    return result.schedule
 
 
 def main() -> None:
