@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
+from optpipe_runtime import buffers
 from optpipe_runtime.pool import Carrier, HostPool, Link, Nowhere, OnHost, Ticket
 from optpipe_runtime.split import Delayed, Splitting, WeightQueue, accumulated, delaying, would_hold
 from optpipe_runtime.store import Activation, balance, storage_key
@@ -108,7 +109,7 @@ class StageRunner:
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 where one cannot leave
         self.passages: dict[int, Passage] = {}
         self._excluded: frozenset[int] = frozenset()
-        self._changing: list[Tensor] = []  # the buffers of modules that write them in a forward, such as running means
+        self._changing: list[buffers.Place] = []  # those of modules that change one in a forward, such as a running mean
         self._running: dict[int, _Microbatch] = {}
         self._norms = True  # whether layer norms wait for W, too
         self.at_b: frozenset[str] | None = None  # the parameters whose gradient does not wait for W, by name; known after the first B
@@ -222,17 +223,17 @@ class StageRunner:
         devices = self._cuda_devices()
         cpu = torch.get_rng_state()
         on_device = [torch.cuda.get_rng_state(device) for device in devices]
-        buffers = _copies(self._changing)
+        as_then = buffers.keep(self._changing)
 
         def again() -> None:
             with torch.random.fork_rng(devices):
                 torch.set_rng_state(cpu)
                 for device, state in zip(devices, on_device, strict=True):
                     torch.cuda.set_rng_state(state, device)
-                now = _copies(self._changing)
-                _overwrite(self._changing, buffers)
+                as_now = buffers.keep(self._changing)
+                as_then()
                 self._forward(running, inputs, target)
-                _overwrite(self._changing, now)
+                as_now()
 
         return again
 
@@ -279,13 +280,11 @@ class StageRunner:
         if route <= min(self.passages, default=route):  # else a route learned before has its say
             self._norms = True
         with self.undisturbed(), torch.enable_grad():
-            copies, before = _copies(inputs), {buffer: buffer.clone() for buffer in self.module.buffers()}
+            copies, changed = _copies(inputs), buffers.watch(self.module)
             outputs = self._outputs(passage, copies, target or ())
             if passage.ends and not outputs[0].requires_grad:
                 raise InputError("the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage")
-            own = [list(module.buffers(recurse=False)) for module in self.module.modules()]
-            changing = (b for buffers in own if not all(torch.equal(b, before.get(b, b)) for b in buffers) for b in buffers)
-            self._changing = list(dict.fromkeys((*self._changing, *changing)))
+            self._changing = list(dict.fromkeys((*self._changing, *changed())))
         self.passages[route] = passage = replace(
             passage,
             outputs=tuple(Spec.of(output) for output in outputs),
@@ -313,23 +312,24 @@ class StageRunner:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """What runs in here leaves buffers and random numbers as they were."""
-        buffers = list(self.module.buffers())
-        before = _copies(buffers)
-        with torch.random.fork_rng(self._cuda_devices()):
-            yield
-        _overwrite(buffers, before)
+        put_back = buffers.keep(buffers.places(self.module))
+        try:
+            with torch.random.fork_rng(self._cuda_devices()):
+                yield
+        finally:
+            put_back()
 
     def snapshot(self) -> Callable[[], None]:
         """What a step changes in the module: gradients, and buffers that forwards write. Returns what puts it back."""
         grads = [(p, p.grad, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in self.module.parameters()]
-        buffers = _copies(self._changing)
+        put_back = buffers.keep(self._changing)
 
         def restore() -> None:
             for parameter, grad, value in grads:
                 parameter.grad = grad
                 if grad is not None and value is not None:
                     grad.detach().copy_(value)
-            _overwrite(self._changing, buffers)
+            put_back()
 
         return restore
 
@@ -402,11 +402,6 @@ def _reached(output: Tensor, inputs: Tensors) -> frozenset[int]:
 
 def _copies(tensors: Iterable[Tensor]) -> Tensors:
     return tuple(tensor.clone() for tensor in tensors)
-
-
-def _overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.data.copy_(value)  # not seen by autograd: graphs that have saved the tensor stay good, it gets back what they saw
 
 
 class _Entrance(torch.autograd.Function):

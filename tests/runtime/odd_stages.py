@@ -93,6 +93,24 @@ class Counting(nn.Module):
         return result
 
 
+class Replacing(Counting):
+    """Its state is another tensor after every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        result: Tensor = self.inner(x) * self.count
+        return result
+
+
+class Averaging(Counting):
+    """Its state becomes another unless the input is zero, as where the stage is learned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        result: Tensor = self.inner(x) + self.count.clone()
+        return result
+
+
 class Delaying(nn.Module):
     """Stands in for a layer of TransformerEngine with delay_wgrad_compute=True: a queue of its own, first in, first out, and a `.grad` that
     `backward_dw` sets; of the bias only where there is none yet."""
@@ -224,6 +242,8 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "complex layers": lambda: Of(lambda f, x: f(torch.complex(x, x)).real, nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)),
     "bfloat16": lambda: Of(lambda f, x: f(x.bfloat16()).float(), nn.Sequential(nn.LayerNorm(WIDTH), linear()).bfloat16()),
     "state": Counting,
+    "state, replaced": Replacing,
+    "state, averaged": Averaging,
 }
 
 # Those of their parameters whose gradient comes at B: of modules that have none for W; of norms, where they would keep more than F kept.

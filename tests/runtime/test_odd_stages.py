@@ -143,6 +143,15 @@ def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], lin
         stage.learn((torch.zeros(BATCH, WIDTH),), ())
 
 
+def test_a_stage_that_cannot_be_learned_keeps_its_state(link: Link) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(8), linear())
+    stage = StageRunner(0, module, CPU, link, HostPool(CPU), (lambda y: y.detach().sum(), 1.0))
+    with pytest.raises(InputError, match=r"^the loss requires no gradient"):
+        stage.learn((torch.ones(BATCH, 8, WIDTH),), ())
+    assert module[0].num_batches_tracked == 0
+    assert torch.equal(module[0].running_mean, torch.zeros(8))  # type: ignore[arg-type]
+
+
 def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(link: Link) -> None:
     module, x, ones = linear(), torch.zeros(BATCH, 8, WIDTH), torch.ones(BATCH, 8, WIDTH)
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
