@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from optpipe.cli.bench_runtime import difference
 from optpipe.cli.launch import torchrun
 from optpipe.errors import OptPipeError
 
@@ -79,12 +80,11 @@ def run(plan: Plan, folder: Path) -> Outcome:
     typer.echo(_why_not_interleaved(told))
     typer.echo("the same steps in one plain process, to compare the losses")
     plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
-    difference = max(abs(step.loss - loss) / abs(loss) for step, loss in zip(told.steps, plain, strict=True))
     _print_table(told)
     limits = [device["memory_bytes"] for device in told.problem["devices"]]
     best = _best(told)
     outcome = Outcome(
-        loss_difference=difference,
+        loss_difference=difference([step.loss for step in told.steps], plain),
         within_memory=all(peak <= limit for step in told.steps for peak, limit in zip(step.peak_bytes, limits, strict=True)),
         start_ms=_middle(told, 0),
         best_ms=_middle(told, best),
