@@ -65,7 +65,7 @@ class Council:
         if isinstance(schedule, Schedule):
             parts = schedule.problem, schedule.programs, dict(schedule.links), schedule.method
         if (shared := self.tell(parts, 0)) is None:
-            raise InputError("load was given no optpipe.Schedule on rank 0, whose schedule counts; where solve finds none, it has a `reason`")
+            raise InputError("load was given no optpipe.Schedule on rank 0, whose schedule counts; a search that finds none has a reason")
         return Schedule(*shared)
 
     def agree(self, plan: Plan | None) -> bool:
