@@ -352,6 +352,8 @@ def cut(value: Any, microbatches: int, what: str) -> list[Tensors]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise InputError(f"{what} is {type(tensor).__name__}: this rank needs a tensor, or a tuple of tensors, of the whole batch")
+        if tensor.requires_grad:
+            raise InputError(f"{what} requires a gradient, and a step computes those of parameters only: detach it")
         if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % microbatches:
             raise InputError(
                 f"{what} has shape {list(tensor.shape)}: its first dimension must be a multiple of the {microbatches} micro-batches"

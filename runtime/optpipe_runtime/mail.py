@@ -81,7 +81,7 @@ class Mail:
             self._here[message] = tensors
             return
         group = self._groups[self._rank, to]
-        for whole in [tensor.contiguous() for tensor in tensors]:
+        for whole in [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]:
             self._moving.append(Memory(whole.untyped_storage()))
             self._outboxes[to].put(group.send(whole, to), whole)
         self._count()

@@ -455,6 +455,7 @@ class Pipeline:
         self._rank.peers.close()
         for host in self._rank.host_optimizers.values():
             host.close()
+        self._rank.team.end()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from optpipe.errors import InputError, OptPipeError
 
 ROLL_CALL_S = 2.0  # a rank that has not answered by then is said to be gone
+_ended: list[Team] = []
 
 
 class LostError(OptPipeError):
@@ -64,6 +65,8 @@ class Team:
             made = dist.new_group([team[member] for member in chosen], backend="nccl" if device.type == "cuda" else "gloo")
             if team == self.ranks:
                 own = made
+        while _ended:  # making a group is collective: all ranks are past what they did with earlier teams
+            _ended.pop()._close()
         if self.number in chosen:
             if self._notices is None:  # a group's name is the same on its members, and no other's
                 self._notices = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
@@ -71,6 +74,10 @@ class Team:
             if device.type == "cuda":
                 self._subgroups[-1].meet(device)
         return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None)
+
+    def end(self) -> None:
+        """This rank needs no connection any more. Others may still be at their last step: they close when another team is made."""
+        _ended.append(self)
 
     # Failure
 

@@ -143,6 +143,11 @@ def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], lin
         stage.learn((torch.zeros(BATCH, WIDTH),), ())
 
 
+def test_a_batch_whose_gradient_nobody_would_compute_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^inputs requires a gradient, and a step computes those of parameters only: detach it"):
+        cut((torch.zeros(2, 4), torch.zeros(2, 4, requires_grad=True)), 2, "inputs")
+
+
 def test_a_stage_that_cannot_be_learned_keeps_its_state(link: Link) -> None:
     module = nn.Sequential(nn.BatchNorm1d(8), linear())
     stage = StageRunner(0, module, CPU, link, HostPool(CPU), (lambda y: y.detach().sum(), 1.0))

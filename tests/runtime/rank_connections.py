@@ -1,0 +1,54 @@
+"""What the ranks do in `test_connections`: pipelines made one after the other, and numbers that torch has conjugated on paper only."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+
+WIDTH = 8
+
+
+def again(schedule: Schedule, times: int) -> list[int]:
+    """Connections and other files that are open after each of so many pipelines; half of them end while another is there."""
+    rank, x, found = torch.distributed.get_rank(), torch.zeros(2, WIDTH), []
+    for _ in range(times // 2):
+        with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as pipe:
+            pipe.load(schedule)
+            pipe.step(x, x)
+            with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as other:
+                other.load(schedule)
+                other.step(x, x)
+            pipe.step(x, x)
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+class Views(nn.Module):
+    """Two views, of a conjugate and of a negative, as torch makes them without computing anything."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.complex(x, 2 * x).conj()
+        return z, torch._neg_view(x * 3)
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.scale * torch.cat([z.real, z.imag, y], -1)
+
+
+def views(schedule: Schedule) -> list[float] | None:
+    """Losses by what the second rank receives."""
+    rank, x = torch.distributed.get_rank(), torch.ones(2, WIDTH)
+    with Pipeline({rank: [Views, Takes][rank]()}, [0, 1], mse_loss, 2) as pipe:
+        pipe.load(schedule)
+        return pipe.step(x, torch.cat([x, -2 * x, -3 * x], -1)).losses
