@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ log = logging.getLogger("optpipe.runtime")
 
 T = TypeVar("T")
 
+MOST_VALUES = 6  # of one vote
 PREPARING, READY, REFUSED = 1, 2, 0  # the least of all ranks' answers counts
 REFUSAL = "a schedule was offered and refused, training goes on with the one it has: %s"
 
@@ -29,12 +31,24 @@ class Council:
     def __init__(self, team: Team) -> None:
         self.rank, self._team = team.number, team
         self._group = team.subgroup(range(team.size), torch.device("cpu"))
+        self._called = ""
+
+    def enter(self, called: str) -> None:
+        """What this rank does from now on; each vote tells whether all do."""
+        self._called = called
 
     def least(self, *values: int) -> list[int]:
-        """Collective: the minimum of each value over all ranks."""
-        votes = torch.tensor(values, dtype=torch.int64)
+        """Collective: the minimum of each value over all ranks; `OptPipeError` on every rank where they do different things."""
+        number = crc32(self._called.encode())
+        unused = [0] * (MOST_VALUES - len(values))  # ranks that differ in what they do must not differ in how many bytes they send
+        votes = torch.tensor([number, -number, *values, *unused], dtype=torch.int64)
         self._group.reduce(votes, dist.ReduceOp.MIN).wait()
-        return [int(vote) for vote in votes]
+        first, minus_last, *least = (int(vote) for vote in votes)
+        if first != -minus_last:
+            raise OptPipeError(
+                f"rank {self.rank} has called {self._called}, and another rank something else: all call the same, in the same order"
+            )
+        return least[: len(values)]
 
     def tell(self, value: Any, source: int) -> Any:
         """Collective: the value of rank `source`, on every rank."""

@@ -62,13 +62,16 @@ R = TypeVar("R")
 
 
 def _together(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Concatenate[Pipeline, P], R]:
-    """Of methods that all ranks call: when one fails, all do."""
+    """Of methods that all ranks call: when one fails, all do, and where another rank has called another, all are told."""
 
     @wraps(method)
     def guarded(self: Pipeline, /, *arguments: P.args, **options: P.kwargs) -> R:
         if self._closed:
             raise InputError(f"{method.__name__} was called after close: this pipeline has ended, make a new one")
         with self._rank.team.together():
+            self._rank.council.enter(method.__name__)
+            if method.__name__ != "step":  # which begins with a vote anyway
+                self._rank.council.least()
             return method(self, *arguments, **options)
 
     return guarded

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 
@@ -52,3 +53,17 @@ def views(schedule: Schedule) -> list[float] | None:
     with Pipeline({rank: [Views, Takes][rank]()}, [0, 1], mse_loss, 2) as pipe:
         pipe.load(schedule)
         return pipe.step(x, torch.cat([x, -2 * x, -3 * x], -1)).losses
+
+
+def apart(schedule: Schedule) -> tuple[list[str], int]:
+    """What each rank is told where they call different methods; then they train on."""
+    rank, x, told = torch.distributed.get_rank(), torch.zeros(2, WIDTH), []
+    with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as pipe:
+        pipe.load(schedule)
+        pipe.step(x, x)
+        for method in (pipe.evaluate, pipe.clip_grad_norm_, pipe.gather, pipe.load):
+            try:
+                pipe.step(x, x) if rank else method(*[x, x] if method == pipe.evaluate else [1.0])  # type: ignore[operator]
+            except OptPipeError as error:
+                told.append(str(error))
+        return told, pipe.step(x, x).version

@@ -18,3 +18,13 @@ def test_pipelines_made_one_after_the_other_leave_no_connections_behind(ranks: R
 
 def test_a_conjugate_and_a_negative_arrive_as_what_they_are(ranks: Ranks) -> None:
     assert ranks(rank_connections.views, schedule=SCHEDULE) == [None, [0.0, 0.0]]
+
+
+def test_ranks_that_call_different_methods_are_told_and_do_not_wait(ranks: Ranks) -> None:
+    (first, version), (second, _) = ranks(rank_connections.apart, schedule=SCHEDULE)
+    called = [sentence.partition(", and another rank something else")[0] for sentence in (*first, *second)]
+    assert (
+        called
+        == [f"rank 0 has called {name}" for name in ("evaluate", "clip_grad_norm_", "gather", "load")] + ["rank 1 has called step"] * 4
+    )
+    assert version == 1
