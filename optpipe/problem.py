@@ -198,6 +198,12 @@ class Problem(Record):
         """The stages that a device runs."""
         return [s for s, stage in enumerate(self.stages) if stage.device == device]
 
+    def with_memory_for(self, activations: float) -> Problem:
+        """The problem with room on every device for so many activations of all its stages, each for one micro-batch."""
+        whole = [sum(self.stages[s].activation_bytes for s in self.stages_on(d)) for d in range(len(self.devices))]
+        budgets = [{"memory_bytes": int(activations * nbytes)} for nbytes in whole]
+        return self.replace(devices=[device.model_copy(update=own) for device, own in zip(self.devices, budgets, strict=True)])
+
     @cached_property
     def costs(self) -> Costs:
         """The same figures as numpy arrays."""

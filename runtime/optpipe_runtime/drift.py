@@ -46,7 +46,9 @@ class Profiler:
         self._seen: defaultdict[tuple[int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, report: StepReport) -> None:
-        """Takes a step's trace."""
+        """Takes a step's trace; `InputError` for a step that was not traced."""
+        if not report.trace:
+            raise InputError("Profiler.add was given a report without a trace: call step with trace=True")
         recomputed = {(op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C}  # their forward saves nothing
         found = defaultdict(list)
         for op, start_ms, end_ms, *_ in report.trace:

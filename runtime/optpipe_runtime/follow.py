@@ -16,6 +16,7 @@ have drifted from the profile by more than `threshold`, twice in a row, the time
 from __future__ import annotations
 
 import logging
+from inspect import signature
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from optpipe_runtime.pipeline import Pipeline
 
 log = logging.getLogger("optpipe.follow")
 
+OF_SEARCH = [name for name, one in signature(ScheduleClient).parameters.items() if one.kind == one.KEYWORD_ONLY and name != "warm_start"]
 THRESHOLD = 0.2  # of a stage's F + B + W
 
 
@@ -60,6 +62,8 @@ class Follower:
     ) -> None:
         if every < 1 or not threshold > 0:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
+        if unknown := sorted(search.keys() - OF_SEARCH):
+            raise InputError(f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes {', '.join(OF_SEARCH)}")
         self._pipe, self._url, self._search = pipe, base_url(url), search
         self._memory_bytes, self._offload_parts = memory_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold

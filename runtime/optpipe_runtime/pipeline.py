@@ -113,16 +113,17 @@ class Pipeline:
         team = Team(group)
         council = Council(team)
 
-        def sound() -> tuple[Layout, torch.device, Replicas]:
+        def sound() -> tuple[Layout, torch.device | None, Replicas]:
             _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
             _require_bytes("host_memory_bytes", host_memory_bytes)
             layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
             if not callable(loss_fn) and not layout.last.isdisjoint(stages):
                 raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
-            require_queues(layout, device := _device(stages))
-            return layout, device, Replicas(stages, team)
+            return layout, _device(stages), Replicas(stages, team)
 
-        layout, device, self._replicas = council.each(sound)
+        layout, own_device, self._replicas = council.each(sound)
+        device = _one_kind(own_device, council.gather(own_device and own_device.type))
+        council.each(lambda: require_queues(layout, device))
         _require_alike(council, microbatches=microbatches, **asdict(layout))
         link, pool = Link(device, full_duplex, tokens(team, layout, device)), HostPool(device, host_memory_bytes)
         self._rank = Rank(
@@ -508,8 +509,19 @@ def _require_alike(council: Council, **given: Any) -> None:
                 raise InputError(f"{name} is {here} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same")
 
 
-def _device(stages: Mapping[int, nn.Module]) -> torch.device:
+def _device(stages: Mapping[int, nn.Module]) -> torch.device | None:
+    """Where the stages' parameters are; None where there are none."""
     devices = {tensor.device for module in stages.values() for tensor in module.parameters()}
     if len(devices) > 1:
         raise InputError(f"stages are on {sorted(map(str, devices))}: a rank's stages are on one device")
-    return devices.pop() if devices else torch.device("cpu")
+    return devices.pop() if devices else None
+
+
+def _one_kind(own: torch.device | None, kinds: Sequence[str | None]) -> torch.device:
+    """This rank's device, `kinds` being those of all ranks: one without parameters computes on what the others have."""
+    used = sorted({kind for kind in kinds if kind is not None})
+    if len(used) > 1:
+        raise InputError(f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks compute on the same kind of device")
+    if own is not None:
+        return own
+    return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")

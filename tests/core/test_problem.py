@@ -163,3 +163,10 @@ def test_the_hash_knows_every_figure_but_not_the_name():
     assert Problem.from_dict(content(p2p_ms=0.1)).sha256 != base.sha256
     assert Problem.from_dict(with_stage(forward_ms=10.0)).sha256 == base.sha256  # 10 and 10.0 are one number
     assert Problem.from_dict(with_stage(weight_grad_bytes=21)).sha256 != base.sha256
+
+
+def test_memory_may_be_counted_in_activations():
+    stage = content()["stages"][0]
+    stages = [stage | {"device": d, "activation_bytes": nbytes} for d, nbytes in ((0, 60), (1, 70), (0, 81))]
+    problem = Problem.from_dict(content(stages=stages)).with_memory_for(1.5)
+    assert [device.memory_bytes for device in problem.devices] == [211, 105]

@@ -186,3 +186,9 @@ def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple
 def test_one_at_a_time_on_two_routes() -> None:
     problem = rank_cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
     assert check(problem, one_at_a_time(problem)) == []
+
+
+def test_what_no_search_takes_is_refused_at_once() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"^methud: is no argument of Follower or of ScheduleClient, which takes method, objective, "):
+        Follower(nothing, NOWHERE, methud="auto")

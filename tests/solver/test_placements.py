@@ -222,7 +222,7 @@ def test_solve_writes_what_check_accepts_for_the_problem_asked_about(tmp_path, m
             cli.main()
         return ended.value.code or 0, capsys.readouterr().out
 
-    solve = ("solve", "p.json", "--placements", "all", "--method", "adaoffload", "--time-limit", "1.5", "--threads", "1")
+    solve = ("solve", "p.json", "--placements", "all", "--method", "adaoffload", "--time-limit", "3", "--threads", "1")
     code, out = command(*solve, "-o", "s.json")
     placed = Schedule.load("s.json").placement
     assert code == 0

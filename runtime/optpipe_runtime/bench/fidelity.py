@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from optpipe.anytime import solve
 from optpipe.placement import Placement, Shape
-from optpipe.problem import Problem
 from optpipe_runtime.bench import paced
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
@@ -45,14 +44,6 @@ class Case:
     def placement(self, ranks: int) -> list[int]:
         """The rank of each stage."""
         return Placement(chunks=self.chunks, shape=self.shape).along(range(ranks))
-
-    def budget(self, profiled: Problem) -> Problem:
-        """The problem with this case's memory."""
-        if self.memory is None:
-            return profiled
-        whole = [sum(profiled.stages[s].activation_bytes for s in profiled.stages_on(d)) for d in range(len(profiled.devices))]
-        budgets = [{"memory_bytes": int(self.memory * size)} for size in whole]
-        return profiled.replace(devices=[d.model_copy(update=own) for d, own in zip(profiled.devices, budgets, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -139,7 +130,8 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
 def _measured(case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task) -> Row | None:
     """Collective. None, and a line of the log, where the method finds no schedule in its time."""
     with pipe:
-        pipe.problem = case.budget(pipe.profile(*data(0), memory_bytes=2**50))
+        profiled = pipe.profile(*data(0), memory_bytes=2**50)
+        pipe.problem = profiled if case.memory is None else profiled.with_memory_for(case.memory)
         found = solve(pipe.problem, method=case.method, time_limit=task.solve_s) if dist.get_rank() == 0 else None
         if not pipe.gather(found is not None and found.schedule is not None)[0]:
             if found:

@@ -97,10 +97,7 @@ class Training:
     def profile(self) -> Problem:
         """The model as a problem, with so little memory that 1F1B does not fit: on p ranks the first keeps more than p activations."""
         profiled = self.pipe.profile(*self.data(0), memory_bytes=2**40)
-        whole = [sum(profiled.stages[s].activation_bytes for s in profiled.stages_on(d)) for d in range(self.ranks)]
-        budgets = [int(self.plan.budget * activation) for activation in whole]
-        devices = [device.model_copy(update={"memory_bytes": budget}) for device, budget in zip(profiled.devices, budgets, strict=True)]
-        self.pipe.problem = profiled.replace(devices=devices, name="demo")
+        self.pipe.problem = profiled.with_memory_for(self.plan.budget).replace(name="demo")
         return self.pipe.problem
 
     def step(self, live: bool) -> None:
