@@ -190,7 +190,7 @@ class Pipeline:
                 if not self._rank.council.least(not (lacking := self._lacking(plan)))[0]:
                     self._swap(*self._swaps.give_up(lacking))
                     continue
-            undo = snapshot(self._rank) if self._swaps.on_trial and self._undoable else None
+            undo = snapshot(self._rank, self._given) if self._swaps.on_trial and self._undoable else None
             for tie in self._ties:
                 tie.start_step()
             complaint = ""

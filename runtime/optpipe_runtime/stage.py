@@ -63,7 +63,7 @@ class Passage:
     outputs: tuple[Spec, ...] = ()
     reached: tuple[frozenset[int], ...] = ()  # for each output, the inputs that get a part of its gradient
     needed: tuple[int, ...] = ()
-    changes_inputs: bool = False  # in place
+    changes_inputs: bool = False  # in place, or the target
     stuck: frozenset[int] = frozenset()
     leaving: tuple[int, ...] = ()  # bytes of each block, 0 where it stays
 
@@ -149,9 +149,9 @@ class StageRunner:
         for tensor in inputs:
             running.activation.keep(tensor)
         running.again = self._replay(running, inputs, target)
-        given = _copies(inputs) if passage.changes_inputs else inputs
+        given, asked = (_copies(inputs), _copies(target)) if passage.changes_inputs else (inputs, target)
         with torch.no_grad():
-            return self._leaving(running.activation, self._outputs(passage, given, target))
+            return self._leaving(running.activation, self._outputs(passage, given, asked))
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, target: Tensors = (), route: int = 0) -> Tensors:
@@ -280,8 +280,8 @@ class StageRunner:
         if route <= min(self.passages, default=route):  # else a route learned before has its say
             self._norms = True
         with self.undisturbed(), torch.enable_grad():
-            copies, changed = _copies(inputs), buffers.watch(self.module)
-            outputs = self._outputs(passage, copies, target or ())
+            copies, asked, changed = _copies(inputs), _copies(target or ()), buffers.watch(self.module)
+            outputs = self._outputs(passage, copies, asked)
             if passage.ends and not outputs[0].requires_grad:
                 raise InputError("the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage")
             self._changing = list(dict.fromkeys((*self._changing, *changed())))
@@ -290,10 +290,10 @@ class StageRunner:
             outputs=tuple(Spec.of(output) for output in outputs),
             reached=tuple(_reached(output, inputs) for output in outputs),
             needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
-            changes_inputs=any(tensor._version for tensor in copies),
+            changes_inputs=any(tensor._version for tensor in (*copies, *asked)),
         )
         with self.undisturbed():
-            self.passages[route] = self._with_blocks(passage, inputs, target or (), route)
+            self.passages[route] = self._with_blocks(passage, inputs, _copies(target or ()), route)
         return self.passages[route]
 
     def _with_blocks(self, passage: Passage, inputs: Tensors, target: Tensors, route: int) -> Passage:

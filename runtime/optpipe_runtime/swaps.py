@@ -3,15 +3,17 @@
 It goes back to the schedule before when the new one is measured to be slower (`pace`; only from one that was offered: what is loaded is
 meant), or when its first step runs out of memory. That step is abandoned on all ranks: whoever ran out lets the others finish theirs with
 zeros, all meet, and what the step has changed is put back, so that the schedule before can repeat it. Put back are gradients, the buffers
-that forwards write, and torch's random numbers; what modules keep in Python is not.
+that forwards write, a batch changed in place, and torch's random numbers; what modules keep in Python is not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from optpipe.errors import OptPipeError, ScheduleError
 from optpipe_runtime.agreement import Council
@@ -78,15 +80,20 @@ class Swaps:
             raise ScheduleError(f"{_named(plan)} has run here before, and was slower than another or ran out of memory")
 
 
-def snapshot(rank: Rank) -> Callable[[], None]:
-    """What a step changes on this rank. Returns what puts it back."""
+def snapshot(rank: Rank, batch: Sequence[Any]) -> Callable[[], None]:
+    """What a step changes on this rank, of the batch, too, where stages do so in place. Returns what puts it back."""
     stages = [stage.snapshot() for stage in rank.stages.values()]
+    passages = [passage for stage in rank.stages.values() for passage in stage.passages.values() if passage.begins or passage.ends]
+    given = [tensor for value in batch for tensor in (value if isinstance(value, tuple | list) else (value,)) if isinstance(tensor, Tensor)]
+    copies = [(tensor, tensor.clone()) for tensor in given] if any(passage.changes_inputs for passage in passages) else []
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(rank.device) if rank.device.type == "cuda" else None
 
     def restore() -> None:
         for put_back in stages:
             put_back()
+        for tensor, copy in copies:
+            tensor.data.copy_(copy)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, rank.device)

@@ -126,6 +126,20 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
 
 
 @pytest.mark.parametrize("recompute", [True, False])
+def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: bool, link: Link) -> None:
+    stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), (lambda y, target: functional.mse_loss(y, target.add_(1)), 1.0))
+    x, target = torch.zeros(BATCH, 8, WIDTH), torch.zeros(BATCH, 8, WIDTH)
+    stage.learn((x,), (target,))
+    assert torch.equal(target, torch.zeros_like(target))
+    stage.start_step((x, target), 1)
+    stage.forward(0, (x,), (target,), recompute=recompute)
+    if recompute:
+        stage.recompute(0)
+    stage.backward(0, (), split=False)
+    assert torch.equal(target, torch.ones_like(target))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
 def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
     stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
     batch = torch.zeros(4 * BATCH, 8, WIDTH)
