@@ -52,7 +52,8 @@ class Measured:
 
 def profile(rank: Rank, inputs: Tensors, targets: Tensors, memory_bytes: int, parts: int, repeats: int) -> Measured:
     """Collective. `inputs` and `targets` are those of one micro-batch, on the ranks that need them. See `Pipeline.profile`."""
-    inputs = tuple(tensor.clone() for tensor in inputs)  # a stage may change them in place, again and again
+    # A stage, or the loss, may change them in place, again and again.
+    inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
     layout, clock = rank.layout, Clock(rank.device)
     trials = {s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)} for s, stage in rank.stages.items()}
     with ExitStack() as stack:

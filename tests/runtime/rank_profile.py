@@ -69,3 +69,13 @@ def two_routes(loss_s: float) -> Measured:
         pipe.profile(x, x, memory_bytes=10**9, repeats=3)
         assert pipe.measured is not None
         return pipe.measured
+
+
+def changing_the_batch() -> bool:
+    """Whether the batch stays as it was where the first stage and the loss change it in place."""
+    rank, batch = torch.distributed.get_rank(), torch.ones(2, 4, 8)
+    stages = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), nn.Linear(8, 8)]
+    inputs, targets = -batch, batch.clone()
+    with Pipeline({rank: stages[rank]}, [0, 1], lambda y, target: (y - target.mul_(0.5)).square().mean(), 2) as pipe:
+        pipe.profile(inputs, targets, memory_bytes=10**9, repeats=1)
+    return torch.equal(inputs, -batch) and torch.equal(targets, batch)

@@ -126,3 +126,7 @@ def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
     assert last >= 40
     assert 10 <= both < 0.7 * last, "one of four micro-batches ends there"
     assert first < 0.5 * last
+
+
+def test_a_batch_that_is_changed_in_place_is_profiled_by_copies(ranks: Ranks) -> None:
+    assert ranks(rank_profile.changing_the_batch) == [True, True]
