@@ -54,7 +54,7 @@ def paced_task(steps: int) -> Task:
         Case("1f1b"),
         Case("zb-h1"),
         Case("adaoffload", memory=2.5),
-        Case("cyclic", memory=2.5),
+        Case("naive", memory=2.0),
         Case("interleaved", 2),
         Case("po-h", 2, memory=2.5),
         Case("po-f", 2, memory=2.5),
@@ -62,7 +62,7 @@ def paced_task(steps: int) -> Task:
         Case("v-min", 2, "v"),
         Case("lns", 2, "v", memory=1.5),
     ]
-    return Task(cases, MICROBATCHES, steps, Times(10.0, 10.0, 8.0, 6.0))
+    return Task(cases, MICROBATCHES, steps, Times(20.0, 20.0, 16.0, 12.0))
 
 
 def computing_task(steps: int) -> Task:
