@@ -27,7 +27,8 @@ def clip(
     norms = torch.tensor([norm for norms in council.gather(own) for norm in norms] or [0.0], dtype=torch.float64)
     total = torch.linalg.vector_norm(norms, norm_type)
     for kind in _kinds(trained):
-        clip_grads_with_norm_(kind, max_norm, total.to(torch.float32))
+        double = any(parameter.dtype == torch.float64 for parameter in kind)
+        clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32))
     return float(total)
 
 

@@ -217,6 +217,8 @@ class Subgroup:
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
             raise LostError(self.why_closed)
+        if not dist.is_initialized():
+            raise OptPipeError("torch.distributed has been shut down (destroy_process_group) before this pipeline: call close before it")
         return self._group
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the ranks inherit it
 
 import rank_worker
 
-STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
-STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
-
 
 def _ranks(count: int, folders: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
-    pool = rank_worker.Ranks(STARTER, count, folders.mktemp("ranks"))
+    pool = rank_worker.Ranks(rank_worker.STARTER, count, folders.mktemp("ranks"))
     yield pool
     pool.close()
 

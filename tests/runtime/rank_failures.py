@@ -162,6 +162,22 @@ def closed(placement: Sequence[int], schedule: Schedule) -> str:
     return ""
 
 
+def shut_down(placement: Sequence[int], schedule: Schedule) -> str:
+    """What is told where a step comes after the end of torch.distributed; these ranks are of no use afterwards."""
+    m = schedule.problem.microbatches
+    pipe = Pipeline(own_stages(placement), placement, loss_fn, m)
+    pipe.load(schedule)
+    pipe.step(*batch(0, m))
+    dist.destroy_process_group()
+    try:
+        pipe.step(*batch(0, m))
+    except OptPipeError as error:
+        return str(error)
+    finally:
+        pipe.close()
+    return ""
+
+
 def mistaken(placement: Sequence[int]) -> list[str]:
     """On rank 1 only: a stage is missing; memory_bytes is."""
     told, rank = [], dist.get_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import traceback
@@ -10,6 +11,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
+STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
 
 
 def serve(connection: Connection, rank: int, world: int, store: str) -> None:
@@ -25,7 +29,8 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
             connection.send((True, function(**arguments)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 AFTER_A_FAILURE_S = 10.0  # by then the others have heard of it, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import rank_cases
 import rank_failures
 from rank_failures import Trouble
-from rank_worker import Ranks
+from rank_worker import STARTER, Ranks
 
 from optpipe.schedule import Schedule
 
@@ -122,6 +123,13 @@ def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> 
 def test_what_one_rank_gives_wrongly_is_told_on_all(ranks: Ranks, different: dict[str, Any], here: str) -> None:
     what = "TypeError: " if "callable" in here else ""
     assert ranks(rank_failures.apart, placement=[0, 1], different=different) == [f"rank 1: {what}{here}", here]
+
+
+def test_no_step_after_the_end_of_torch_distributed(tmp_path: Path) -> None:
+    own = Ranks(STARTER, 2, tmp_path)
+    told = own(rank_failures.shut_down, placement=[0, 1], schedule=waves([0, 1]))
+    own.close()
+    assert told == ["torch.distributed has been shut down (destroy_process_group) before this pipeline: call close before it"] * 2
 
 
 def test_no_step_after_the_end(ranks: Ranks) -> None:
