@@ -37,6 +37,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.agreement import Council, Offers
 from optpipe_runtime.clipping import clip
 from optpipe_runtime.executor import Executor, StepReport, cut
+from optpipe_runtime.given import device_of, one_kind, require_alike, require_bytes, require_sound
 from optpipe_runtime.layout import Layout
 from optpipe_runtime.learning import Learner
 from optpipe_runtime.lowering import Plan, prepare
@@ -114,17 +115,17 @@ class Pipeline:
         council = Council(team)
 
         def sound() -> tuple[Layout, torch.device | None, Replicas]:
-            _require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
-            _require_bytes("host_memory_bytes", host_memory_bytes)
+            require_sound(stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size)
+            require_bytes("host_memory_bytes", host_memory_bytes)
             layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
             if not callable(loss_fn) and not layout.last.isdisjoint(stages):
                 raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
-            return layout, _device(stages), Replicas(stages, team)
+            return layout, device_of(stages), Replicas(stages, team)
 
         layout, own_device, self._replicas = council.each(sound)
-        device = _one_kind(own_device, council.gather(own_device and own_device.type))
+        device = one_kind(own_device, council.gather(own_device and own_device.type))
         council.each(lambda: require_queues(layout, device))
-        _require_alike(council, microbatches=microbatches, **asdict(layout))
+        require_alike(council, microbatches=microbatches, **asdict(layout))
         link, pool = Link(device, full_duplex, tokens(team, layout, device)), HostPool(device, host_memory_bytes)
         self._rank = Rank(
             team=team,
@@ -410,12 +411,12 @@ class Pipeline:
         if not self._executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self._rank
-        _require_alike(rank.council, offload_parts=offload_parts, repeats=repeats)
+        require_alike(rank.council, offload_parts=offload_parts, repeats=repeats)
 
         def allowed() -> int:
             if repeats < 1 or offload_parts < 1:
                 raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
-            _require_bytes("memory_bytes", memory_bytes)
+            require_bytes("memory_bytes", memory_bytes)
             return budget(rank) if memory_bytes is None else memory_bytes
 
         with self._replicas.whole():
@@ -468,60 +469,3 @@ class Pipeline:
         if error is not None:  # whatever it is, this rank does not come back: the others must not wait
             self._rank.team.fail(self._rank.team.blame(error))
         self.close()
-
-
-def _require_sound(
-    stages: Mapping[int, nn.Module],
-    placement: Sequence[int],
-    microbatches: int,
-    by_rank: Mapping[str, Sequence[Any] | None],
-    rank: int,
-    ranks: int,
-) -> None:
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise InputError(f"microbatches = {microbatches!r}: must be an integer, at least 1")
-    if not isinstance(placement, Sequence) or not placement:
-        raise InputError(f"placement = {placement!r}: must be a sequence that names the rank of each stage")
-    for s, owner in enumerate(placement):
-        if not isinstance(owner, int) or not 0 <= owner < ranks:
-            raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
-    for name, entries in by_rank.items():
-        if entries is not None and len(entries) != ranks:
-            raise InputError(f"{name} has {len(entries)} entries: there are {ranks} ranks, one entry each")
-    if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
-        raise InputError("stages must map the number of each stage on this rank to its torch.nn.Module")
-    own = {s for s, owner in enumerate(placement) if owner == rank}
-    if set(stages) != own:
-        raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(own)} there")
-
-
-def _require_bytes(name: str, given: int | None) -> None:
-    if given is not None and (not isinstance(given, int) or given < 0):
-        raise InputError(f"{name} = {given!r}: must be an integer, at least 0")
-
-
-def _require_alike(council: Council, **given: Any) -> None:
-    """Collective: what every rank gives the same. With another on one of them, ranks would wait for each other for ever."""
-    told = council.gather(given)
-    for rank, theirs in enumerate(told):
-        for name, here in told[0].items():
-            if theirs[name] != here:
-                raise InputError(f"{name} is {here} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same")
-
-
-def _device(stages: Mapping[int, nn.Module]) -> torch.device | None:
-    """Where the stages' parameters are; None where there are none."""
-    devices = {tensor.device for module in stages.values() for tensor in module.parameters()}
-    if len(devices) > 1:
-        raise InputError(f"stages are on {sorted(map(str, devices))}: a rank's stages are on one device")
-    return devices.pop() if devices else None
-
-
-def _one_kind(own: torch.device | None, kinds: Sequence[str | None]) -> torch.device:
-    """This rank's device, `kinds` being those of all ranks: one without parameters computes on what the others have."""
-    used = sorted({kind for kind in kinds if kind is not None})
-    if len(used) > 1:
-        raise InputError(f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks compute on the same kind of device")
-    if own is not None:
-        return own
-    return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")
