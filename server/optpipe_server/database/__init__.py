@@ -1,0 +1,9 @@
+"""One database: jobs, incumbents, leases, keys, cached schedules; SQLite or PostgreSQL by one URL."""
+
+from __future__ import annotations
+
+from optpipe_server.database.engine import Database
+from optpipe_server.database.jobs import Jobs, NewJob, Start
+from optpipe_server.database.leases import Leases, reap
+
+__all__ = ["Database", "Jobs", "Leases", "NewJob", "Start", "reap"]

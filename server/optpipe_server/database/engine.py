@@ -1,0 +1,153 @@
+"""`Database`: one URL, SQLite or PostgreSQL; transactions that end on the disk or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import Float
+
+from optpipe.errors import InputError
+
+BUSY_MS = 10_000  # how long a connection to SQLite waits for another one that writes
+CONNECT_S = 3  # to PostgreSQL
+STATEMENT_MS = 10_000  # the longest statement of PostgreSQL
+CONNECTIONS = 20  # to PostgreSQL, of one process
+
+
+class clock_s(FunctionElement[float]):  # noqa: N801 (an SQL function)
+    """Seconds since 1970 by the database's clock, the same for all who share it, whatever their own clocks say."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(clock_s, "sqlite")
+def _sqlite_clock(_element: clock_s, _compiler: Any, **_options: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(clock_s, "postgresql")
+def _postgresql_clock(_element: clock_s, _compiler: Any, **_options: Any) -> str:
+    return "extract(epoch from clock_timestamp())::float8"
+
+
+def now() -> str:
+    """The moment as text for people."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Database:
+    """Connections to one database, from any thread. Its tables are brought up to date when it is opened.
+
+    SQLite has one process that writes: the file's lock is held until `close`, and the process's threads take turns, so that none of them
+    waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has the SQLite file.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._lock_file: int | None = None
+        try:
+            parsed = _parsed(url)
+            self.sqlite = parsed.get_backend_name() == "sqlite"
+            if self.sqlite:
+                self._lock_file = _only_writer(Path(str(parsed.database)))
+            self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
+            self.engine = _engine(parsed, self.sqlite)
+            self._migrate()
+        except SQLAlchemyError as error:
+            self._unlock()
+            shown = parsed.render_as_string()  # without the password
+            raise InputError(f"database = {shown!r}: {_first_line(error)}") from None
+
+    def close(self) -> None:
+        self.engine.dispose()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        with self.engine.connect().execution_options(reads_only=True) as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that writes; once the block has been left without an error, what it wrote is on the disk."""
+        with self._turn, self.engine.begin() as connection:
+            yield connection
+
+    def _migrate(self) -> None:
+        from optpipe_server.database.migrations import upgrade
+
+        with self.write() as connection:
+            upgrade(connection)
+
+
+def _parsed(url: str) -> URL:
+    right = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME would be right"
+    try:
+        parsed = make_url(url)
+    except SQLAlchemyError:
+        raise InputError(f"database: not a URL; {right}") from None
+    backend = parsed.get_backend_name()
+    if backend not in ("sqlite", "postgresql") or not parsed.database or parsed.database == ":memory:":
+        raise InputError(f"database = {parsed.render_as_string()!r}: {right}")
+    return parsed if backend == "sqlite" else parsed.set(drivername="postgresql+psycopg")
+
+
+def _only_writer(file: Path) -> int:
+    """Holds the lock beside the file, which ends with the process however it ends."""
+    try:
+        lock = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InputError(f"database = 'sqlite:///{file}': {error.strerror or error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise InputError(
+            f"database = 'sqlite:///{file}': another process has it; several processes can share a PostgreSQL database"
+        ) from None
+    return lock
+
+
+def _engine(url: URL, sqlite: bool) -> Engine:
+    if sqlite:
+        engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=CONNECTIONS)
+        event.listen(engine, "connect", _configure)
+        event.listen(engine, "begin", _begin)
+        return engine
+    options = f"-c statement_timeout={STATEMENT_MS} -c lock_timeout={STATEMENT_MS} -c timezone=UTC"
+    arguments = {"connect_timeout": CONNECT_S, "options": options, "application_name": "optpipe"}
+    return create_engine(url, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S, pool_pre_ping=True, connect_args=arguments)
+
+
+def _configure(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # SQLAlchemy's BEGIN is ours, see `_begin`
+    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", f"busy_timeout = {BUSY_MS}"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: Connection) -> None:
+    """A transaction that will write takes the lock at once, so that two of them never meet halfway."""
+    reads_only = connection.get_execution_options().get("reads_only", False)
+    connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+
+
+def _first_line(error: SQLAlchemyError) -> str:
+    return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]

@@ -1,0 +1,212 @@
+"""`Leases`: what workers ask of the database. A claim is a lease with an attempt number, and every write of its holder is fenced by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, Row, select, update
+
+from optpipe.anytime import Result
+from optpipe.child import Objective
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_server.database.engine import Database, clock_s, now
+from optpipe_server.database.incumbents import append, best_schedule, change, current_problem, known, note
+from optpipe_server.database.jobs import CANCELLED
+from optpipe_server.database.tables import Level, State, jobs
+
+LEASE_S = 15.0
+HEARTBEAT_S = 5.0
+MOST_CRASHES = 1  # of solver processes, after which a job goes on once more
+MOST_LOSSES = 5  # of workers: a job that takes its worker down each time ends at last
+
+
+class LostError(Exception):
+    """The lease is another's, or the job is over or purged: nothing was written, and there is nothing left to do."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job in the hands of one worker, and where it goes on."""
+
+    job_id: str
+    number: int
+    tenant: str
+    attempt: int
+    problem: Problem
+    problem_version: int
+    method: str
+    objective: Objective
+    gap: float  # the search ends at this gap
+    time_limit_s: float
+    spent_s: float
+    best: Schedule | None  # re-timed for `problem`; not checked on it
+    lower_bound_ms: float | None  # of this problem
+    crashes: int
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the client wants of a job that runs."""
+
+    cancelled: bool
+    time_limit_s: float
+    problem_version: int
+
+
+class Leases:
+    """The leases of one worker process, which is known to the others by its name."""
+
+    def __init__(self, database: Database, worker: str, lease_s: float = LEASE_S) -> None:
+        self._database, self._worker, self._lease_s = database, worker, lease_s
+
+    def claim(self) -> Claim | None:
+        """The waiting job of the highest priority, the oldest of these, is this worker's now; None where nothing waits."""
+        with self._database.write() as db:
+            waiting = select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.priority.desc(), jobs.c.number).limit(1)
+            job = db.execute(waiting.with_for_update(skip_locked=True)).one_or_none()
+            if job is None:
+                return None
+            change(
+                db,
+                job,
+                state="running",
+                attempt=job.attempt + 1,
+                worker=self._worker,
+                lease_until=clock_s() + self._lease_s,
+                started_at=job.started_at or now(),
+            )
+            note(db, job.id, job.attempt + 1, f"taken by {self._worker}")
+            return _claim(db, job, job.attempt + 1)
+
+    def waiting(self) -> int:
+        """How many jobs wait, counted up to a hundred."""
+        with self._database.read() as db:
+            return len(db.execute(select(jobs.c.number).where(jobs.c.state == "queued").limit(100)).all())
+
+    def beat(self, spent_s: Mapping[str, tuple[int, float]]) -> set[str]:
+        """Renews the leases of these jobs (id -> attempt, seconds spent); returns those that are this worker's no more."""
+        lost = set()
+        for job_id, (attempt, spent) in spent_s.items():
+            with self._database.write() as db:
+                renewed = update(jobs).where(*_fence(job_id, attempt)).values(lease_until=clock_s() + self._lease_s, spent_s=spent)
+                if db.execute(renewed).rowcount == 0:
+                    lost.add(job_id)
+        return lost
+
+    def orders(self, attempts: Mapping[str, int]) -> dict[str, Orders]:
+        """What is wanted of these jobs (id -> attempt); one that is not there is this worker's no more."""
+        columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested, jobs.c.time_limit_s, jobs.c.problem_version
+        with self._database.read() as db:
+            rows = db.execute(select(*columns).where(jobs.c.id.in_(list(attempts)), jobs.c.state == "running")).all()
+        return {
+            row.id: Orders(row.cancel_requested, row.time_limit_s, row.problem_version) for row in rows if row.attempt == attempts[row.id]
+        }
+
+    def append(self, claim: Claim, result: Result) -> bool:
+        """Commits a verified schedule; False where the job has another problem by now. Raises `LostError`."""
+        with self._held(claim) as (db, job):
+            if job.problem_version != claim.problem_version:
+                return False
+            append(db, job, result, "solver", claim.attempt)
+            return True
+
+    def note(self, claim: Claim, text: str, level: Level = "info") -> None:
+        """A line of the job's log. Raises `LostError`."""
+        with self._held(claim) as (db, _job):
+            note(db, claim.job_id, claim.attempt, text, level)
+
+    def again(self, claim: Claim, spent_s: float) -> Claim:
+        """The claim as the job is now: with another problem, more time, its best schedule. Raises `LostError`."""
+        with self._held(claim) as (db, job):
+            return replace(_claim(db, job, claim.attempt), spent_s=spent_s if job.problem_version == claim.problem_version else 0.0)
+
+    def crashed(self, claim: Claim, why: str, spent_s: float) -> Claim | None:
+        """A solver's process ended on its own: the job goes on once more, as another attempt from its best, then None.
+
+        Raises `LostError`.
+        """
+        with self._held(claim) as (db, job):
+            note(db, claim.job_id, claim.attempt, why, "error")
+            again = job.crashes < MOST_CRASHES
+            change(db, job, crashes=job.crashes + 1, spent_s=spent_s, **({"attempt": job.attempt + 1} if again else {}))
+            return replace(_claim(db, job, job.attempt + 1), spent_s=spent_s, crashes=job.crashes + 1) if again else None
+
+    def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
+        """The end of a job; False where it has another problem or more time by now and goes on. Raises `LostError`."""
+        with self._held(claim) as (db, job):
+            more_time = job.time_limit_s > claim.time_limit_s and state == "done" and result.status != "optimal"
+            if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
+                return False
+            reason = None if state == "done" else result.reason
+            change(db, job, state=state, reason=reason, spent_s=spent_s, ended_at=now(), worker=None, lease_until=None, **known(result))
+            note(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
+            return True
+
+    def give_back(self, claim: Claim, spent_s: float) -> None:
+        """The job waits again, for another worker or this one's next start. Raises `LostError`."""
+        with self._held(claim) as (db, job):
+            note(db, claim.job_id, claim.attempt, f"given back by {self._worker}")
+            if job.cancel_requested:
+                change(db, job, state="cancelled", reason=CANCELLED, ended_at=now(), worker=None, lease_until=None)
+            else:
+                change(db, job, state="queued", spent_s=spent_s, worker=None, lease_until=None)
+
+    @contextmanager
+    def _held(self, claim: Claim) -> Iterator[tuple[Connection, Row[Any]]]:
+        with self._database.write() as db:
+            fence = _fence(claim.job_id, claim.attempt)
+            job = db.execute(select(jobs).where(*fence, jobs.c.worker == self._worker).with_for_update()).one_or_none()
+            if job is None:
+                raise LostError(claim.job_id)
+            yield db, job
+
+
+def reap(database: Database, everything: bool = False) -> list[str]:
+    """Jobs whose worker is gone wait again, or end with what they have; returns their ids. Any process may do it at any time.
+
+    `everything` takes every running job for abandoned, whatever its lease: for the one process of a SQLite file that has just started.
+    """
+    reaped = []
+    with database.write() as db:
+        gone = jobs.c.state == "running" if everything else (jobs.c.state == "running") & (jobs.c.lease_until < clock_s())
+        for job in db.execute(select(jobs).where(gone).with_for_update(skip_locked=True)).all():
+            reaped.append(job.id)
+            note(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")
+            values: dict[str, Any] = {"worker": None, "lease_until": None, "losses": job.losses + 1}
+            if job.cancel_requested:
+                change(db, job, state="cancelled", reason=CANCELLED, ended_at=now(), **values)
+            elif job.losses < MOST_LOSSES:
+                change(db, job, state="queued", **values)
+            else:
+                reason = f"its worker was lost {job.losses + 1} times"
+                note(db, job.id, job.attempt, reason, "error")
+                change(db, job, state="done" if job.last_seq else "failed", reason=reason, ended_at=now(), **values)
+    return reaped
+
+
+def _fence(job_id: str, attempt: int) -> tuple[Any, ...]:
+    return jobs.c.id == job_id, jobs.c.attempt == attempt, jobs.c.state == "running"
+
+
+def _claim(db: Connection, job: Row[Any], attempt: int) -> Claim:
+    problem = current_problem(db, job)
+    return Claim(
+        job_id=job.id,
+        number=job.number,
+        tenant=job.tenant,
+        attempt=attempt,
+        problem=problem,
+        problem_version=job.problem_version,
+        method=job.method,
+        objective=job.objective,
+        gap=job.gap_limit,
+        time_limit_s=job.time_limit_s,
+        spent_s=job.spent_s,
+        best=best_schedule(db, job, problem),
+        lower_bound_ms=job.lower_bound_ms,
+        crashes=job.crashes,
+    )

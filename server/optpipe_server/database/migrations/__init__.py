@@ -1,0 +1,31 @@
+"""Alembic's migrations of the tables, run whenever a database is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+
+from optpipe.errors import InputError
+
+_LOCK = 0x6F70_7470_6970_65  # of PostgreSQL, while a process migrates
+
+
+def upgrade(connection: Connection) -> None:
+    """Brings the tables up to date inside the connection's transaction. Raises `InputError` for tables of a newer release."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    scripts = ScriptDirectory.from_config(config)
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current == scripts.get_current_head():
+        return
+    if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
+        raise InputError(f"database: its tables have revision {current!r}, which this release does not know; a newer one made them")
+    command.upgrade(config, "head")

@@ -1,0 +1,141 @@
+"""The tables, for SQLite and PostgreSQL alike. `migrations/` makes them; a test compares the two.
+
+Times that people read are ISO text in UTC. Leases are seconds of the database's own clock (`engine.clock_s`), the one clock that all
+workers share.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sqlalchemy import BigInteger, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+
+State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
+OPEN: tuple[State, ...] = ("queued", "running")  # every other state is final, but for a job that is given another problem
+Source = Literal["cache", "warm_start", "heuristic", "carried", "solver"]
+Level = Literal["info", "warning", "error"]
+
+metadata = MetaData(
+    naming_convention={"ix": "ix_%(column_0_label)s", "uq": "uq_%(table_name)s_%(column_0_name)s", "pk": "pk_%(table_name)s"}
+    | {"fk": "fk_%(table_name)s_%(column_0_name)s"}
+)
+
+_Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up by itself in INTEGER only
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("number", _Number, primary_key=True, autoincrement=True),  # the order of submission
+    Column("id", String(32), unique=True, nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("version", Integer, nullable=False, default=1),  # grows with everything that a client can see of the job: its ETag
+    Column("state", String(16), nullable=False),
+    Column("reason", Text),  # why there is no schedule, or no better one
+    # What was asked.
+    Column("problem_version", Integer, nullable=False, default=1),  # the row of `problems` that counts
+    Column("problem_name", Text, nullable=False),
+    Column("problem_sha256", String(64), nullable=False),
+    Column("method", Text, nullable=False),
+    Column("objective", String(16), nullable=False),
+    Column("time_limit_s", Float, nullable=False),
+    Column("gap_limit", Float, nullable=False),  # the search ends at this gap
+    Column("priority", Integer, nullable=False),
+    Column("cancel_requested", Boolean, nullable=False, default=False),
+    # What is known.
+    Column("status", String(16), nullable=False, default="unknown"),  # of the best schedule
+    Column("lower_bound_ms", Float),
+    Column("gap", Float),
+    Column("last_seq", Integer, nullable=False, default=0),  # of the incumbents
+    # Who works on it.
+    Column("attempt", Integer, nullable=False, default=0),  # fences every write of a worker
+    Column("worker", String(128)),
+    Column("lease_until", Float),  # while running
+    Column("spent_s", Float, nullable=False, default=0.0),  # of the time limit, for this problem
+    Column("crashes", Integer, nullable=False, default=0),  # of solver processes
+    Column("losses", Integer, nullable=False, default=0),  # of workers
+    Column("created_at", String(40), nullable=False),
+    Column("started_at", String(40)),
+    Column("ended_at", String(40)),
+    Index("ix_jobs_tenant_number", "tenant", "number"),
+    Index("ix_jobs_state_priority", "state", "priority", "number"),
+)
+
+
+problems = Table(
+    "problems",
+    metadata,
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("version", Integer, primary_key=True),  # 1 as submitted, then one more with every drift
+    Column("problem", Text, nullable=False),  # the file's JSON
+    Column("sha256", String(64), nullable=False),
+    Column("created_at", String(40), nullable=False),
+)
+
+incumbents = Table(
+    "incumbents",
+    metadata,
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("seq", Integer, primary_key=True),  # 1, 2, ... of the job; of one problem version each is better than those before
+    Column("problem_version", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),  # 0: before any worker
+    Column("source", String(16), nullable=False),
+    Column("method", Text, nullable=False),
+    Column("makespan_ms", Float, nullable=False),
+    Column("span_ms", Float, nullable=False),
+    Column("found_at", String(40), nullable=False),
+    Column("programs", Text, nullable=False),  # `optpipe.child.Programs` as JSON
+)
+
+adoptions = Table(
+    "adoptions",
+    metadata,
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("seq", Integer, primary_key=True),
+    Column("step", BigInteger, nullable=False),  # of the training, the first by this schedule
+    Column("measured_iteration_ms", Float),
+    Column("adopted_at", String(40), nullable=False),
+)
+
+log = Table(
+    "log",
+    metadata,
+    Column("number", _Number, primary_key=True, autoincrement=True),
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("at", String(40), nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("level", String(8), nullable=False),
+    Column("text", Text, nullable=False),
+)
+
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("tenant", String(64), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("body_sha256", String(64), nullable=False),
+    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, index=True),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(16), primary_key=True),  # the middle of op_<id>_<secret>
+    Column("tenant", String(64), nullable=False),
+    Column("secret_sha256", String(64), nullable=False),
+    Column("scopes", Text, nullable=False),  # with spaces between them
+    Column("created_at", String(40), nullable=False),
+    Column("revoked_at", String(40)),
+)
+
+schedules = Table(
+    "schedules",
+    metadata,
+    Column("tenant", String(64), primary_key=True),  # "" is shared by all
+    Column("problem_sha256", String(64), primary_key=True),
+    Column("objective", String(16), primary_key=True),
+    Column("shape", String(64), nullable=False),
+    Column("features", Text, nullable=False),
+    Column("added", String(40), nullable=False),
+    Column("entry", Text, nullable=False),  # `optpipe_cache.Entry` as JSON
+    Index("ix_schedules_shape", "tenant", "shape", "objective"),
+)
