@@ -1,0 +1,75 @@
+"""What the service says on stderr: lines that machines can read, and nothing in them that is a secret."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SECRETS = ("SECRETsecret-1", "pa:ss@w", "BODYBODY", "Zm9vOmJhcg")
+
+SCRIPT = """
+import logging, sys, threading, warnings
+import structlog
+from sqlalchemy import create_engine, text
+from optpipe.problem import Problem
+from optpipe_server import logs
+
+log = structlog.get_logger("optpipe.work")
+log.info("not seen before it is configured")
+logs.configure(json=None if sys.argv[1] == "none" else sys.argv[1] == "json")
+log.info("claimed", job="j1", attempt=2, worker="w", gap=float("inf"), shown=0.5, key="op_abc_SECRETsecret-1")
+log.info("nested", headers={"authorization": "Bearer SECRETsecret-1"}, lines="one\\ntwo", long="x" * 100_000, odd="\\ud800")
+logging.getLogger("uvicorn.error").error("cannot reach %s", "postgresql+psycopg://me:pa:ss@w@host/db, basic Zm9vOmJhcg==")
+logging.getLogger("alembic.runtime").info("not seen: a library's doings")
+warnings.warn("an old thing")
+try:
+    create_engine("sqlite://").connect().execute(text("insert into nowhere values (:a)"), {"a": "BODYBODY"})
+except Exception:
+    log.exception("failed", job="j2")
+try:
+    Problem.model_validate_json('{"name": "BODYBODY", "stages": "BODYBODY"}')
+except Exception:
+    logging.getLogger("optpipe.x").exception("bad body")
+died = threading.Thread(target=lambda: 1 / 0, name="reaper")
+died.start()
+died.join()
+"""
+
+
+def said(how: str) -> str:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.parametrize("how", ["json", "none"])  # no terminal here: as good as asked for
+def test_each_line_is_json_with_time_level_and_event(how: str) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line, parse_constant=pytest.fail) for line in said(how).splitlines()]
+    events = [(line["level"], line["event"].partition("\n")[0].partition(" postgresql")[0]) for line in lines]
+    assert events[:3] == [("info", "claimed"), ("info", "nested"), ("error", "cannot reach")]
+    assert [event for _level, event in events[4:]] == ["failed", "bad body", "a thread died"]
+    assert "an old thing" in lines[3]["event"]
+    assert all(line["time"].endswith("Z") for line in lines)
+    assert list(lines[0])[:6] == ["time", "level", "event", "job", "attempt", "worker"]
+    assert (lines[0]["gap"], lines[0]["shown"], lines[0]["key"]) == ("inf", 0.5, "op_abc_***")
+    assert len(lines[1]["long"]) < 20_000
+    assert lines[1]["odd"] == "\ud800"
+    assert "no such table: nowhere" in lines[4]["exception"]
+    assert lines[6]["thread"] == "reaper"
+
+
+@pytest.mark.parametrize("how", ["json", "readable"])
+def test_no_line_holds_a_key_a_password_or_a_body(how: str) -> None:
+    text = said(how)
+    assert "me:***@host/db" in text
+    assert [secret for secret in SECRETS if secret in text] == []
+
+
+def test_readable_lines_are_for_people() -> None:
+    first = said("readable").splitlines()[0]
+    assert first.split()[1:4] == ["[info", "]", "claimed"]
+    assert "job=j1 attempt=2 worker=w" in first
