@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 GPU_NEEDS := numpy numba pydantic rich typer
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: setup check test demo bench wheels bench-gpu pictures clean
+.PHONY: setup check test soak demo bench wheels bench-gpu pictures clean
 
 setup: .venv/ready
 
@@ -24,6 +24,10 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest
+
+# The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 demo: setup
 	$(BIN)/optpipe demo
