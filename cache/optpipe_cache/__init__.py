@@ -8,6 +8,7 @@ hit = cache.lookup(problem)  # of the same problem, or of the nearest one whose 
 from __future__ import annotations
 
 from optpipe_cache.features import distance, features, shape
+from optpipe_cache.shelf import Kept, Shelf
 from optpipe_cache.store import Cache, Entry, Hit, default_path
 
-__all__ = ["Cache", "Entry", "Hit", "default_path", "distance", "features", "shape"]
+__all__ = ["Cache", "Entry", "Hit", "Kept", "Shelf", "default_path", "distance", "features", "shape"]

@@ -1,12 +1,10 @@
-"""`Cache`: a SQLite file of solved schedules, one per problem and objective, that any number of processes may share."""
+"""`Cache`: solved schedules, one per problem and objective: which is kept, which is found."""
 
 from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,24 +19,9 @@ from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_cache.features import Features, distance, features, shape
+from optpipe_cache.shelf import FileShelf, Kept, Shelf
 
-VERSION = 1  # of the tables, kept in the file's user_version
-BUSY_S = 10.0  # how long to wait for another process that writes
-MOST_KEPT = 2**63 - 1  # the largest LIMIT
 MOST_TRIED = 16  # candidates that are checked before a lookup gives up
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS schedules (
-    problem_sha256 TEXT NOT NULL,
-    objective TEXT NOT NULL,
-    shape TEXT NOT NULL,
-    features TEXT NOT NULL,
-    added TEXT NOT NULL,
-    entry TEXT NOT NULL,
-    PRIMARY KEY (problem_sha256, objective)
-);
-CREATE INDEX IF NOT EXISTS by_shape ON schedules (shape, objective);
-"""
 
 
 class Entry(Record):
@@ -86,39 +69,13 @@ def default_path() -> Path:
 
 
 class Cache:
-    """Solved schedules in one file. Every method opens the file for itself, so threads and processes may share a path.
+    """Solved schedules on a shelf; a path is that of a file, which threads and processes may share.
 
-    Raises `InputError` where the file cannot be opened or is no cache.
+    Raises what its shelf raises: `InputError` where a file cannot be opened or is no cache.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{self.path}: {error.strerror or error}") from None
-        with self._open() as db:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, VERSION):
-                raise InputError(f"{self.path}: its tables have version {version}; this release knows version {VERSION}")
-            if version == 0:
-                db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        try:
-            with closing(sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)) as db:
-                yield db
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise InputError(f"{self.path}: the cache cannot be used: {error}") from None
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other writer can come between; what is raised in it closes the file, which undoes it."""
-        with self._open() as db:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
-            db.execute("COMMIT")
+    def __init__(self, shelf: Shelf | str | Path) -> None:
+        self._shelf: Shelf = FileShelf(shelf) if isinstance(shelf, str | Path) else shelf
 
     def add(self, schedule: Schedule, status: Found, lower_bound_ms: float | None = None, objective: Objective = "makespan") -> bool:
         """Keeps the schedule unless a better one for its problem is there; tells whether it did.
@@ -148,38 +105,33 @@ class Cache:
         return self._keep(entry)
 
     def _keep(self, entry: Entry) -> bool:
-        problem = entry.problem
-        row = (problem.sha256, entry.objective, shape(problem), json.dumps(features(problem)), datetime.now(UTC).isoformat())
-        with self._write() as db:
-            known = _entry(db, problem.sha256, entry.objective)
+        problem, text = entry.problem, entry.model_dump_json(exclude_none=True)
+        found_by = problem.sha256, entry.objective, shape(problem), json.dumps(features(problem))
+        while True:  # until nobody has come in between
+            there = self._shelf.entry(problem.sha256, entry.objective)
+            known = _read(there)
             if known and not entry.beats(known) and _fitting(known, problem):
                 return False
-            db.execute("INSERT OR REPLACE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", (*row, entry.model_dump_json(exclude_none=True)))
-        return True
+            if self._shelf.swap(Kept(*found_by, datetime.now(UTC).isoformat(), text), there):
+                return True
 
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
         """The schedule of this very problem, else the one of the nearest problem of the same shape that passes `check` on this one."""
-        with self._open() as db:
-            entry = _entry(db, problem.sha256, objective)
+        entry = _read(self._shelf.entry(problem.sha256, objective))
+        if entry and (schedule := _fitting(entry, problem)):
+            return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
+        wanted = features(problem)
+        others = ((_distance(wanted, text), sha256) for sha256, text in self._shelf.similar(shape(problem), objective))
+        nearest = sorted((far, sha256) for far, sha256 in others if far is not None and sha256 != problem.sha256)
+        for far, sha256 in nearest[:MOST_TRIED]:
+            entry = _read(self._shelf.entry(sha256, objective))
             if entry and (schedule := _fitting(entry, problem)):
-                return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
-            others = db.execute(
-                "SELECT problem_sha256, features FROM schedules WHERE shape = ? AND objective = ? AND problem_sha256 != ?",
-                (shape(problem), objective, problem.sha256),
-            ).fetchall()
-            wanted = features(problem)
-            nearest = sorted((far, sha256) for sha256, text in others if (far := _distance(wanted, text)) is not None)
-            for far, sha256 in nearest[:MOST_TRIED]:
-                entry = _entry(db, sha256, objective)
-                if entry and (schedule := _fitting(entry, problem)):
-                    return Hit(schedule, far, False, "feasible", None, entry)
+                return Hit(schedule, far, False, "feasible", None, entry)
         return None
 
     def entries(self) -> list[Entry]:
         """All that is kept, newest first."""
-        with self._open() as db:
-            rows = db.execute("SELECT entry FROM schedules ORDER BY added DESC, problem_sha256").fetchall()
-        return [entry for (text,) in rows if (entry := _read(text))]
+        return [entry for text in self._shelf.entries() if (entry := _read(text))]
 
     def export_lines(self) -> Iterator[str]:
         """Every entry as a line of JSON, for `import_lines` of another cache."""
@@ -207,20 +159,13 @@ class Cache:
         """Forgets all but the `keep` newest entries; returns how many."""
         if keep < 0:
             raise InputError(f"keep = {keep}: must not be negative")
-        newest = "SELECT rowid FROM schedules ORDER BY added DESC, problem_sha256 LIMIT ?"
-        with self._write() as db:
-            return db.execute(f"DELETE FROM schedules WHERE rowid NOT IN ({newest})", (min(keep, MOST_KEPT),)).rowcount
+        return self._shelf.prune(keep)
 
 
-def _entry(db: sqlite3.Connection, problem_sha256: str, objective: Objective) -> Entry | None:
-    row = db.execute("SELECT entry FROM schedules WHERE problem_sha256 = ? AND objective = ?", (problem_sha256, objective)).fetchone()
-    return _read(row[0]) if row else None
-
-
-def _read(text: str) -> Entry | None:
-    """An entry of the file; None where an older release or a damaged file left something that is none."""
+def _read(text: str | None) -> Entry | None:
+    """An entry of the shelf; None where an older release or a damaged file left something that is none."""
     try:
-        return Entry.model_validate_json(text)
+        return Entry.model_validate_json(text) if text is not None else None
     except ValidationError:
         return None
 

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from optpipe.cli import bench, cache, compare, demo, inspect, profile, serve, solve
+from optpipe.cli import bench, cache, compare, demo, inspect, keys, profile, serve, solve
 
 app = typer.Typer(
     name="optpipe",
@@ -20,6 +20,7 @@ app = typer.Typer(
 for command in (solve.solve, compare.compare, inspect.check, inspect.simulate, inspect.show, profile.profile, serve.serve, demo.demo):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
+app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")
 
 

@@ -29,7 +29,7 @@ def test_an_empty_cache_has_no_hit(cache: Cache) -> None:
 def test_exact_hit(cache: Cache) -> None:
     problem = chain()
     assert cache.add(gpipe(problem), "feasible", 5.0)
-    hit = Cache(cache.path).lookup(problem)
+    hit = cache.lookup(problem)
     assert hit is not None
     assert hit.exact
     assert hit.distance == 0.0
@@ -181,9 +181,9 @@ def test_prune_keeps_the_newest(cache: Cache) -> None:
         cache.prune(-1)
 
 
-def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache) -> None:
+def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache, tmp_path: Path) -> None:
     cache.add(gpipe(chain()), "feasible")
-    db = sqlite3.connect(cache.path)
+    db = sqlite3.connect(tmp_path / "new folder" / "cache.sqlite")
     with db:
         db.execute("UPDATE schedules SET entry = replace(entry, '0F1', '0F7')")
     db.close()
@@ -194,9 +194,9 @@ def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["{", "{}", "null", '{"forward": [1]}', b"{\xff}"])
-def test_damaged_features_are_no_hit(cache: Cache, damaged: str | bytes) -> None:
+def test_damaged_features_are_no_hit(cache: Cache, tmp_path: Path, damaged: str | bytes) -> None:
     cache.add(gpipe(chain()), "feasible")
-    db = sqlite3.connect(cache.path)
+    db = sqlite3.connect(tmp_path / "new folder" / "cache.sqlite")
     with db:
         db.execute("UPDATE schedules SET features = ?", (damaged,))
     db.close()

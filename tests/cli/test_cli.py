@@ -12,7 +12,7 @@ from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import Problem, ScheduleFile, Stage, anytime
 from optpipe.cli import main as cli
-from optpipe_cache import store
+from optpipe_cache import shelf
 
 TESTS = Path(__file__).parents[1]
 
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best(run, problem, monkeypatch, me
 
 
 def test_a_cache_that_cannot_be_used_stands_in_no_ones_way(run, problem, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "BUSY_S", 0.1)
+    monkeypatch.setattr(shelf, "BUSY_S", 0.1)
     run("cache", "list")
     rival = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
     rival.execute("BEGIN IMMEDIATE")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,17 @@ class Database:
     """Connections to one database, from any thread. Its tables are brought up to date when it is opened.
 
     SQLite has one process that writes: the file's lock is held until `close`, and the process's threads take turns, so that none of them
-    waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has the SQLite file.
+    waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has the SQLite file; `beside` it, for a
+    command's few short writes, SQLite's own lock is enough, and the tables stay as that process made them.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, beside: bool = False) -> None:
         self._lock_file: int | None = None
         try:
             parsed = _parsed(url)
             self.sqlite = parsed.get_backend_name() == "sqlite"
             if self.sqlite:
-                self._lock_file = _only_writer(Path(str(parsed.database)))
+                self._lock_file = _only_writer(Path(str(parsed.database)), beside)
             self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
             self.engine = _engine(parsed, self.sqlite)
             self._migrate()
@@ -95,7 +97,7 @@ class Database:
         from optpipe_server.database.migrations import upgrade
 
         with self.write() as connection:
-            upgrade(connection)
+            upgrade(connection, only_check=self.sqlite and self._lock_file is None)
 
 
 def _parsed(url: str) -> URL:
@@ -107,11 +109,13 @@ def _parsed(url: str) -> URL:
     backend = parsed.get_backend_name()
     if backend not in ("sqlite", "postgresql") or not parsed.database or parsed.database == ":memory:":
         raise InputError(f"database = {parsed.render_as_string()!r}: {right}")
+    if backend == "postgresql" and find_spec("psycopg") is None:
+        raise InputError("database: psycopg is not installed: pip install 'optpipe[postgres]'")
     return parsed if backend == "sqlite" else parsed.set(drivername="postgresql+psycopg")
 
 
-def _only_writer(file: Path) -> int:
-    """Holds the lock beside the file, which ends with the process however it ends."""
+def _only_writer(file: Path, beside: bool) -> int | None:
+    """Holds the lock beside the file, which ends with the process however it ends; None where another has it and that is no harm."""
     try:
         lock = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -120,6 +124,8 @@ def _only_writer(file: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
+        if beside:
+            return None
         raise InputError(
             f"database = 'sqlite:///{file}': another process has it; several processes can share a PostgreSQL database"
         ) from None

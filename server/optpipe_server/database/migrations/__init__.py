@@ -15,8 +15,11 @@ from optpipe.errors import InputError
 _LOCK = 0x6F70_7470_6970_65  # of PostgreSQL, while a process migrates
 
 
-def upgrade(connection: Connection) -> None:
-    """Brings the tables up to date inside the connection's transaction. Raises `InputError` for tables of a newer release."""
+def upgrade(connection: Connection, only_check: bool = False) -> None:
+    """Brings the tables up to date inside the connection's transaction, or only sees that they are.
+
+    Raises `InputError` for tables of a newer release, and, where they are only to be checked, of an older one.
+    """
     if connection.dialect.name == "postgresql":
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
     config = Config()
@@ -28,4 +31,6 @@ def upgrade(connection: Connection) -> None:
         return
     if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
         raise InputError(f"database: its tables have revision {current!r}, which this release does not know; a newer one made them")
+    if only_check:
+        raise InputError("database: the process that has it is of an older release; end it first")
     command.upgrade(config, "head")

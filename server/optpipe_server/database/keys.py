@@ -1,0 +1,88 @@
+"""API keys `op_<id>_<secret>`: told once, kept as a hash, never told again."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from sqlalchemy import Row, insert, select, update
+
+from optpipe.errors import InputError
+from optpipe_server.database.engine import Database, now
+from optpipe_server.database.tables import keys
+
+Scope = Literal["submit", "read", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+_KEY = re.compile(r"op_([0-9a-f]{16})_([0-9a-f]{48})")  # 192 random bits: a plain hash is enough, there is nothing to guess
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NOBODY = hashlib.sha256(secrets.token_bytes()).hexdigest()  # what an unknown id is compared with
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and what for."""
+
+    tenant: str
+    scopes: frozenset[str]
+
+
+class Keys:
+    """The keys of all tenants."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, tenant: str, scopes: Collection[str]) -> str:
+        """A new key of the tenant, which is told here and nowhere again. Raises `InputError` for a name or scope that there is not."""
+        if not _TENANT.fullmatch(tenant):
+            raise InputError(f"tenant = {tenant!r}: 1 to 64 letters, digits, '.', '_' or '-' would be right")
+        if wrong := sorted({*scopes} - {*SCOPES}):
+            raise InputError(f"scope = {wrong[0]!r}: {', '.join(SCOPES)} would be right")
+        if not scopes:
+            raise InputError(f"scope: a key without any opens nothing; {', '.join(SCOPES)} would be right")
+        key_id, secret = secrets.token_hex(8), secrets.token_hex(24)
+        with self._database.write() as db:
+            scoped = " ".join(scope for scope in SCOPES if scope in scopes)
+            db.execute(insert(keys).values(id=key_id, tenant=tenant, secret_sha256=_sha256(secret), scopes=scoped, created_at=now()))
+        return f"op_{key_id}_{secret}"
+
+    def check(self, text: str) -> Caller | None:
+        """Whose key this is; None for one that is unknown, wrong or revoked, after the same work for each."""
+        parts = _KEY.fullmatch(text)
+        if parts is None:
+            return None
+        key_id, secret = parts.groups()
+        with self._database.read() as db:
+            known = db.execute(select(keys).where(keys.c.id == key_id)).one_or_none()
+        right = hmac.compare_digest(_sha256(secret), known.secret_sha256 if known else _NOBODY)
+        return Caller(known.tenant, frozenset(known.scopes.split())) if known and right and known.revoked_at is None else None
+
+    def any(self) -> bool:
+        """Whether keys were ever made. Revoked ones count: a service that asked for keys does not open when the last one goes."""
+        with self._database.read() as db:
+            return db.execute(select(keys.c.id).limit(1)).first() is not None
+
+    def list(self) -> Sequence[Row[Any]]:
+        """All keys without their secrets, oldest first: id, tenant, scopes (with spaces between them), created_at, revoked_at."""
+        shown = [column for column in keys.c if column.name != "secret_sha256"]
+        with self._database.read() as db:
+            return db.execute(select(*shown).order_by(keys.c.created_at, keys.c.id)).all()
+
+    def revoke(self, key_id: str) -> None:
+        """From now on the key opens nothing; said again it changes nothing. Raises `InputError` where there is no such key."""
+        with self._database.write() as db:
+            known = db.execute(select(keys).where(keys.c.id == key_id).with_for_update()).one_or_none()
+            if known is None:
+                raise InputError(f"id = {key_id!r}: no key has it; `optpipe keys list` shows those there are")
+            if known.revoked_at is None:
+                db.execute(update(keys).where(keys.c.id == key_id).values(revoked_at=now()))
+
+
+def _sha256(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

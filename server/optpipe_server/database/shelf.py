@@ -1,0 +1,55 @@
+"""`TableShelf`: a tenant's cache as rows of the service's database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from sqlalchemy import delete, insert, select, tuple_, update
+from sqlalchemy.exc import IntegrityError
+
+from optpipe_cache import Kept
+from optpipe_server.database.engine import Database
+from optpipe_server.database.tables import schedules
+
+
+class TableShelf:
+    """An `optpipe_cache.Shelf`: the rows of one tenant, in any process that shares the database. Raises `SQLAlchemyError`."""
+
+    def __init__(self, database: Database, tenant: str) -> None:
+        self._database, self._tenant = database, tenant
+        self._own = schedules.c.tenant == tenant
+
+    def entry(self, problem_sha256: str, objective: str) -> str | None:
+        of_problem = self._own, schedules.c.problem_sha256 == problem_sha256, schedules.c.objective == objective
+        with self._database.read() as db:
+            return db.execute(select(schedules.c.entry).where(*of_problem)).scalar_one_or_none()
+
+    def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
+        of_shape = self._own, schedules.c.shape == shape, schedules.c.objective == objective
+        with self._database.read() as db:
+            return [(row.problem_sha256, row.features) for row in db.execute(select(schedules).where(*of_shape))]
+
+    def entries(self) -> Sequence[str]:
+        newest = select(schedules.c.entry).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
+        with self._database.read() as db:
+            return db.execute(newest).scalars().all()
+
+    def swap(self, kept: Kept, known: str | None) -> bool:
+        if known is None:
+            try:
+                with self._database.write() as db:
+                    db.execute(insert(schedules).values(tenant=self._tenant, **asdict(kept)))
+            except IntegrityError:  # somebody else was first
+                return False
+            return True
+        of_problem = self._own, schedules.c.problem_sha256 == kept.problem_sha256, schedules.c.objective == kept.objective
+        with self._database.write() as db:
+            swapped = update(schedules).where(*of_problem, schedules.c.entry == known).values(**asdict(kept))
+            return db.execute(swapped).rowcount == 1
+
+    def prune(self, keep: int) -> int:
+        key = tuple_(schedules.c.problem_sha256, schedules.c.objective)
+        newest = select(*key.clauses).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256).limit(keep)
+        with self._database.write() as db:
+            return db.execute(delete(schedules).where(self._own, key.not_in(newest))).rowcount
