@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import optpipe
-from optpipe_server import replies
+from optpipe_server.http import replies
 from optpipe_server.routes import router
 from optpipe_server.service import Service
 from optpipe_server.settings import Settings

@@ -10,9 +10,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy import Row
 
-from optpipe_server.bodies import read_body, read_submission
 from optpipe_server.events import stream
-from optpipe_server.replies import ReplyError
+from optpipe_server.http.bodies import read_body, read_submission
+from optpipe_server.http.replies import ReplyError
 from optpipe_server.service import Service
 from optpipe_server.store import MOST_LISTED
 from optpipe_server.views import incumbent_view, job_url, job_view, whole_incumbent_view

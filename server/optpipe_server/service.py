@@ -16,9 +16,9 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.validity import check
 from optpipe_cache import Cache
-from optpipe_server.bodies import Submission
 from optpipe_server.changes import Changes, wait_for
-from optpipe_server.replies import ReplyError
+from optpipe_server.http.bodies import Submission
+from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import Settings
 from optpipe_server.solves import Solves, merged
 from optpipe_server.store import OPEN, NewJob, Source, Store

@@ -17,8 +17,8 @@ from support.service import running, settings_in, use_fake_solver
 from optpipe.errors import InputError
 from optpipe.files import ScheduleFile
 from optpipe.problem import Problem
-from optpipe_server.bodies import LONGEST_BODY, read_submission
-from optpipe_server.replies import ReplyError
+from optpipe_server.http.bodies import LONGEST_BODY, read_submission
+from optpipe_server.http.replies import ReplyError
 
 JSON = {"Content-Type": "application/json"}
 GOOD = json.dumps({"problem": chain().to_dict(), "method": "hang"})
