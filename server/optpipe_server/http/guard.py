@@ -1,0 +1,192 @@
+"""Who may ask what: keys, their scopes, and only this machine where there are none. What is not in the table here is not served."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import anyio.to_thread
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from optpipe_server.database.keys import SCOPES, Caller, Keys
+from optpipe_server.http.limits import Limits
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.settings import LOCAL
+
+T = TypeVar("T")
+
+WITHOUT_KEY = ("/healthz", "/readyz")
+READ, SUBMIT, ADMIN = {"GET": "read"}, {"POST": "submit"}, {"GET": "admin"}
+ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; a path that matches two has the first
+    "/metrics": ADMIN,
+    "/openapi.json": READ,
+    "/v1/jobs": READ | SUBMIT,
+    "/v1/jobs/{job_id}": READ | {"PATCH": "submit", "DELETE": "submit"},
+    "/v1/jobs/{job_id}/cancel": SUBMIT,
+    "/v1/jobs/{job_id}/problem": SUBMIT,
+    "/v1/jobs/{job_id}/adoptions/{seq}": {"PUT": "submit"},
+    "/v1/jobs/{job_id}/incumbents": READ,
+    "/v1/jobs/{job_id}/incumbents/best": READ,
+    "/v1/jobs/{job_id}/incumbents/{seq}": READ,
+    "/v1/jobs/{job_id}/events": READ,
+    "/v1/jobs/{job_id}/log": READ,
+    "/v1/jobs/{job_id}/trace": READ,
+    "/v1/jobs/{job_id}/timeline": READ,
+    "/v1/check": {"POST": "read"},
+    "/v1/simulate": {"POST": "read"},
+    "/v1/compare": {"POST": "read"},
+    "/v1/cache/lookup": {"POST": "read"},
+}
+
+REMEMBERED_S = 2.0  # a key that was checked is not looked up again for so long: that soon a revoked one stops working
+MOST_REMEMBERED = 1000
+CHECKS = 4  # keys looked up at a time: made-up ones must not take all of the database's connections
+
+_PATHS = [(compile_path(path)[0], methods) for path, methods in ROUTES.items()]
+_BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
+
+
+def install(app: FastAPI, keys: Keys) -> None:
+    """Puts the guard and the limits before the app, whose handlers of errors, installed before, make their replies, too."""
+    handlers = {kind: handler for kind, handler in app.exception_handlers.items() if kind not in (500, Exception)}
+    app.add_middleware(Limits)
+    app.add_middleware(Guard, keys=keys)
+    app.add_middleware(ExceptionMiddleware, handlers=handlers)
+    app.add_middleware(SafeHeaders)
+
+
+class Guard:
+    """Lets a request pass with its caller in `request.state.caller`, or raises `ReplyError`: 401, 403, 404, 405.
+
+    A browser on this machine may run anybody's page, and a service without keys must not obey it. A page's own name may be made to mean
+    127.0.0.1 (DNS rebinding), so Host has to be this machine's; a page of another origin may send without being let to read, so
+    Origin, which browsers add and others do not, has to be the service's own. With keys neither matters: no page knows one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._callers = app, _Callers(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["method"], scope["path"]) not in (("GET", path) for path in WITHOUT_KEY):
+            caller = await self._caller(scope)
+            wanted = _wanted(scope["method"], scope["path"])
+            if wanted not in caller.scopes:
+                raise _unauthorized(403, f"The key has not the scope {wanted}.", f'error="insufficient_scope", scope="{wanted}"')
+            scope.setdefault("state", {})["caller"] = caller
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        await self._app(scope, receive, send)
+
+    async def _caller(self, scope: Scope) -> Caller:
+        headers = Headers(scope=scope)
+        sent = headers.getlist("authorization")
+        if sent:
+            bearer = _BEARER.fullmatch(sent[0]) if len(sent) == 1 else None
+            caller = await self._callers.of(bearer[1]) if bearer else None
+            if caller is None:
+                raise _unauthorized(401, "Authorization: no valid key; Bearer op_<id>_<secret> would be right.", 'error="invalid_token"')
+            return caller
+        if await self._callers.expected():
+            raise _unauthorized(401, "The service wants a key: Authorization: Bearer op_<id>_<secret>.")
+        _from_this_machine(scope, headers)
+        return Caller(LOCAL, frozenset(SCOPES))
+
+
+class _Callers:
+    """What the database says of keys, remembered for seconds: by their hashes, so that a dump of memory holds fewer secrets."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._known: dict[bytes, tuple[Caller, float]] = {}
+        self._expected, self._look_again = False, 0.0
+        self._limiter = anyio.CapacityLimiter(CHECKS)
+
+    async def of(self, key: str) -> Caller | None:
+        digest = hashlib.sha256(key.encode()).digest()
+        caller, until = self._known.get(digest, (None, 0.0))
+        if caller is None or time.monotonic() >= until:
+            until = time.monotonic() + REMEMBERED_S
+            caller = await self._ask(lambda: self._keys.check(key))
+            self._known.pop(digest, None)
+            if caller is not None:
+                self._known[digest] = caller, until
+            if len(self._known) > MOST_REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return caller
+
+    async def expected(self) -> bool:
+        """Whether there are keys. Once there are, this process does without none, whatever becomes of them."""
+        if not self._expected and time.monotonic() >= self._look_again:
+            self._look_again = time.monotonic() + REMEMBERED_S
+            self._expected = await self._ask(self._keys.any)
+        return self._expected
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(question, limiter=self._limiter)
+
+
+def _wanted(method: str, path: str) -> str:
+    """The scope of a request."""
+    for pattern, methods in _PATHS:
+        if pattern.fullmatch(path):
+            if method not in methods:
+                raise ReplyError(405, "Method Not Allowed.", {"Allow": ", ".join(methods)})
+            return methods[method]
+    raise ReplyError(404, "Not Found.")
+
+
+def _unauthorized(status: int, detail: str, why: str = "") -> ReplyError:
+    return ReplyError(status, detail, {"WWW-Authenticate": 'Bearer realm="optpipe"' + (f", {why}" if why else "")})
+
+
+def _from_this_machine(scope: Scope, headers: Headers) -> None:
+    """Of a request without a key to a service without keys. Raises `ReplyError`."""
+    client, host, origin = scope.get("client"), headers.get("host", ""), headers.get("origin")
+    if client is None or not is_loopback(client[0]):
+        raise ReplyError(403, "A service without keys answers this machine only; `optpipe keys create` makes one.")
+    if not is_loopback(_name(f"//{host}")):
+        raise ReplyError(403, "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only.")
+    if origin is not None and origin.lower() != f"{scope['scheme']}://{host}".lower():
+        raise ReplyError(403, "Origin: a service without keys does not answer to other web pages.")
+
+
+def _name(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is this machine's own, which no other can reach."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class SafeHeaders:
+    """What every reply says unless it says otherwise: nobody keeps it, and no browser takes it for anything but what it is."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("Cache-Control", "no-store")
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+            await send(message)
+
+        await self._app(scope, receive, told)
