@@ -1,0 +1,21 @@
+# The service: API, worker and the solvers they start, without torch. Built and run by docker-compose.yml.
+FROM python:3.11-slim AS build
+RUN python -m venv /opt/optpipe
+WORKDIR /source
+COPY pyproject.toml constraints.txt README.md ./
+COPY optpipe optpipe
+COPY solver solver
+COPY runtime runtime
+COPY server server
+COPY cache cache
+RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt '.[server,postgres]'
+
+FROM python:3.11-slim
+COPY --from=build /opt/optpipe /opt/optpipe
+COPY --chmod=755 deploy/entrypoint.sh /opt/optpipe/entrypoint.sh
+# Nothing is written but below /tmp, where numba keeps what it has compiled.
+ENV PATH=/opt/optpipe/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp NUMBA_CACHE_DIR=/tmp/numba
+WORKDIR /tmp
+USER 10001:10001
+ENTRYPOINT ["/opt/optpipe/entrypoint.sh"]
+CMD ["optpipe", "serve", "--host", "0.0.0.0"]
