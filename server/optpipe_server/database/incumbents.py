@@ -62,8 +62,13 @@ def current_problem(db: Connection, job: Row[Any]) -> Problem:
     return Problem.model_validate_json(db.execute(select(problems.c.problem).where(*of_job)).scalar_one())
 
 
-def best_schedule(db: Connection, job: Row[Any], problem: Problem) -> Schedule | None:
-    """The last incumbent, read for the given problem: re-timed where the costs have changed since. It is not checked on them."""
+def best_schedule(db: Connection, job: Row[Any], problem: Problem) -> tuple[Schedule | None, int]:
+    """The last incumbent, read for the given problem, and the version of the problem that it was for, 0 where there is none.
+
+    It is re-timed where the costs have changed since, and not checked on them.
+    """
     last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq
-    row = db.execute(select(incumbents.c.programs, incumbents.c.method).where(*last)).one_or_none()
-    return Programs.model_validate_json(row.programs).schedule(problem, row.method) if row else None
+    row = db.execute(select(incumbents.c.programs, incumbents.c.method, incumbents.c.problem_version).where(*last)).one_or_none()
+    if row is None:
+        return None, 0
+    return Programs.model_validate_json(row.programs).schedule(problem, row.method), row.problem_version

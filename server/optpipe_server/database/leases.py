@@ -43,7 +43,8 @@ class Claim:
     gap: float  # the search ends at this gap
     time_limit_s: float
     spent_s: float
-    best: Schedule | None  # re-timed for `problem`; not checked on it
+    best: Schedule | None  # re-timed for `problem`; not checked on it unless `best_version` is the problem's
+    best_version: int  # of the problem that `best` was found for
     lower_bound_ms: float | None  # of this problem
     crashes: int
 
@@ -136,9 +137,12 @@ class Leases:
             return replace(_claim(db, job, job.attempt + 1), spent_s=spent_s, crashes=job.crashes + 1) if again else None
 
     def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
-        """The end of a job; False where it has another problem or more time by now and goes on. Raises `LostError`."""
+        """The end of a job; False where it has another problem or more time by now and goes on. Raises `LostError`.
+
+        More time counts where the time was what ended it: for one that is `done` without a proof, or failed without a schedule.
+        """
         with self._held(claim) as (db, job):
-            more_time = job.time_limit_s > claim.time_limit_s and state == "done" and result.status != "optimal"
+            more_time = job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and result.status != "optimal"
             if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
                 return False
             reason = None if state == "done" else result.reason
@@ -194,6 +198,7 @@ def _fence(job_id: str, attempt: int) -> tuple[Any, ...]:
 
 def _claim(db: Connection, job: Row[Any], attempt: int) -> Claim:
     problem = current_problem(db, job)
+    best, best_version = best_schedule(db, job, problem)
     return Claim(
         job_id=job.id,
         number=job.number,
@@ -206,7 +211,8 @@ def _claim(db: Connection, job: Row[Any], attempt: int) -> Claim:
         gap=job.gap_limit,
         time_limit_s=job.time_limit_s,
         spent_s=job.spent_s,
-        best=best_schedule(db, job, problem),
+        best=best,
+        best_version=best_version,
         lower_bound_ms=job.lower_bound_ms,
         crashes=job.crashes,
     )
