@@ -13,7 +13,6 @@ from optpipe.errors import InputError
 
 VERSION = 1  # of the file's tables, kept in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
-MOST_KEPT = 2**63 - 1  # the largest LIMIT
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS schedules (
@@ -57,7 +56,7 @@ class Shelf(Protocol):
         """Keeps the row in place of the entry `known`, which `entry` told; False where that is there no more."""
 
     def prune(self, keep: int) -> int:
-        """Forgets all but the `keep` newest rows; returns how many."""
+        """Forgets all but the `keep` newest rows, 2^63 - 1 at most; returns how many."""
 
 
 class FileShelf:
@@ -115,4 +114,4 @@ class FileShelf:
     def prune(self, keep: int) -> int:
         newest = "SELECT rowid FROM schedules ORDER BY added DESC, problem_sha256 LIMIT ?"
         with self._open() as db:
-            return db.execute(f"DELETE FROM schedules WHERE rowid NOT IN ({newest})", (min(keep, MOST_KEPT),)).rowcount
+            return db.execute(f"DELETE FROM schedules WHERE rowid NOT IN ({newest})", (keep,)).rowcount

@@ -21,6 +21,7 @@ from optpipe.validity import check
 from optpipe_cache.features import Features, distance, features, shape
 from optpipe_cache.shelf import FileShelf, Kept, Shelf
 
+MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
 MOST_TRIED = 16  # candidates that are checked before a lookup gives up
 
 
@@ -159,7 +160,7 @@ class Cache:
         """Forgets all but the `keep` newest entries; returns how many."""
         if keep < 0:
             raise InputError(f"keep = {keep}: must not be negative")
-        return self._shelf.prune(keep)
+        return self._shelf.prune(min(keep, MOST_KEPT))
 
 
 def _read(text: str | None) -> Entry | None:

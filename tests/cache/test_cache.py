@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,45 @@ from support.strategies import problems
 
 from optpipe import InputError, Problem, ScheduleError
 from optpipe_cache import Cache, default_path, distance, features, shape
+from optpipe_server.database import Database
+from optpipe_server.database.shelf import TableShelf
+from optpipe_server.database.tables import schedules
+
+Spoil = Callable[[str, str | bytes], None]
+
+
+@pytest.fixture(params=["file", "sqlite", "postgresql"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache, Spoil]]:
+    """A cache on each of its shelves, and what sets a column of all its rows without asking it."""
+    if request.param == "file":
+        path = tmp_path / "new folder" / "cache.sqlite"
+        yield Cache(path), lambda column, value: _spoil(path, column, value)
+        return
+    database = Database(request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url"))
+    Cache(TableShelf(database, "other")).add(one_by_one(chain(forward=0.25)), "feasible")  # another tenant's, in nobody's way
+
+    def spoil(column: str, value: str | bytes) -> None:
+        with database.write() as db:
+            db.execute(schedules.update().where(schedules.c.tenant == "own").values({column: value}))
+
+    yield Cache(TableShelf(database, "own")), spoil
+    assert [entry.method for entry in Cache(TableShelf(database, "other")).entries()] == ["naive"]
+    database.close()
+
+
+def _spoil(path: Path, column: str, value: str | bytes) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(f"UPDATE schedules SET {column} = ?", (value,))
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "new folder" / "cache.sqlite")
+def cache(kept: tuple[Cache, Spoil]) -> Cache:
+    return kept[0]
+
+
+@pytest.fixture
+def spoil(kept: tuple[Cache, Spoil]) -> Spoil:
+    return kept[1]
 
 
 def test_an_empty_cache_has_no_hit(cache: Cache) -> None:
@@ -181,26 +216,33 @@ def test_prune_keeps_the_newest(cache: Cache) -> None:
         cache.prune(-1)
 
 
-def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache, tmp_path: Path) -> None:
+def test_a_damaged_entry_is_no_hit_and_is_replaced(cache: Cache, spoil: Spoil) -> None:
     cache.add(gpipe(chain()), "feasible")
-    db = sqlite3.connect(tmp_path / "new folder" / "cache.sqlite")
-    with db:
-        db.execute("UPDATE schedules SET entry = replace(entry, '0F1', '0F7')")
-    db.close()
+    [line] = cache.export_lines()
+    spoil("entry", line.replace("0F1", "0F7"))
     assert cache.lookup(chain()) is None
     assert cache.lookup(chain(scale=2.0)) is None
     assert cache.add(gpipe(chain()), "feasible")
     assert cache.lookup(chain()) is not None
 
 
-@pytest.mark.parametrize("damaged", ["{", "{}", "null", '{"forward": [1]}', b"{\xff}"])
-def test_damaged_features_are_no_hit(cache: Cache, tmp_path: Path, damaged: str | bytes) -> None:
+@pytest.mark.parametrize("damaged", ["{", "{}", "null", '{"forward": [1]}'])
+def test_damaged_features_are_no_hit(cache: Cache, spoil: Spoil, damaged: str) -> None:
     cache.add(gpipe(chain()), "feasible")
-    db = sqlite3.connect(tmp_path / "new folder" / "cache.sqlite")
-    with db:
-        db.execute("UPDATE schedules SET features = ?", (damaged,))
-    db.close()
+    spoil("features", damaged)
     assert cache.lookup(chain(scale=2.0)) is None
+    assert cache.lookup(chain()) is not None
+
+
+def test_what_is_no_text_is_no_hit(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    cache = Cache(path)
+    cache.add(gpipe(chain()), "feasible")
+    _spoil(path, "features", b"{\xff}")
+    assert cache.lookup(chain(scale=2.0)) is None
+    _spoil(path, "entry", b"{\xff}")
+    assert cache.lookup(chain()) is None
+    assert cache.add(gpipe(chain()), "feasible")
     assert cache.lookup(chain()) is not None
 
 
@@ -237,54 +279,3 @@ def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(InputError, match="OPTPIPE_CACHE is not set"):
         default_path()
-
-
-def _create(paths: list[Path], start: Any) -> None:
-    schedule = gpipe(chain())
-    try:
-        for path in paths:
-            start.wait(60)
-            Cache(path).add(schedule, "feasible")
-    except InputError:
-        start.abort()  # the others need not wait
-        raise
-
-
-def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{k}.sqlite" for k in range(20)]
-    spawn = multiprocessing.get_context("spawn")
-    start = spawn.Barrier(6)
-    creators = [spawn.Process(target=_create, args=(paths, start)) for _ in range(6)]
-    for creator in creators:
-        creator.start()
-    for creator in creators:
-        creator.join()
-    codes = [creator.exitcode for creator in creators]
-    for creator in creators:
-        creator.close()
-    assert codes == [0] * 6
-
-
-def _add_many(path: Path, first: int) -> None:
-    cache = Cache(path)
-    for k in range(first, first + 20):
-        cache.add(gpipe(chain(forward=1.0 + k)), "feasible")
-        cache.add((one_by_one if k % 2 else gpipe)(chain(forward=0.5)), "feasible")
-
-
-def test_several_processes_write_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "cache.sqlite"
-    spawn = multiprocessing.get_context("spawn")
-    writers = [spawn.Process(target=_add_many, args=(path, 20 * w)) for w in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-        writer.close()
-    cache = Cache(path)
-    assert len(cache.entries()) == 61
-    hit = cache.lookup(chain(forward=0.5))
-    assert hit is not None
-    assert hit.exact
-    assert hit.schedule.method == "gpipe"

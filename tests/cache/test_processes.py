@@ -1,0 +1,63 @@
+"""One cache's file, several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+from support.chain import chain, gpipe, one_by_one
+
+from optpipe import InputError
+from optpipe_cache import Cache
+
+
+def _create(paths: list[Path], start: Any) -> None:
+    schedule = gpipe(chain())
+    try:
+        for path in paths:
+            start.wait(60)
+            Cache(path).add(schedule, "feasible")
+    except InputError:
+        start.abort()  # the others need not wait
+        raise
+
+
+def test_several_processes_create_one_cache_at_once(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{k}.sqlite" for k in range(20)]
+    spawn = multiprocessing.get_context("spawn")
+    start = spawn.Barrier(6)
+    creators = [spawn.Process(target=_create, args=(paths, start)) for _ in range(6)]
+    for creator in creators:
+        creator.start()
+    for creator in creators:
+        creator.join()
+    codes = [creator.exitcode for creator in creators]
+    for creator in creators:
+        creator.close()
+    assert codes == [0] * 6
+
+
+def _add_many(path: Path, first: int) -> None:
+    cache = Cache(path)
+    for k in range(first, first + 20):
+        cache.add(gpipe(chain(forward=1.0 + k)), "feasible")
+        cache.add((one_by_one if k % 2 else gpipe)(chain(forward=0.5)), "feasible")
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    spawn = multiprocessing.get_context("spawn")
+    writers = [spawn.Process(target=_add_many, args=(path, 20 * w)) for w in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+        writer.close()
+    cache = Cache(path)
+    assert len(cache.entries()) == 61
+    hit = cache.lookup(chain(forward=0.5))
+    assert hit is not None
+    assert hit.exact
+    assert hit.schedule.method == "gpipe"

