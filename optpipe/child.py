@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -131,7 +132,7 @@ _FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="t
 class Child:
     """A solver process. Iterate `frames()`; `stop()` from any thread ends it, within moments and with its whole process group."""
 
-    def __init__(self, module: str, request: Request) -> None:
+    def __init__(self, module: str, request: Request | None = None) -> None:
         self.module = module
         with contextlib.ExitStack() as unless_it_starts:
             self._stderr = unless_it_starts.enter_context(tempfile.TemporaryFile())
@@ -140,33 +141,50 @@ class Child:
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
         self._stopped = threading.Event()
-        threading.Thread(target=self._send, args=(request.model_dump_json(exclude_none=True),), daemon=True).start()
+        if request is not None:
+            threading.Thread(target=self._send, args=(request,), daemon=True).start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def _send(self, line: str) -> None:
+    @property
+    def ended(self) -> bool:
+        """Whether it was stopped or has ended by itself."""
+        return self._stopped.is_set() or self._process.poll() is not None
+
+    def _send(self, request: Request) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` tells
-            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.write(request.model_dump_json(exclude_none=True).encode() + b"\n")
             self._process.stdin.flush()
 
     def frames(self) -> Iterator[Frame]:
         """The frames as they come, until `End` or `Refused`. Raises `SolverError` where the child breaks the protocol or dies unasked."""
-        assert self._process.stdout is not None
         try:
-            while line := self._process.stdout.readline(LONGEST_LINE):
-                if not line.endswith(b"\n"):
-                    break
-                frame = _frame(line)
-                yield frame
-                if isinstance(frame, End | Refused):
-                    return
-            if not self._stopped.is_set():
-                raise SolverError(f"{self.module} {self._failure(line)}")
+            yield from self._answer()
         finally:
             self.close()
+
+    def ask(self, request: Request) -> Iterator[Frame]:
+        """As `frames`, of a child that reads `requests` and was started without one: afterwards it can be asked again.
+
+        One request at a time; where an answer raised an error or was not heard to its end, only `close` is left.
+        """
+        self._send(request)
+        return self._answer()
+
+    def _answer(self) -> Iterator[Frame]:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline(LONGEST_LINE):
+            if not line.endswith(b"\n"):
+                break
+            frame = _frame(line)
+            yield frame
+            if isinstance(frame, End | Refused):
+                return
+        if not self._stopped.is_set():
+            raise SolverError(f"{self.module} {self._failure(line)}")
 
     def _failure(self, line: bytes) -> str:
         """What it did instead of ending its protocol; `line` is the last that was read."""
@@ -212,9 +230,23 @@ def read_request() -> Request:
     return request
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 4096):  # not by sys.stdin: its lock would make an interpreter that ends with an error abort instead
-        pass
+def requests() -> Iterator[Request | ValidationError]:
+    """In a child that answers many: one request after the other, or why a line is none; it ends as soon as its input closes."""
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
+    while True:
+        try:
+            yield Request.model_validate_json(lines.get())
+        except ValidationError as error:
+            yield error
+
+
+def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:
+    begun = b""
+    while read := os.read(0, 65536):  # not by sys.stdin: its lock would make an interpreter that ends with an error abort instead
+        *whole, begun = (begun + read).split(b"\n")
+        for line in whole:
+            take(line)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() == os.getpid():  # a child of `Child` leads its own group: nothing it started stays behind
             os.killpg(os.getpid(), signal.SIGKILL)

@@ -66,18 +66,25 @@ class Portfolio:
 
     def run(self) -> None:
         """Tells what is known to be impossible, else the bound, the warm start, what heuristics find and what engines make of it."""
-        problem, method = self.request.problem, self.request.method
-        reason = infeasibility(problem)
-        if reason:
-            self.emit(Infeasible(reason=reason))
+        if not self.begun():
             return
-        self.raise_bound(trivial_bound(problem, self.request.objective), "trivial")
-        self.take_warm_start()
-        self.raise_bound(memory_bound(problem, self.request.objective), "memory")
+        problem, method = self.request.problem, self.request.method
         due = deque(turns(method, self.request.jitter, problem, self.applies))
         if not due and method in ENGINES:
             self.emit(Note(text=f"{method} is not for a problem of this sort or size"))
         self.search(self.heuristics(self.streams(), share=self.heuristics_share if due else 1.0), due)
+
+    def begun(self) -> bool:
+        """Tells what needs no search, the bounds and the warm start; False where it is impossible, which is told."""
+        problem = self.request.problem
+        reason = infeasibility(problem)
+        if reason:
+            self.emit(Infeasible(reason=reason))
+            return False
+        self.raise_bound(trivial_bound(problem, self.request.objective), "trivial")
+        self.take_warm_start()
+        self.raise_bound(memory_bound(problem, self.request.objective), "memory")
+        return True
 
     @property
     def time_left(self) -> float:

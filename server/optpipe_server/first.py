@@ -1,0 +1,262 @@
+"""`Desk`: what is known of a problem before any worker: from the cache, the client's own schedule, and a maker.
+
+A maker is a process (`python -m optpipe_solver.first`) that has been started before it is needed and answers one request after the other.
+Nothing that it says is believed but bounds and that a problem is infeasible: schedules are checked here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from optpipe.anytime import Result
+from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Objective, Programs, Refused, Request
+from optpipe.errors import InputError, OptPipeError, SolverError
+from optpipe.jit import compile_at_once
+from optpipe.problem import Device, Problem, Stage
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_server.caches import Caches
+from optpipe_server.database import Start
+from optpipe_server.database.tables import Source
+from optpipe_server.metrics import CACHE, REJECTED
+from optpipe_server.settings import Settings
+
+log = structlog.get_logger("optpipe.server")
+
+MAKER = "optpipe_solver.first"
+ALONE_S, CROWDED_S = 0.5, 0.001  # when a maker that has a schedule stops looking for a better one: at once where others wait
+LARGE = 2**16  # parts of activations: such a problem takes seconds and has a process of its own, so that others need not wait behind it
+KEPT = 3  # incumbents of an answer; the last one is the best
+PROVEN = 1e-9  # a gap that is rounding
+
+
+class Desk:
+    """The first schedules of submissions, from any thread. Its makers end with `close`, or with this process however it ends."""
+
+    def __init__(self, settings: Settings, caches: Caches) -> None:
+        self._settings, self._caches = settings, caches
+        self._idle: queue.Queue[Maker] = queue.Queue()
+        self._makers = [Maker() for _ in range(max(1, settings.makers))]  # and those that work on something large
+        for maker in self._makers:
+            self._idle.put(maker)
+        self._large = threading.Lock()  # one at a time: each takes this process seconds to check, and much memory
+        self._lock = threading.Lock()  # over the makers and the two below
+        self._asking = 0
+        self._closed = False
+        _warm_up()
+
+    def close(self) -> None:
+        """Ends the makers; whoever still waits for one gets what is known without."""
+        with self._lock:
+            self._closed, makers = True, list(self._makers)
+        for maker in makers:
+            maker.close()
+
+    def start_of(self, tenant: str, problem: Problem, method: str, objective: Objective, warm_start: Schedule | None) -> Start:
+        """The best that is there within `first_schedule_s`. Raises `InputError` for a method that is none, or none for this problem."""
+        return self._start(tenant, problem, method, objective, warm_start, "warm_start")
+
+    def carry(self, tenant: str, problem: Problem, method: str, objective: Objective, best: Schedule | None) -> Start:
+        """`start_of` for a job whose costs have changed: `best`, made for those before, is taken as it is where it still holds."""
+        return self._start(tenant, problem, method, objective, best, "carried")
+
+    def _start(self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source) -> Start:
+        deadline = time.monotonic() + self._settings.first_schedule_s
+        start = Start(self._cached(tenant, problem, objective), "cache")
+        if start.best.status == "optimal" and method == "auto":  # another name may be none, which a maker knows
+            return start
+        to_repair = None
+        if given is not None:
+            retimed = replace(given, problem=problem, placement=None)
+            if check(problem, retimed):
+                to_repair = Programs.of(retimed)
+            else:
+                start = _better(start, Start(Result("feasible", retimed, objective, method=retimed.method), source))
+        request = Request(problem=problem, method=method, objective=objective, time_limit_s=ALONE_S, warm_start=to_repair)
+        return _better(start, Start(_judged(request, self._asked(request, deadline)), "heuristic"))
+
+    def _cached(self, tenant: str, problem: Problem, objective: Objective) -> Result:
+        try:
+            hit = self._caches.of(tenant).lookup(problem, objective)
+        except InputError as error:
+            log.warning("the cache was not asked", why=str(error))
+            CACHE.labels("failed").inc()
+            return Result("unknown", objective=objective)
+        CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
+        if hit is None:
+            return Result("unknown", objective=objective)
+        return Result(hit.status, hit.schedule, objective, hit.lower_bound_ms, hit.schedule.method)
+
+    def _asked(self, request: Request, deadline: float) -> Answer:
+        """What a maker says; nothing where none is free in time."""
+        with self._counted() as crowded:
+            if crowded:
+                request = request.model_copy(update={"time_limit_s": CROWDED_S})
+            if sum(stage.offload_parts for stage in request.problem.stages) * request.problem.microbatches > LARGE:
+                return self._asked_alone(request, deadline)
+            try:
+                maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return Answer()
+            try:
+                return maker.ask(request, deadline)
+            finally:
+                maker.running()  # another process where this one had to be ended, ready for the next submission
+                self._idle.put(maker)
+
+    def _asked_alone(self, request: Request, deadline: float) -> Answer:
+        if not self._large.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return Answer()
+        try:
+            with self._lock:
+                if self._closed:
+                    return Answer()
+                self._makers.append(maker := Maker())
+            try:
+                return maker.ask(request, deadline)
+            finally:
+                maker.close()
+                with self._lock:
+                    self._makers.remove(maker)
+        finally:
+            self._large.release()
+
+    @contextmanager
+    def _counted(self) -> Iterator[bool]:
+        """Among those that ask; whether there are more of them than makers."""
+        with self._lock:
+            self._asking += 1
+            crowded = self._asking > len(self._makers)
+        try:
+            yield crowded
+        finally:
+            with self._lock:
+                self._asking -= 1
+
+
+@dataclass
+class Answer:
+    """What a maker said."""
+
+    lower_bound_ms: float | None = None
+    infeasible: str | None = None
+    found: deque[Incumbent] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def take(self, frame: Frame) -> None:
+        """Raises `InputError` where it refuses the request."""
+        if isinstance(frame, Refused):
+            raise InputError(frame.reason)
+        if isinstance(frame, Bound):
+            self.lower_bound_ms = max(frame.lower_bound_ms, self.lower_bound_ms or 0.0)
+        elif isinstance(frame, Infeasible):
+            self.infeasible = frame.reason
+        elif isinstance(frame, Incumbent):
+            self.found.append(frame)
+
+
+class Maker:
+    """A process that makes first schedules, another one wherever it has ended or had to be ended. `ask` is for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()  # of whoever reads what the process writes
+        self._lock = threading.Lock()  # over the two below
+        self._closed = False
+        self._child: Child | None = Child(MAKER)
+
+    def ask(self, request: Request, deadline: float) -> Answer:
+        """What it says before the deadline (`time.monotonic`), then the process is ended. Raises `InputError` for a refused request."""
+        answer = Answer()
+        with self._turn:
+            for _again in range(2):  # where it had ended before it was asked
+                child, left_s = self.running(), deadline - time.monotonic()
+                if child is None or left_s <= 0 or _heard(child, request, left_s, answer):
+                    break
+        return answer
+
+    def running(self) -> Child | None:
+        """The process, a new one where it has ended; None once this is closed."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._child is None or self._child.ended:
+                if self._child:
+                    self._child.close()
+                self._child = Child(MAKER)
+            return self._child
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, child = True, self._child
+        if child:
+            child.stop()
+            with self._turn:
+                child.close()
+
+
+def _heard(child: Child, request: Request, left_s: float, answer: Answer) -> bool:
+    """Asks a child, which is ended where it takes too long or says what is none; whether it said anything."""
+    timer = threading.Timer(left_s, child.stop)
+    timer.daemon = True
+    timer.start()
+    heard = False
+    try:
+        for frame in child.ask(request):
+            heard = True
+            answer.take(frame)
+    except SolverError as error:
+        log.warning("a maker of first schedules failed", why=str(error))
+        child.stop()
+    finally:
+        timer.cancel()
+        timer.join()  # who is asked next is not ended for this
+    return heard
+
+
+def merged(best: Result, new: Result) -> Result:
+    """The better schedule of two results for one problem, with the better bound that it does not disprove; the rest is the new one's."""
+    value, other = best.objective_ms, new.objective_ms
+    kept = best if other is None or (value is not None and value <= other) else new
+    most = float("inf") if kept.objective_ms is None else kept.objective_ms * (1 + PROVEN) + PROVEN
+    bounds = [b.lower_bound_ms for b in (best, new) if b.lower_bound_ms is not None and b.lower_bound_ms <= most]
+    result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=max(bounds, default=None))
+    if result.schedule is None:
+        return result
+    proven = result.gap is not None and result.gap <= PROVEN
+    return replace(result, status="optimal" if proven else "feasible", reason=None)
+
+
+def _better(known: Start, new: Start) -> Start:
+    best = merged(known.best, new.best)
+    return Start(best, known.source if best.schedule is known.best.schedule else new.source)
+
+
+def _judged(request: Request, answer: Answer) -> Result:
+    """The last schedule of an answer that is one, with the bound."""
+    known = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
+    for frame in reversed(answer.found):
+        try:
+            schedule = frame.schedule.model_copy(update={"placement": None}).schedule(request.problem, frame.method)
+            wrong = check(request.problem, schedule)
+        except OptPipeError as error:
+            wrong = [str(error)]
+        if not wrong:
+            return replace(known, status="feasible", schedule=schedule, method=frame.method)
+        log.warning("a schedule of a maker was rejected", method=frame.method, why=wrong[0])
+        REJECTED.inc()
+    return replace(known, status="infeasible", reason=answer.infeasible) if answer.infeasible else known
+
+
+def _warm_up() -> None:
+    """So that no submission waits for imports and compiled code."""
+    compile_at_once()
+    stage = Stage(device=0, forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0, activation_bytes=1, weight_grad_bytes=0)
+    problem = Problem(microbatches=1, devices=(Device(memory_bytes=1),), stages=(stage,))
+    assert not check(problem, Schedule.parse(problem, [["0F0", "0BW0"]]))

@@ -1,0 +1,68 @@
+"""`python -m optpipe_solver.first`: what is known of a problem at once, for one request after the other (`optpipe.child.requests`).
+
+An answer is the beginning of the real search (`optpipe_solver.portfolio`): the bounds, the warm start, and the best of the heuristics, in a
+process that has paid for its imports. It ends with `End`, or with `Refused` for a method that is none or none for the problem.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+from pydantic import ValidationError
+
+from optpipe.child import End, Note, Refused, Request, requests, write_frame
+from optpipe.errors import InputError, input_error
+from optpipe.jit import compile_at_once
+from optpipe.problem import Problem
+from optpipe_solver.portfolio import OPS_PER_S, Emit, Portfolio
+
+QUICK_S = 0.03  # for heuristics of small problems; each one's first schedule takes some milliseconds
+WORTHWHILE_S = 0.5  # where list scheduling needs longer for one schedule, what needs no time has to do
+MOST_BYTES = 2**32  # of this process; what needs more is no first schedule
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    compile_at_once()
+    answer(Request(problem=_small()), lambda _: None)  # so that nobody waits for imports and compiled code
+    for request in requests():
+        if isinstance(request, ValidationError):
+            write_frame(Refused(reason=str(input_error(request, "the request"))))
+        else:
+            answer(request, write_frame)
+
+
+def answer(request: Request, emit: Emit) -> None:
+    """Tells the frames of one answer; the request's time limit is when the first schedule is enough, for others may wait."""
+    due = time.monotonic() + request.time_limit_s
+    try:
+        search = Portfolio(request.model_copy(update={"time_limit_s": enough_s(request.problem)}), emit)
+    except InputError as error:
+        emit(Refused(reason=str(error)))
+        return
+    try:
+        if search.begun():
+            for _ in search.heuristics(search.streams(), share=1.0):
+                if search.optimal or (search.best and time.monotonic() > due):
+                    break
+    except Exception as error:  # this request's fault, not the next one's
+        emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
+    emit(End())
+
+
+def enough_s(problem: Problem) -> float:
+    """How long it is worth to look for a first schedule: until list scheduling has made one, unless that takes too long."""
+    one_s = 3 * len(problem.stages) * problem.microbatches / OPS_PER_S
+    return QUICK_S + (one_s if one_s <= WORTHWHILE_S else 0.0)
+
+
+def _small() -> Problem:
+    stage = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 2, "weight_grad_bytes": 1}
+    leaves = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2}
+    stages = [{"device": d, **stage, **leaves} for d in range(2)]
+    return Problem.from_dict({"microbatches": 4, "devices": [{"memory_bytes": 4}] * 2, "stages": stages})
+
+
+if __name__ == "__main__":
+    main()
