@@ -11,6 +11,7 @@ import uvicorn
 
 from optpipe.errors import InputError
 from optpipe_server.app import create_app
+from optpipe_server.http.connections import LONGEST_HEAD, connections
 from optpipe_server.service import Service
 from optpipe_server.settings import Settings
 
@@ -69,7 +70,16 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     app = create_app(settings)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE_S)
+    config = uvicorn.Config(
+        app,
+        http=connections(settings.streams),
+        h11_max_incomplete_event_size=LONGEST_HEAD,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
     return Server(config, app.state.service, lambda: ready(url))
 
 

@@ -27,6 +27,8 @@ class Limits:
         headers = Headers(scope=scope)
         if any(encoding.strip().lower() != "identity" for encoding in headers.getlist("content-encoding")):
             raise ReplyError(415, "Content-Encoding: the body must not be compressed.")
+        if "content-length" in headers and "transfer-encoding" in headers:  # whoever is before us may read it otherwise (RFC 9112, 6.1)
+            raise ReplyError(400, "Content-Length and Transfer-Encoding exclude each other.", {"Connection": "close"})
         for length in headers.getlist("content-length"):
             if not (length.isascii() and length.isdecimal()):
                 raise ReplyError(400, "Content-Length must be a number.")

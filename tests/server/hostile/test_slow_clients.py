@@ -1,0 +1,184 @@
+"""Raw sockets: requests that do not end, replies that nobody reads, heads that are no HTTP. The others are answered all the same."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import httpx
+import pytest
+from support.service import running, settings_in
+
+from optpipe_server.http import connections
+from optpipe_server.serve import Server
+
+HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALVES = {
+    "nothing": b"",
+    "a line": b"GET /healthz HT",
+    "headers": HEAD,
+    "a body": HEAD + b"Content-Length: 1000\r\n\r\n{",
+    "chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{\r\n",
+    "what is refused at once": b"POST /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{",
+}
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+    """One server for all of it: what one test does must not spoil the next."""
+    with running(settings_in(tmp_path_factory.mktemp("service"))) as (url, server):
+        yield url, server
+
+
+@pytest.fixture
+def connect(server: tuple[str, Server]) -> Iterator[Connect]:
+    url = httpx.URL(server[0])
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(socket.create_connection((url.host, url.port or 0), timeout=20))
+
+
+def answer(client: socket.socket) -> bytes:
+    """The next reply, whose body is one JSON object."""
+    received = b""
+    while not received.endswith(b"}"):
+        received += client.recv(65536)
+    return received
+
+
+def ended(client: socket.socket) -> bytes:
+    """All that the service sends until it closes the connection."""
+    received = b""
+    with suppress(ConnectionResetError):
+        while chunk := client.recv(65536):
+            received += chunk
+    return received
+
+
+def answers(url: str) -> float:
+    """How long it takes, in s, until a client that comes now has its answer."""
+    begun = time.monotonic()
+    assert httpx.get(f"{url}/healthz", timeout=20, trust_env=False).json()["status"] == "ok"
+    return time.monotonic() - begun
+
+
+def test_two_hundred_halves_stop_nobody(server: tuple[str, Server], connect: Connect) -> None:
+    halves = [connect() for _ in range(200)]
+    for half, text in zip(halves, [*HALVES.values()] * 40, strict=False):
+        half.sendall(text)
+    for _ in range(20):
+        assert answers(server[0]) < 10
+    for half in halves:
+        half.close()
+    answers(server[0])
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_request_is_ended(server: tuple[str, Server], connect: Connect, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ARRIVES_S", 0.3)
+    client = connect()
+    client.sendall(HALVES[half])
+    reply = ended(client)
+    assert b"\r\nconnection: close\r\n" in reply.lower() or half == "what is refused at once"
+    assert reply.startswith(b"HTTP/1.1 404" if half == "what is refused at once" else b"HTTP/1.1 408")
+
+
+def drip(client: socket.socket, texts: list[bytes]) -> None:
+    for text in texts:
+        client.sendall(text)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("after", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_who_drips_is_ended(server: tuple[str, Server], connect: Connect, after: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is a sign of life, but no request."""
+    monkeypatch.setattr(connections, "ARRIVES_S", 0.5)
+    client = connect()
+    client.sendall(after)
+    if after:
+        assert answer(client).startswith(b"HTTP/1.1 200")
+    with pytest.raises(ConnectionError):
+        drip(client, [bytes([byte]) for byte in HEAD * 10])
+
+
+def test_a_connection_serves_again_and_again(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time counts for each request anew."""
+    monkeypatch.setattr(connections, "ARRIVES_S", 0.6)
+    client = connect()
+    for _ in range(4):
+        client.sendall(b"GET /healthz HTTP/1.1\r\n")
+        time.sleep(0.25)
+        client.sendall(b"Host: localhost\r\n\r\n")
+        assert answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_pipelined_requests(connect: Connect) -> None:
+    client = connect()
+    client.sendall(
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    )
+    assert ended(client).count(b"HTTP/1.1 200") == 3
+
+
+def test_the_oldest_that_wait_make_room(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, running = server
+    monkeypatch.setattr(running.config.http_protocol_class, "most", 5)
+    halves = [connect() for _ in range(5)]
+    for half in halves:
+        half.sendall(b"GET /hea")
+    answers(url)
+    assert ended(halves[0]) == b""
+    halves[4].sendall(b"lthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert ended(halves[4]).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : a\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 10_000,
+        b"GET /" + b"x" * 70_000,
+        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        HEAD + b"Content-Length: -1\r\n\r\n{}",
+        HEAD + b"Content-Length: 0x2\r\n\r\n{}",
+        HEAD + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffffff\r\n{}\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n2;" + b"x" * 70_000,
+    ],
+)
+def test_what_is_no_http_is_refused(server: tuple[str, Server], connect: Connect, head: bytes) -> None:
+    client = connect()
+    with suppress(ConnectionError):  # it has been refused before its end
+        client.sendall(head)
+    reply = ended(client)
+    assert reply == b"" or reply.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 501 "))
+    assert len(reply) < 2000
+    answers(server[0])
+
+
+def test_who_does_not_read_is_ended(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipelined requests whose replies nobody takes: they would be held for good."""
+    monkeypatch.setattr(connections, "TAKEN_S", 0.5)
+    client = connect()
+    client.settimeout(10)
+    with pytest.raises(ConnectionError):
+        drip(client, [b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50] * 200)
+
+
+def test_who_sends_without_end_is_cut_off(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_ARRIVING", 2**21)
+    client = connect()
+    with pytest.raises(ConnectionError):
+        client.sendall(HEAD + b"Content-Length: 100000000\r\n\r\n" + b" " * 100_000_000)
