@@ -6,14 +6,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 from pydantic import ValidationError
 
 from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Placements, Programs, Refused, Request
-from optpipe.errors import InputError, SolverError, input_error
+from optpipe.errors import FrameError, InputError, SolverError, input_error
 from optpipe.files import Status
 from optpipe.jitter import percentile_ms
 from optpipe.problem import Problem
@@ -21,6 +21,7 @@ from optpipe.schedule import Schedule
 from optpipe.validity import check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is ended
+MOST_NOTES = 200  # a solver that tells more is not heard
 SOLVER = "optpipe_solver"
 
 
@@ -48,6 +49,8 @@ class Result:
     notes: tuple[str, ...] = ()  # what went wrong on the way, such as an engine that crashed
     percentile_ms: float | None = None  # where there is jitter: the objective's 95th percentile under that noise (`optpipe.jitter`)
     history: tuple[Step, ...] = ()  # the incumbents so far, this one last
+    rejected: int = 0  # what the solver wrote that was no valid schedule, no better than one before, or no frame
+    failure: str | None = None  # what the solver's process did instead of ending its search; also the last of the notes
 
     @property
     def makespan_ms(self) -> float | None:
@@ -78,12 +81,12 @@ class Result:
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it with the best so far."""
 
-    def __init__(self, request: Request) -> None:
-        self._child = Child(SOLVER, request)
+    def __init__(self, request: Request, gap: float = 0.0, admit: Callable[[int], None] | None = None) -> None:
+        self._child = Child(SOLVER, request, admit)
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
         self._deadline.start()
-        self._results = _results(request, self._child, self._deadline)
+        self._results = _results(request, self._child, self._deadline, gap)
         weakref.finalize(self, _abandon, self._deadline, self._child)  # not __del__: in a cycle the child's files would be finalized first
 
     def __iter__(self) -> Iterator[Result]:
@@ -91,6 +94,11 @@ class Search:
 
     def __next__(self) -> Result:
         return next(self._results)
+
+    @property
+    def family(self) -> str:
+        """The mark of all its processes (`optpipe.family`)."""
+        return self._child.family
 
     def cancel(self) -> None:
         self._child.stop()
@@ -101,7 +109,7 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
     child.close()
 
 
-def _results(request: Request, child: Child, deadline: threading.Timer) -> Generator[Result, None, None]:
+def _results(request: Request, child: Child, deadline: threading.Timer, gap: float) -> Generator[Result, None, None]:
     began = time.monotonic()
     best = shown = Result("unknown", objective=request.objective, reason="no schedule was found before the search ended")
     try:
@@ -113,8 +121,11 @@ def _results(request: Request, child: Child, deadline: threading.Timer) -> Gener
             if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
                 yield best
                 shown = best
+            if gap and best.gap is not None and best.gap <= gap:
+                break
     except SolverError as error:
-        best = replace(best, notes=(*best.notes, str(error)))
+        rejected = best.rejected + isinstance(error, FrameError)
+        best = replace(best, notes=(*best.notes, str(error)), failure=str(error), rejected=rejected)
     finally:
         deadline.cancel()
         child.stop()
@@ -132,8 +143,12 @@ def _after(best: Result, frame: Frame, request: Request) -> Result:
     if isinstance(frame, Infeasible) and best.schedule is None:
         return replace(best, status="infeasible", reason=frame.reason)
     if isinstance(frame, Note):
-        return replace(best, notes=(*best.notes, frame.text))
+        return _noted(best, frame.text)
     return best
+
+
+def _noted(best: Result, text: str) -> Result:
+    return replace(best, notes=(*best.notes, text)) if len(best.notes) < MOST_NOTES else best
 
 
 def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
@@ -145,11 +160,11 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
     except InputError as error:
         wrong = [str(error)]
     if wrong:
-        return replace(best, notes=(*best.notes, f"a schedule of {frame.method} was rejected: {wrong[0]}"))
+        return _noted(replace(best, rejected=best.rejected + 1), f"a schedule of {frame.method} was rejected: {wrong[0]}")
     percentile = percentile_ms(schedule, request.jitter, request.objective, request.seed) if request.jitter else None
     better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None, percentile_ms=percentile)
     if best.value_ms is not None and better.value_ms is not None and better.value_ms >= best.value_ms:
-        return best
+        return replace(best, rejected=best.rejected + 1)
     return _judged(better)
 
 
@@ -180,6 +195,7 @@ class Options(TypedDict, total=False):
     placements: Placements
     jitter: float
     memory_mib: int | None
+    gap: float
 
 
 def improve(
@@ -195,13 +211,16 @@ def improve(
     placements: Placements = "keep",
     jitter: float = 0.0,
     memory_mib: int | None = None,
+    gap: float = 0.0,
+    admit: Callable[[int], None] | None = None,
 ) -> Search:
     """Better and better schedules: the first within moments, from a heuristic, then what the engines find until `time_limit` (seconds).
 
     Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have since changed.
     `solver` is the MILP's (auto, highs, gurobi, pulp or pulp:NAME). With `placements="all"` the devices' work may be split into other
     stages, and the schedule is one of `schedule.problem`. With `jitter` the 95th percentile of the objective counts, each op's time
-    varying by that share (standard deviation). `memory_mib` limits what the solver's processes hold together.
+    varying by that share (standard deviation). `memory_mib` limits what the solver's processes hold together. The search ends once the
+    gap is `gap` or less. `admit` is called with the id of the solver's process before that is asked, to set limits of the caller's own.
     Raises `InputError` for an argument out of range; an unknown method is known to be one when the first result is asked for.
     """
     if warm_start is not None and not isinstance(warm_start, Schedule):
@@ -224,7 +243,7 @@ def improve(
         )
     except ValidationError as error:
         raise InputError(str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
-    return Search(request)
+    return Search(request, gap, admit)
 
 
 def solve(problem: Problem, **options: Unpack[Options]) -> Result:

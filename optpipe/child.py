@@ -21,7 +21,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from optpipe.errors import SolverError, input_error
+from optpipe import family
+from optpipe.errors import FrameError, SolverError, input_error
 from optpipe.placement import Placement
 from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
@@ -130,17 +131,32 @@ _FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="t
 
 
 class Child:
-    """A solver process. Iterate `frames()`; `stop()` from any thread ends it, within moments and with its whole process group."""
+    """A solver process. Iterate `frames()`; `stop()` from any thread ends it, within moments and with its whole process group.
 
-    def __init__(self, module: str, request: Request | None = None) -> None:
+    `admit` is called with its id before it is asked anything, such as to set limits for it. What it starts is of its `family`.
+    """
+
+    def __init__(self, module: str, request: Request | None = None, admit: Callable[[int], None] | None = None) -> None:
         self.module = module
+        self.family = family.new_mark()
         with contextlib.ExitStack() as unless_it_starts:
             self._stderr = unless_it_starts.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, start_new_session=True
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=family.environment(self.family),
+                start_new_session=True,
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
         self._stopped = threading.Event()
+        if admit is not None:
+            try:
+                admit(self._process.pid)
+            except BaseException:
+                self.close()
+                raise
         if request is not None:
             threading.Thread(target=self._send, args=(request,), daemon=True).start()
 
@@ -184,10 +200,10 @@ class Child:
             if isinstance(frame, End | Refused):
                 return
         if not self._stopped.is_set():
-            raise SolverError(f"{self.module} {self._failure(line)}")
+            raise (FrameError if line else SolverError)(f"{self.module} {self._failure(line)}")
 
     def _failure(self, line: bytes) -> str:
-        """What it did instead of ending its protocol; `line` is the last that was read."""
+        """What it did instead of ending its protocol; `line` is the last that was read, if that was not whole."""
         if len(line) == LONGEST_LINE:
             return f"wrote a line of more than {LONGEST_LINE} bytes"
         try:
@@ -219,7 +235,7 @@ def _frame(line: bytes) -> Frame:
     try:
         return _FRAME.validate_json(line)
     except ValidationError as error:
-        raise SolverError(str(input_error(error, "the solver's answer"))) from None
+        raise FrameError(str(input_error(error, "the solver's answer"))) from None
 
 
 def read_request() -> Request:

@@ -24,6 +24,10 @@ class SolverError(OptPipeError, RuntimeError):
     """The solver's process failed in a way that is not the problem's fault."""
 
 
+class FrameError(SolverError):
+    """The solver's process wrote what is no answer."""
+
+
 def field_path(location: tuple[int | str, ...]) -> str:
     """`("stages", 2, "forward_ms")` as `stages[2].forward_ms`."""
     path = ""

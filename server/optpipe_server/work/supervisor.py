@@ -1,0 +1,110 @@
+"""`Supervisor`: claims jobs as places are free, and follows one child process a solve. It is threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import structlog
+
+from optpipe import family
+from optpipe_server.caches import Caches
+from optpipe_server.database import Database, Leases
+from optpipe_server.database.leases import Claim
+from optpipe_server.settings import Settings
+from optpipe_server.work.heartbeat import Heartbeat, Watch
+from optpipe_server.work.patience import AWAY, said
+from optpipe_server.work.solve import Solve
+from optpipe_server.work.threads import Threads
+
+log = structlog.get_logger("optpipe.work")
+
+LOOK_S = 0.5  # between two looks for a job that waits, where nobody nudges
+STOPPING_S = 5.0  # for the solves to hand their jobs back
+
+
+class Supervisor:
+    """`settings.solves` places for jobs. Children end with `stop`, and with this process however it ends.
+
+    `name` is what the database and the logs call this worker; no other process may have the same.
+    """
+
+    def __init__(self, settings: Settings, database: Database, caches: Caches, name: str) -> None:
+        self._settings, self._caches, self._name = settings, caches, name
+        self._leases = Leases(database, name, settings.lease_s)
+        self._threads = Threads(settings.threads, settings.solves)
+        self._solves: dict[Solve, threading.Thread] = {}
+        self._lock = threading.Lock()  # over the solves
+        self._news = threading.Event()  # a job may wait, or a place is free
+        self._stopping = threading.Event()
+        self._claims = threading.Thread(target=self._claim_all, name="claims", daemon=True)
+        self._heartbeat = Heartbeat(self._leases, self.running, settings.heartbeat_s)
+        self._watch = Watch(self.running)
+
+    def start(self) -> None:
+        if self._settings.solves:
+            self._last_will = family.LastWill()
+            for thread in (self._claims, self._heartbeat, self._watch):
+                thread.start()
+
+    def nudge(self) -> None:
+        """A job waits: look now."""
+        self._news.set()
+
+    def running(self) -> list[Solve]:
+        with self._lock:
+            return list(self._solves)
+
+    def stop(self) -> None:
+        """Gives all jobs back, their children ended; where the database is away, their leases run out instead."""
+        if not self._settings.solves:
+            return
+        until = time.monotonic() + STOPPING_S
+        self._stopping.set()
+        self._news.set()
+        self._claims.join(STOPPING_S)
+        with self._lock:
+            solves = dict(self._solves)
+        for solve in solves:
+            solve.end("stopping")
+        for thread in solves.values():
+            thread.join(max(0.0, until - time.monotonic()))
+        self._heartbeat.stop(max(0.0, until - time.monotonic()))
+        self._watch.stop()
+        self._last_will.revoke()
+
+    def _claim_all(self) -> None:
+        away = False
+        while not self._stopping.is_set():
+            self._news.clear()
+            try:
+                while len(self._solves) < self._settings.solves and not self._stopping.is_set() and (claim := self._leases.claim()):
+                    self._solve(claim)
+            except AWAY as error:
+                if not away:
+                    log.warning("no claims: the database is away", error=said(error))
+                away = True
+            except Exception:
+                log.exception("a claim failed")
+            else:
+                away = False
+            self._news.wait(LOOK_S)
+
+    def _solve(self, claim: Claim) -> None:
+        threads = self._threads.take()
+        solve = Solve(self._settings, self._leases, self._caches, claim, threads, self._stopping)
+
+        def run() -> None:
+            try:
+                solve.run()
+            finally:
+                self._threads.give_back(threads)
+                with self._lock:
+                    del self._solves[solve]
+                self._news.set()
+
+        thread = threading.Thread(target=run, name=f"solve {claim.number}", daemon=True)
+        log.info("claimed", job=claim.job_id, attempt=claim.attempt, worker=self._name, threads=threads, spent_s=round(claim.spent_s, 3))
+        with self._lock:
+            self._solves[solve] = thread
+        thread.start()
