@@ -1,0 +1,33 @@
+"""docker-compose.yml and what belongs to it, read as they are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = ("api", "worker")
+SCRAPED: list[dict[str, Any]] = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+DOCKERFILE = [shlex.split(line) for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines() if re.match(r"[A-Z]", line)]
+
+
+def interpolated(text: str, variables: dict[str, str] | None = None) -> str:
+    """A value as compose reads it: `${NAME:-default}`."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: (variables or {}).get(found[1], found[2]), text)
+
+
+def instructions(name: str) -> list[list[str]]:
+    """The words of each instruction of that name in the Dockerfile's last stage."""
+    last = max(index for index, words in enumerate(DOCKERFILE) if words[0] == "FROM")
+    return [words[1:] for words in DOCKERFILE[last:] if words[0] == name]
+
+
+def image_environment() -> dict[str, str]:
+    return dict(setting.split("=", 1) for words in instructions("ENV") for setting in words)
