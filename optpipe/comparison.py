@@ -95,12 +95,14 @@ def compare(
     *,
     threads: int | None = None,
     placements: Placements = "all",
+    memory_mib: int | None = None,
     told: Callable[[Row], None] | None = None,
 ) -> Comparison:
     """Every published schedule and every heuristic, or the methods named, at the problem's memory, and `auto`, what `solve` finds.
 
     With `placements="all"` each system runs on the stages that it is for, and `solve` searches both for the stages as given and for any;
-    each search takes up to `time_limit` seconds. `told` hears of each row as it comes. Raises `InputError` for what is no method.
+    each search takes up to `time_limit` seconds, and its processes hold up to `memory_mib` together. `told` hears of each row as it comes.
+    Raises `InputError` for what is no method.
     """
     names = [SOLVER] if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
     for name in names:
@@ -113,13 +115,14 @@ def compare(
             time_limit_s=time_limit,
             threads=1 if threads is None else threads,
             placements=placements,
+            memory_mib=memory_mib,
         )
     except ValidationError as error:
         raise InputError(str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
     searches: tuple[Placements, ...] = ("keep", "all") if placements == "all" else ("keep",)
     found = chain(
         _made(request) if names else (),
-        (_solved(problem, time_limit, threads, free) for free in searches if methods is None or SOLVER in methods),
+        (_solved(problem, time_limit, threads, free, memory_mib) for free in searches if methods is None or SOLVER in methods),
     )
     rows = []
     for row in found:
@@ -173,6 +176,6 @@ def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     return device, peaks[device]
 
 
-def _solved(problem: Problem, time_limit: float, threads: int | None, placements: Placements) -> Row:
-    result = solve(problem, method=SOLVER, time_limit=time_limit, threads=threads, placements=placements)
+def _solved(problem: Problem, time_limit: float, threads: int | None, placements: Placements, memory_mib: int | None) -> Row:
+    result = solve(problem, method=SOLVER, time_limit=time_limit, threads=threads, placements=placements, memory_mib=memory_mib)
     return Row(SOLVER, placements, result.schedule, result.lower_bound_ms, None if result.schedule else result.reason)

@@ -15,6 +15,8 @@ from optpipe.ops import OP, Kind, Op, Pair, parse_item
 
 KIND, STAGE, MICROBATCH, PART, JOINED = range(5)
 
+AT_ONCE = 2000  # ops; the regular expressions let no other thread run meanwhile, which in a service is some ms for so many
+
 _LIST = re.compile(rf"(?:{OP.pattern})(?:[+ ](?:{OP.pattern}))*")
 _PIECE = re.compile(rf"{OP.pattern}(\+?)")
 _CODE = {kind.name: int(kind) for kind in Kind}
@@ -56,21 +58,13 @@ class Program:
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Program:
         """Reads a list of `0F3`, `0O3.1`, `0F3+4BW1`; raises `InputError` naming the entry."""
-        texts = list(texts)
-        if not texts:
-            return cls.of(())
-        whole = " ".join(texts)
-        if _LIST.fullmatch(whole) is None or whole.count(" ") != len(texts) - 1:
-            return cls.of(parse_item(text) for text in texts)  # the slow way finds the culprit
-        rows = [
-            (_CODE[name or parted], int(stage), int(j or k), int(part or 0), plus == "+")
-            for stage, name, j, parted, k, part, plus in _PIECE.findall(whole)
-        ]
-        program = cls(np.array(rows, dtype=np.int32))
-        joined = program.table[:, JOINED]
-        if (joined[1:] & joined[:-1]).any():
-            return cls.of(parse_item(text) for text in texts)
-        return program
+        texts, tables = list(texts), [np.zeros((0, 5), dtype=np.int32)]
+        for begin in range(0, len(texts), AT_ONCE):
+            table = _table(texts[begin : begin + AT_ONCE])
+            if table is None:
+                return cls.of(parse_item(text) for text in texts)  # the slow way finds the culprit
+            tables.append(table)
+        return cls(np.concatenate(tables))
 
     def __iter__(self) -> Iterator[Op | Pair]:
         rows = iter(self.table.tolist())
@@ -109,6 +103,20 @@ class Program:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self.table,)
+
+
+def _table(texts: list[str]) -> NDArray[np.int32] | None:
+    """Some rows of a program's table; None where a text is neither an op nor a pair."""
+    whole = " ".join(texts)
+    if _LIST.fullmatch(whole) is None or whole.count(" ") != len(texts) - 1:
+        return None
+    rows = [
+        (_CODE[name or parted], int(stage), int(j or k), int(part or 0), plus == "+")
+        for stage, name, j, parted, k, part, plus in _PIECE.findall(whole)
+    ]
+    table = np.array(rows, dtype=np.int32)
+    joined = table[:, JOINED]
+    return None if (joined[1:] & joined[:-1]).any() else table
 
 
 def parse_programs(entries: Any, what: str) -> tuple[Program, ...]:

@@ -47,7 +47,7 @@ def compare(
     if pictures:
         _draw(found, pictures)
     if json:
-        print_json({"problem": what.name, "k": _json_safe(_ratios(what)), "rows": [figures(row) for row in found.rows]})
+        print_json(content(found))
         return
     from rich.console import Console
 
@@ -87,6 +87,12 @@ def waiting(text: str, quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     with console.status(text) as status:
         yield status.update
+
+
+def content(found: Comparison) -> dict[str, Any]:
+    """For programs, as JSON."""
+    ratios = [None if ratio == float("inf") else ratio for ratio in _ratios(found.problem)]  # JSON has no infinity
+    return {"problem": found.problem.name, "k": ratios, "rows": [figures(row) for row in found.rows]}
 
 
 def figures(row: Row) -> dict[str, Any]:
@@ -179,11 +185,6 @@ def _ratios(problem: Problem) -> list[float | None]:
     from optpipe.offload import offload_ratio
 
     return offload_ratio(problem)
-
-
-def _json_safe(ratios: list[float | None]) -> list[float | None]:
-    """JSON has no infinity."""
-    return [None if ratio == float("inf") else ratio for ratio in ratios]
 
 
 def _require_folder(folder: Path) -> None:
