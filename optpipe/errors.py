@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+MOST_COMPLAINTS = 1000  # of a file that are looked at: each takes time and memory, and hostile ones have a hundred thousand
+
+
 class OptPipeError(Exception):
     """Base of every error that OptPipe raises on purpose."""
 
@@ -38,6 +41,8 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 def input_error(error: ValidationError, what: str) -> InputError:
     """The first of pydantic's complaints as one sentence, with the number of the others."""
+    if error.error_count() > MOST_COMPLAINTS:
+        return InputError(f"{what}: {error.error_count()} of its fields are wrong or missing")
     complaints = error.errors(include_url=False)
     first = complaints[0]
     path = field_path(first["loc"])

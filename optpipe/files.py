@@ -12,13 +12,13 @@ from pydantic import Field, ValidationError
 from optpipe.errors import InputError, input_error
 from optpipe.ops import MARKS, Kind
 from optpipe.placement import Placement
-from optpipe.problem import Problem, Record, TotalMs, read_file, write_file
+from optpipe.problem import Items, Problem, Record, TotalMs, read_file, write_file
 from optpipe.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Found = Literal["optimal", "feasible"]
-Texts = tuple[str, ...]
+Texts = Items[str]
 
 
 class DeviceProgram(Record):
@@ -51,9 +51,9 @@ class ScheduleFile(Record):
     makespan_ms: TotalMs | None = None
     span_ms: TotalMs | None = None
     lower_bound_ms: TotalMs | None = None
-    devices: tuple[DeviceProgram, ...]
+    devices: Items[DeviceProgram]
     links: dict[str, Texts] | None = None
-    ops: tuple[TimedOp, ...] | None = None
+    ops: Items[TimedOp] | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, status: Found = "feasible", lower_bound_ms: float | None = None) -> ScheduleFile:

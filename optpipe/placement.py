@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from optpipe.costs import Floats
 from optpipe.errors import InputError, input_error
-from optpipe.problem import EVICTION, UPDATE, Problem, Record, StageCosts
+from optpipe.problem import EVICTION, UPDATE, Items, Problem, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # routes over the devices, each with stages of its own
@@ -32,7 +32,7 @@ class Placement(Record):
 
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)]
     shape: Shape = "looped"
-    layers: Annotated[tuple[Annotated[int, Field(strict=True, ge=1)], ...], Field(min_length=1, max_length=4096)] | None = None
+    layers: Annotated[Items[Annotated[int, Field(strict=True, ge=1)]], Field(min_length=1, max_length=4096)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

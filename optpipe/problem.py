@@ -7,7 +7,7 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,6 +22,8 @@ TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of 
 Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+T = TypeVar("T")
+Items = Annotated[tuple[T, ...], Field(fail_fast=True)]  # told is the first wrong one: all of a hostile file's take a minute
 
 OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
 EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")
@@ -114,12 +116,12 @@ class Problem(Record):
     microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     p2p_ms: Ms = 0.0
     transfer_mode: Literal["half_duplex", "full_duplex"] = "half_duplex"
-    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=4096)]
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=4096)]
-    routes: Annotated[tuple[tuple[Index, ...], ...], Field(min_length=1, max_length=256)] | None = None
-    microbatch_routes: tuple[Index, ...] | None = None
+    devices: Annotated[Items[Device], Field(min_length=1, max_length=4096)]
+    stages: Annotated[Items[Stage], Field(min_length=1, max_length=4096)]
+    routes: Annotated[Items[Items[Index]], Field(min_length=1, max_length=256)] | None = None
+    microbatch_routes: Items[Index] | None = None
     overlap_factor: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] | None = None
-    layers: Annotated[tuple[StageCosts, ...], Field(min_length=1, max_length=4096)] | None = None
+    layers: Annotated[Items[StageCosts], Field(min_length=1, max_length=4096)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Problem:

@@ -1,0 +1,46 @@
+"""Bodies within the limit that are made to keep the service busy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+from support.chain import chain
+
+from optpipe.errors import InputError
+from optpipe_server.http.bodies import Submission, parse
+from optpipe_server.http.limits import LONGEST_BODY
+
+PROBLEM = json.dumps(chain().to_dict())
+MANY = LONGEST_BODY // 12
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"problem":{{"stages":[{"{}," * MANY}1]}}}}',
+        f'{{"problem":{{"devices":[{"1," * MANY}1]}}}}',
+        f'{{"problem":{{"layers":[{"[]," * MANY}1]}}}}',
+        f'{{"problem":{{"routes":[[{"-1," * MANY}1]]}}}}',
+        f'{{"problem":{{"routes":[{"[-1]," * MANY}1]}}}}',
+        f'{{"problem":{{"microbatch_routes":[{"-1," * MANY}1]}}}}',
+        f'{{"problem":{PROBLEM},"warm_start":{{"devices":[{"1," * MANY}1]}}}}',
+        f'{{"problem":{PROBLEM},"warm_start":{{"devices":[{{"program":[{"1," * MANY}1]}}]}}}}',
+        f'{{"problem":{PROBLEM},"warm_start":{{"ops":[{"{}," * MANY}1]}}}}',
+        f'{{"problem":{PROBLEM},"warm_start":{{"links":{{"a":[{"1," * MANY}1]}}}}}}',
+        f'{{"problem":{PROBLEM},"warm_start":{{"placement":{{"layers":[{"0," * MANY}1]}}}}}}',
+    ],
+    ids=lambda body: body[:60] if len(body) < 200 else body.split("[")[0][-20:],
+)
+def test_a_list_of_a_hundred_thousand_faults_has_few(body: str) -> None:
+    """Pydantic lists them all, in a minute and gigabytes, unless it is told to stop."""
+    with pytest.raises(ValidationError) as caught:
+        Submission.model_validate_json(body)
+    assert caught.value.error_count() < 30
+
+
+def test_a_hundred_thousand_names_are_counted() -> None:
+    body = '{"problem":1,' + ",".join(f'"{number}":1' for number in range(80_000)) + "}"
+    with pytest.raises(InputError, match=r"^job: 80001 of its fields are wrong or missing$"):
+        parse(Submission, body.encode(), "job")
