@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
@@ -23,7 +22,9 @@ from optpipe.errors import InputError
 
 BUSY_MS = 10_000  # how long a connection to SQLite waits for another one that writes
 CONNECT_S = 3  # to PostgreSQL
-STATEMENT_MS = 10_000  # the longest statement of PostgreSQL
+STATEMENT_MS = 10_000  # the longest statement of PostgreSQL, waiting for locks included
+IDLE_MS = 5_000  # between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
+SILENT_S = 10  # a connection whose other side does not even acknowledge for so long is broken
 CONNECTIONS = 20  # to PostgreSQL, of one process
 
 
@@ -58,25 +59,21 @@ class Database:
     """
 
     def __init__(self, url: str, *, beside: bool = False) -> None:
-        self._lock_file: int | None = None
+        parsed = _parsed(url)
+        self.sqlite = parsed.get_backend_name() == "sqlite"
+        self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
+        self._lock_file = _only_writer(str(parsed.database), beside) if self.sqlite else None
+        self.engine = _engine(parsed, self.sqlite)
         try:
-            parsed = _parsed(url)
-            self.sqlite = parsed.get_backend_name() == "sqlite"
-            if self.sqlite:
-                self._lock_file = _only_writer(Path(str(parsed.database)), beside)
-            self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
-            self.engine = _engine(parsed, self.sqlite)
             self._migrate()
-        except SQLAlchemyError as error:
-            self._unlock()
-            shown = parsed.render_as_string()  # without the password
-            raise InputError(f"database = {shown!r}: {_first_line(error)}") from None
+        except BaseException as error:
+            self.close()
+            if isinstance(error, SQLAlchemyError):
+                raise InputError(f"database = {_shown(parsed)!r}: {_first_line(error)}") from None
+            raise
 
     def close(self) -> None:
         self.engine.dispose()
-        self._unlock()
-
-    def _unlock(self) -> None:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
@@ -93,6 +90,11 @@ class Database:
         with self._turn, self.engine.begin() as connection:
             yield connection
 
+    def ping(self) -> None:
+        """Raises SQLAlchemy's error where the database does not answer."""
+        with self.read() as connection:
+            connection.execute(select(1))
+
     def _migrate(self) -> None:
         from optpipe_server.database.migrations import upgrade
 
@@ -104,20 +106,31 @@ def _parsed(url: str) -> URL:
     right = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME would be right"
     try:
         parsed = make_url(url)
-    except SQLAlchemyError:
+    except (SQLAlchemyError, ValueError):
         raise InputError(f"database: not a URL; {right}") from None
+    if "@" in (parsed.host or ""):  # what stands there is the end of a password
+        raise InputError("database: more than one '@' before the host; in a password it is written %40")
     backend = parsed.get_backend_name()
     if backend not in ("sqlite", "postgresql") or not parsed.database or parsed.database == ":memory:":
-        raise InputError(f"database = {parsed.render_as_string()!r}: {right}")
-    if backend == "postgresql" and find_spec("psycopg") is None:
+        raise InputError(f"database = {_shown(parsed)!r}: {right}")
+    if backend == "sqlite":
+        if parsed.query or parsed.host:
+            raise InputError(f"database = {_shown(parsed)!r}: sqlite:///FILE would be right")
+        return parsed.set(drivername="sqlite")
+    if find_spec("psycopg") is None:
         raise InputError("database: psycopg is not installed: pip install 'optpipe[postgres]'")
-    return parsed if backend == "sqlite" else parsed.set(drivername="postgresql+psycopg")
+    return parsed.set(drivername="postgresql+psycopg")
 
 
-def _only_writer(file: Path, beside: bool) -> int | None:
+def _shown(url: URL) -> str:
+    """Without the password, wherever it stands."""
+    return url.difference_update_query(("password", "passfile", "sslpassword")).render_as_string()
+
+
+def _only_writer(file: str, beside: bool) -> int | None:
     """Holds the lock beside the file, which ends with the process however it ends; None where another has it and that is no harm."""
     try:
-        lock = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InputError(f"database = 'sqlite:///{file}': {error.strerror or error}") from None
     try:
@@ -137,9 +150,17 @@ def _engine(url: URL, sqlite: bool) -> Engine:
         engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=CONNECTIONS)
         event.listen(engine, "connect", _configure)
         event.listen(engine, "begin", _begin)
+        event.listen(engine, "handle_error", _judge)
         return engine
-    options = f"-c statement_timeout={STATEMENT_MS} -c lock_timeout={STATEMENT_MS} -c timezone=UTC"
-    arguments = {"connect_timeout": CONNECT_S, "options": options, "application_name": "optpipe"}
+    limits = {"statement_timeout": STATEMENT_MS, "lock_timeout": STATEMENT_MS, "idle_in_transaction_session_timeout": IDLE_MS}
+    arguments = {
+        "connect_timeout": CONNECT_S,
+        "tcp_user_timeout": SILENT_S * 1000,
+        "keepalives_idle": SILENT_S,
+        "keepalives_interval": 2,
+        "options": " ".join(f"-c {name}={value}" for name, value in (limits | {"timezone": "UTC"}).items()),
+        "application_name": "optpipe",
+    }
     return create_engine(url, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S, pool_pre_ping=True, connect_args=arguments)
 
 
@@ -153,6 +174,14 @@ def _begin(connection: Connection) -> None:
     """A transaction that will write takes the lock at once, so that two of them never meet halfway."""
     reads_only = connection.get_execution_options().get("reads_only", False)
     connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+
+
+def _judge(context: ExceptionContext) -> None:
+    """A connection that met a read-only or failing disk is not used again: SQLite would keep it read-only when the disk is well."""
+    error = context.original_exception
+    broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in broken:
+        context.is_disconnect = True
 
 
 def _first_line(error: SQLAlchemyError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -10,32 +11,42 @@ from sqlalchemy import Connection, Row, insert, select, update
 from optpipe.anytime import Result
 from optpipe.child import Programs
 from optpipe.problem import Problem
-from optpipe.schedule import Schedule
 from optpipe_server.database.engine import now
 from optpipe_server.database.tables import Level, Source, incumbents, jobs, log, problems
 
+LONGEST_TEXT = 2000  # of a reason or a line of the log; some are a solver's last words
 
-def append(db: Connection, job: Row[Any], result: Result, source: Source, attempt: int) -> int:
-    """The result's schedule as the next incumbent of a job whose row this transaction holds; returns its number."""
+
+def written(result: Result, source: Source) -> dict[str, Any]:
+    """A result's schedule as an incumbent's row; made before the transaction, for which others wait."""
     schedule = result.schedule
     assert schedule is not None
-    seq: int = job.last_seq + 1
-    db.execute(
-        insert(incumbents).values(
-            job=job.id,
-            seq=seq,
-            problem_version=job.problem_version,
-            attempt=attempt,
-            source=source,
-            method=result.method or schedule.method,
-            makespan_ms=schedule.makespan_ms,
-            span_ms=schedule.span_ms,
-            found_at=now(),
-            programs=Programs.of(schedule).model_dump_json(),
-        )
-    )
-    change(db, job, last_seq=seq, **known(result))
-    return seq
+    return {
+        "source": source,
+        "method": result.method or schedule.method,
+        "makespan_ms": schedule.makespan_ms,
+        "span_ms": schedule.span_ms,
+        "programs": Programs.of(schedule).model_dump_json(),
+    }
+
+
+def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], attempt: int) -> None:
+    """The result's schedule, `written`, as the next incumbent of a job whose row this transaction holds.
+
+    Only where it is better than the last one for the same problem: what is no better is known already, such as what a search began with.
+    """
+    last = best_ms(db, job)
+    if last is not None and row[f"{job.objective}_ms"] >= last:
+        return
+    of_job = {"job": job.id, "seq": job.last_seq + 1, "problem_version": job.problem_version, "attempt": attempt}
+    db.execute(insert(incumbents).values(**of_job, **row, found_at=now()))
+    change(db, job, last_seq=job.last_seq + 1, **known(result, job.lower_bound_ms))
+
+
+def best_ms(db: Connection, job: Row[Any]) -> float | None:
+    """How long the job's best schedule for its present problem is; None where it has none."""
+    last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq, incumbents.c.problem_version == job.problem_version
+    return db.execute(select(incumbents.c[f"{job.objective}_ms"]).where(*last)).scalar_one_or_none()
 
 
 def change(db: Connection, job: Row[Any], **values: Any) -> None:
@@ -43,32 +54,30 @@ def change(db: Connection, job: Row[Any], **values: Any) -> None:
     db.execute(update(jobs).where(jobs.c.id == job.id).values(version=jobs.c.version + 1, **values))
 
 
-def known(result: Result) -> dict[str, Any]:
+def known(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
+    """What is known of a problem by a result, and by a bound that there was."""
+    bounds = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
+    result = replace(result, lower_bound_ms=max(bounds, default=None))
     return {"status": result.status, "lower_bound_ms": result.lower_bound_ms, "gap": result.gap}
 
 
 def note(db: Connection, job_id: str, attempt: int, text: str, level: Level = "info") -> None:
     """A line of the job's log."""
-    db.execute(insert(log).values(job=job_id, at=now(), attempt=attempt, level=level, text=text))
+    db.execute(insert(log).values(job=job_id, at=now(), attempt=attempt, level=level, text=plain(text)))
+
+
+def plain(text: str) -> str:
+    """Text that both databases take, whoever wrote it: without NUL and lone surrogates, and no longer than anybody reads."""
+    return text[:LONGEST_TEXT].replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
 def problem_text(problem: Problem) -> str:
     return json.dumps(problem.to_dict(), separators=(",", ":"))
 
 
-def current_problem(db: Connection, job: Row[Any]) -> Problem:
-    """The problem that counts for the job."""
-    of_job = problems.c.job == job.id, problems.c.version == job.problem_version
-    return Problem.model_validate_json(db.execute(select(problems.c.problem).where(*of_job)).scalar_one())
-
-
-def best_schedule(db: Connection, job: Row[Any], problem: Problem) -> tuple[Schedule | None, int]:
-    """The last incumbent, read for the given problem, and the version of the problem that it was for, 0 where there is none.
-
-    It is re-timed where the costs have changed since, and not checked on them.
-    """
+def state_of_work(db: Connection, job: Row[Any]) -> tuple[str, Row[Any] | None]:
+    """The problem that counts for the job, and its last incumbent with its programs, as texts."""
+    of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
     last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq
-    row = db.execute(select(incumbents.c.programs, incumbents.c.method, incumbents.c.problem_version).where(*last)).one_or_none()
-    if row is None:
-        return None, 0
-    return Programs.model_validate_json(row.programs).schedule(problem, row.method), row.problem_version
+    problem: str = db.execute(select(problems.c.problem).where(*of_problem)).scalar_one()
+    return problem, db.execute(select(incumbents).where(*last)).one_or_none()

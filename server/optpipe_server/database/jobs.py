@@ -13,7 +13,7 @@ from optpipe.anytime import Result
 from optpipe.child import Objective
 from optpipe.problem import Problem
 from optpipe_server.database.engine import Database, now
-from optpipe_server.database.incumbents import append, change, known, note, problem_text
+from optpipe_server.database.incumbents import append, change, known, note, plain, problem_text, written
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, log, problems
 
 MOST_LISTED = 200
@@ -59,7 +59,7 @@ class Start:
 
 
 class Jobs:
-    """Jobs of all tenants; every method takes the tenant that asks, whose jobs alone it sees."""
+    """Jobs of all tenants. A method that takes the tenant that asks sees its jobs alone; the others are for whom has asked one of these."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -76,7 +76,8 @@ class Jobs:
 
         Raises `QueueFullError` where `queue` jobs of the tenant wait, `ConflictError` for a key that came with another body.
         """
-        job_id = uuid4().hex
+        job_id, posed = uuid4().hex, problem_text(job.problem)
+        first = written(start.best, start.source) if start.best.schedule is not None else None
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
             if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
@@ -89,8 +90,8 @@ class Jobs:
                     id=job_id,
                     tenant=tenant,
                     state=state,
-                    reason=start.best.reason if state == "infeasible" else None,
-                    problem_name=job.problem.name,
+                    reason=_reason(start),
+                    problem_name=plain(job.problem.name),
                     problem_sha256=job.problem.sha256,
                     method=job.method,
                     objective=job.objective,
@@ -102,14 +103,12 @@ class Jobs:
                     **known(start.best),
                 )
             )
-            db.execute(
-                insert(problems).values(job=job_id, version=1, problem=problem_text(job.problem), sha256=job.problem.sha256, created_at=at)
-            )
+            db.execute(insert(problems).values(job=job_id, version=1, problem=posed, sha256=job.problem.sha256, created_at=at))
             if key is not None:
                 db.execute(insert(idempotency).values(tenant=tenant, key=key, body_sha256=body_sha256, job=job_id))
             note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
-            if start.best.schedule is not None:
-                append(db, _held(db, tenant, job_id), start.best, start.source, 0)
+            if first is not None:
+                append(db, _held(db, tenant, job_id), start.best, first, 0)
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
@@ -123,6 +122,18 @@ class Jobs:
             joined = jobs.join(problems, (problems.c.job == jobs.c.id) & (problems.c.version == jobs.c.problem_version))
             query = select(jobs, problems.c.problem).select_from(joined).where(jobs.c.id == job_id, jobs.c.tenant == tenant)
             return db.execute(query).one_or_none()
+
+    def head(self, tenant: str, job_id: str) -> Row[Any] | None:
+        """A job without its problem."""
+        with self._database.read() as db:
+            return db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant)).one_or_none()
+
+    def news(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
+        """A job, whoever's it is, and its incumbents numbered above `after` without their programs; of those that it says there are, none
+        is missing."""
+        with self._database.read() as db:
+            job = db.execute(select(jobs).where(jobs.c.id == job_id)).one_or_none()
+        return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
 
     def page(self, tenant: str, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
         """The newest jobs, `limit` at most, without their problems; those submitted before the job of number `before`."""
@@ -192,8 +203,10 @@ class Jobs:
         """The job goes on with another problem, such as drifted costs, from the given start; its whole time limit counts anew.
 
         `seen` is the last incumbent that the start was made from. Raises `ConflictError` for a cancelled job, `StaleError` where another
-        incumbent or problem came in between, `QueueFullError` where a job that was over finds no place to wait.
+        incumbent came in between, `QueueFullError` where a job that was over finds no place to wait.
         """
+        posed = problem_text(problem)
+        first = written(start.best, start.source) if start.best.schedule is not None else None
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
             job = _held(db, tenant, job_id)
@@ -207,16 +220,14 @@ class Jobs:
             elif state == "queued" and job.state != "queued" and _count(db, tenant, "queued") >= queue:
                 raise QueueFullError
             version, at = job.problem_version + 1, now()
-            db.execute(
-                insert(problems).values(job=job_id, version=version, problem=problem_text(problem), sha256=problem.sha256, created_at=at)
-            )
+            db.execute(insert(problems).values(job=job_id, version=version, problem=posed, sha256=problem.sha256, created_at=at))
             change(
                 db,
                 job,
                 state=state,
-                reason=start.best.reason if state == "infeasible" else None,
+                reason=_reason(start),
                 problem_version=version,
-                problem_name=problem.name,
+                problem_name=plain(problem.name),
                 problem_sha256=problem.sha256,
                 spent_s=0.0,
                 crashes=0,
@@ -226,8 +237,8 @@ class Jobs:
                 **known(start.best),
             )
             note(db, job_id, job.attempt, f"problem {version}: the costs have changed")
-            if start.best.schedule is not None:
-                append(db, _held(db, tenant, job_id), start.best, start.source, 0)
+            if first is not None:
+                append(db, _held(db, tenant, job_id), start.best, first, 0)
 
     def adopt(self, tenant: str, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
         """What the training swapped in; said again it replaces what was said. Raises `LookupError` where there is no such incumbent."""
@@ -262,6 +273,10 @@ def _held(db: Connection, tenant: str, job_id: str) -> Row[Any]:
     if job is None:
         raise LookupError(job_id)
     return job
+
+
+def _reason(start: Start) -> str | None:
+    return plain(start.best.reason) if start.state == "infeasible" and start.best.reason else None
 
 
 def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str | None:

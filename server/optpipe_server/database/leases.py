@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import Connection, Row, case, select, update
 
 from optpipe.anytime import Result
-from optpipe.child import Objective
+from optpipe.child import Objective, Programs
+from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_server.database.engine import Database, clock_s, now
-from optpipe_server.database.incumbents import append, best_schedule, change, current_problem, known, note
+from optpipe_server.database.incumbents import append, best_ms, change, known, note, plain, state_of_work, written
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.tables import Level, State, jobs
 
+FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
+ROUNDING = 1e-9
 LEASE_S = 15.0
 HEARTBEAT_S = 5.0
 MOST_CRASHES = 1  # of solver processes, after which a job goes on once more
@@ -81,21 +84,23 @@ class Leases:
                 started_at=job.started_at or now(),
             )
             note(db, job.id, job.attempt + 1, f"taken by {self._worker}")
-            return _claim(db, job, job.attempt + 1)
+            work = state_of_work(db, job)
+        return _claim(job, job.attempt + 1, *work)
 
     def waiting(self) -> int:
         """How many jobs wait, counted up to a hundred."""
         with self._database.read() as db:
             return len(db.execute(select(jobs.c.number).where(jobs.c.state == "queued").limit(100)).all())
 
-    def beat(self, spent_s: Mapping[str, tuple[int, float]]) -> set[str]:
-        """Renews the leases of these jobs (id -> attempt, seconds spent); returns those that are this worker's no more."""
+    def beat(self, spent_s: Iterable[tuple[Claim, float]]) -> set[str]:
+        """Renews the leases of these claims, with the seconds spent; returns the ids of jobs that are this worker's no more."""
         lost = set()
-        for job_id, (attempt, spent) in spent_s.items():
+        for claim, spent in spent_s:
+            same = jobs.c.problem_version == claim.problem_version  # another problem's time counts anew
+            values = {"lease_until": clock_s() + self._lease_s, "spent_s": case((same, spent), else_=jobs.c.spent_s)}
             with self._database.write() as db:
-                renewed = update(jobs).where(*_fence(job_id, attempt)).values(lease_until=clock_s() + self._lease_s, spent_s=spent)
-                if db.execute(renewed).rowcount == 0:
-                    lost.add(job_id)
+                if db.execute(update(jobs).where(*_fence(claim)).values(values)).rowcount == 0:
+                    lost.add(claim.job_id)
         return lost
 
     def orders(self, attempts: Mapping[str, int]) -> dict[str, Orders]:
@@ -108,11 +113,15 @@ class Leases:
         }
 
     def append(self, claim: Claim, result: Result) -> bool:
-        """Commits a verified schedule; False where the job has another problem by now. Raises `LostError`."""
+        """Commits a verified schedule, unless it is no better than the last one; said again it changes nothing.
+
+        False where the job has another problem by now. Raises `LostError`.
+        """
+        row = written(result, "solver")
         with self._held(claim) as (db, job):
             if job.problem_version != claim.problem_version:
                 return False
-            append(db, job, result, "solver", claim.attempt)
+            append(db, job, result, row, claim.attempt)
             return True
 
     def note(self, claim: Claim, text: str, level: Level = "info") -> None:
@@ -123,7 +132,8 @@ class Leases:
     def again(self, claim: Claim, spent_s: float) -> Claim:
         """The claim as the job is now: with another problem, more time, its best schedule. Raises `LostError`."""
         with self._held(claim) as (db, job):
-            return replace(_claim(db, job, claim.attempt), spent_s=spent_s if job.problem_version == claim.problem_version else 0.0)
+            work = state_of_work(db, job)
+        return replace(_claim(job, claim.attempt, *work), spent_s=_spent(job, claim, spent_s))
 
     def crashed(self, claim: Claim, why: str, spent_s: float) -> Claim | None:
         """A solver's process ended on its own: the job goes on once more, as another attempt from its best, then None.
@@ -133,20 +143,30 @@ class Leases:
         with self._held(claim) as (db, job):
             note(db, claim.job_id, claim.attempt, why, "error")
             again = job.crashes < MOST_CRASHES
-            change(db, job, crashes=job.crashes + 1, spent_s=spent_s, **({"attempt": job.attempt + 1} if again else {}))
-            return replace(_claim(db, job, job.attempt + 1), spent_s=spent_s, crashes=job.crashes + 1) if again else None
+            spent = _spent(job, claim, spent_s)
+            change(db, job, crashes=job.crashes + 1, spent_s=spent, **({"attempt": job.attempt + 1} if again else {}))
+            work = state_of_work(db, job)
+        return replace(_claim(job, job.attempt + 1, *work), spent_s=spent, crashes=job.crashes + 1) if again else None
 
     def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
         """The end of a job; False where it has another problem or more time by now and goes on. Raises `LostError`.
 
+        A job that has a schedule for its problem is `done`, unless it was cancelled, and what was stored of it never becomes less.
         More time counts where the time was what ended it: for one that is `done` without a proof, or failed without a schedule.
         """
         with self._held(claim) as (db, job):
             more_time = job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and result.status != "optimal"
             if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
                 return False
-            reason = None if state == "done" else result.reason
-            change(db, job, state=state, reason=reason, spent_s=spent_s, ended_at=now(), worker=None, lease_until=None, **known(result))
+            best = best_ms(db, job)
+            if best is None:  # what is not stored is not known
+                result = replace(result, schedule=None, status="infeasible" if state == "infeasible" else "unknown")
+            elif state != "cancelled":
+                state = "done"
+            reason = plain(result.reason) if result.reason else None
+            over = {"state": state, "reason": reason, "spent_s": spent_s, "ended_at": now(), "worker": None, "lease_until": None}
+            stands = best is not None and (result.objective_ms is None or result.objective_ms > best * (1 + ROUNDING))
+            change(db, job, **over, **({} if stands else known(result, job.lower_bound_ms)))
             note(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
             return True
 
@@ -157,13 +177,12 @@ class Leases:
             if job.cancel_requested:
                 change(db, job, state="cancelled", reason=CANCELLED, ended_at=now(), worker=None, lease_until=None)
             else:
-                change(db, job, state="queued", spent_s=spent_s, worker=None, lease_until=None)
+                change(db, job, state="queued", spent_s=_spent(job, claim, spent_s), worker=None, lease_until=None)
 
     @contextmanager
     def _held(self, claim: Claim) -> Iterator[tuple[Connection, Row[Any]]]:
         with self._database.write() as db:
-            fence = _fence(claim.job_id, claim.attempt)
-            job = db.execute(select(jobs).where(*fence, jobs.c.worker == self._worker).with_for_update()).one_or_none()
+            job = db.execute(select(jobs).where(*_fence(claim), jobs.c.worker == self._worker).with_for_update()).one_or_none()
             if job is None:
                 raise LostError(claim.job_id)
             yield db, job
@@ -188,17 +207,21 @@ def reap(database: Database, everything: bool = False) -> list[str]:
             else:
                 reason = f"its worker was lost {job.losses + 1} times"
                 note(db, job.id, job.attempt, reason, "error")
-                change(db, job, state="done" if job.last_seq else "failed", reason=reason, ended_at=now(), **values)
+                change(db, job, state="done" if job.status in FOUND else "failed", reason=reason, ended_at=now(), **values)
     return reaped
 
 
-def _fence(job_id: str, attempt: int) -> tuple[Any, ...]:
-    return jobs.c.id == job_id, jobs.c.attempt == attempt, jobs.c.state == "running"
+def _fence(claim: Claim) -> tuple[Any, ...]:
+    return jobs.c.id == claim.job_id, jobs.c.attempt == claim.attempt, jobs.c.state == "running"
 
 
-def _claim(db: Connection, job: Row[Any], attempt: int) -> Claim:
-    problem = current_problem(db, job)
-    best, best_version = best_schedule(db, job, problem)
+def _spent(job: Row[Any], claim: Claim, spent_s: float) -> float:
+    """Of the present problem's time: what was spent on another one does not count."""
+    return spent_s if job.problem_version == claim.problem_version else job.spent_s
+
+
+def _claim(job: Row[Any], attempt: int, problem_text: str, last: Row[Any] | None) -> Claim:
+    problem = Problem.model_validate_json(problem_text)
     return Claim(
         job_id=job.id,
         number=job.number,
@@ -211,8 +234,16 @@ def _claim(db: Connection, job: Row[Any], attempt: int) -> Claim:
         gap=job.gap_limit,
         time_limit_s=job.time_limit_s,
         spent_s=job.spent_s,
-        best=best,
-        best_version=best_version,
+        best=_read(last, problem) if last else None,
+        best_version=last.problem_version if last else 0,
         lower_bound_ms=job.lower_bound_ms,
         crashes=job.crashes,
     )
+
+
+def _read(incumbent: Row[Any], problem: Problem) -> Schedule | None:
+    """The incumbent's schedule for the problem; None where its ops mean nothing for it."""
+    try:
+        return Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)
+    except InputError:
+        return None

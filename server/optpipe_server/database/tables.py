@@ -57,6 +57,7 @@ jobs = Table(
     Column("started_at", String(40)),
     Column("ended_at", String(40)),
     Index("ix_jobs_tenant_number", "tenant", "number"),
+    Index("ix_jobs_tenant_state", "tenant", "state", "number"),
     Index("ix_jobs_state_priority", "state", "priority", "number"),
 )
 

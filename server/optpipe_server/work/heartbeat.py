@@ -58,7 +58,7 @@ class Heartbeat(threading.Thread):
             return
         lost: set[str] = set()
         if began - self._beat >= self._every_s:
-            lost = self._leases.beat({claim.job_id: (claim.attempt, solve.spent_s) for solve, claim in held.items()})
+            lost = self._leases.beat([(claim, solve.spent_s) for solve, claim in held.items()])
             self._beat = began
         orders = self._leases.orders({claim.job_id: claim.attempt for claim in held.values()})
         for solve, claim in held.items():

@@ -21,6 +21,8 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
     Raises `InputError` for tables of a newer release, and, where they are only to be checked, of an older one.
     """
     if connection.dialect.name == "postgresql":
+        for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):  # it may take its time
+            connection.execute(text(f"set local {name} = 0"))
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))

@@ -48,6 +48,7 @@ def upgrade() -> None:
     with op.batch_alter_table("jobs", schema=None) as batch_op:
         batch_op.create_index("ix_jobs_state_priority", ["state", "priority", "number"], unique=False)
         batch_op.create_index("ix_jobs_tenant_number", ["tenant", "number"], unique=False)
+        batch_op.create_index("ix_jobs_tenant_state", ["tenant", "state", "number"], unique=False)
 
     op.create_table(
         "keys",
@@ -154,6 +155,7 @@ def downgrade() -> None:
     op.drop_table("schedules")
     op.drop_table("keys")
     with op.batch_alter_table("jobs", schema=None) as batch_op:
+        batch_op.drop_index("ix_jobs_tenant_state")
         batch_op.drop_index("ix_jobs_tenant_number")
         batch_op.drop_index("ix_jobs_state_priority")
 

@@ -1,0 +1,297 @@
+"""What clients ask of the database, on both."""
+
+from __future__ import annotations
+
+import pytest
+from support.chain import chain, gpipe, one_by_one
+from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
+
+from optpipe.anytime import Result
+from optpipe_server.database import Database, Jobs, Leases, NewJob, Start
+from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
+
+SLOWER = chain(scale=2.0)  # the same stages with drifted costs
+
+
+@pytest.fixture
+def jobs(database: Database) -> Jobs:
+    return Jobs(database)
+
+
+def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
+    asked = NewJob(PROBLEM.replace(name="mine"), "cpsat", "span", 30.0, 0.01, 3)
+    job_id, new = jobs.add(A, asked, start(), queue=1)
+    job = jobs.job(A, job_id)
+    assert new
+    assert job is not None
+    assert (job.state, job.problem_name, job.problem_sha256) == ("queued", "mine", PROBLEM.sha256)
+    assert (job.method, job.objective, job.time_limit_s, job.gap_limit, job.priority) == ("cpsat", "span", 30.0, 0.01, 3)
+    assert (job.status, job.lower_bound_ms, job.last_seq) == ("feasible", 1.0, 1)
+    assert job.gap == pytest.approx(1 - 1.0 / SLOW.makespan_ms)
+    assert PROBLEM.replace(name="mine").model_validate_json(job.problem) == PROBLEM.replace(name="mine")
+    [first] = jobs.incumbents(job_id)
+    assert (first.seq, first.source, first.method, first.makespan_ms, first.attempt) == (1, "heuristic", "naive", SLOW.makespan_ms, 0)
+    assert first.problem_sha256 == PROBLEM.sha256
+    whole = jobs.incumbent(job_id, 1)
+    assert whole is not None
+    assert whole.programs == jobs.incumbent(job_id, 1).programs  # type: ignore[union-attr]
+    assert jobs.incumbent(job_id, 2) is None
+
+
+def test_what_is_proven_before_any_worker_is_over(jobs: Jobs) -> None:
+    best, _ = jobs.add(A, NewJob(PROBLEM), Start(found(FAST, FAST.makespan_ms), "cache"), queue=0)
+    none, _ = jobs.add(A, NewJob(PROBLEM), Start(Result("infeasible", reason="device 0 needs\0more")), queue=0)
+    done, infeasible = jobs.job(A, best), jobs.job(A, none)
+    assert done is not None
+    assert infeasible is not None
+    assert (done.state, done.status, done.gap, done.ended_at is not None) == ("done", "optimal", 0.0, True)
+    assert (infeasible.state, infeasible.reason, infeasible.last_seq) == ("infeasible", "device 0 needs\ufffdmore", 0)
+
+
+def test_what_text_cannot_hold_is_replaced(jobs: Jobs) -> None:
+    """PostgreSQL has no NUL."""
+    job_id, _ = jobs.add(A, NewJob(PROBLEM.replace(name="a\0b")), start(), queue=1)
+    job = jobs.job(A, job_id)
+    assert job is not None
+    assert job.problem_name == "a\ufffdb"
+
+
+def test_the_same_key_means_the_same_job(jobs: Jobs) -> None:
+    first = jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
+    assert jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x") == (first[0], False), "also where the queue is full"
+    assert jobs.submitted(A, "k", "x") == first[0]
+    assert jobs.submitted("b", "k", "x") is None
+    for again in (lambda: jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="y"), lambda: jobs.submitted(A, "k", "y")):
+        with pytest.raises(ConflictError, match="Idempotency-Key"):
+            again()
+    other, new = jobs.add("b", NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
+    assert new
+    assert other != first[0]
+    assert len(jobs.page(A, None, None, 10)) == 1
+    jobs.purge(A, first[0])
+    _, new = jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="y")
+    assert new, "a purged job leaves its key"
+
+
+def test_a_tenant_has_as_many_waiting_jobs_as_it_may(jobs: Jobs, database: Database) -> None:
+    for _ in range(2):
+        jobs.add(A, NewJob(PROBLEM), start(), queue=2)
+    with pytest.raises(QueueFullError):
+        jobs.add(A, NewJob(PROBLEM), start(), queue=2, key="refused", body_sha256="x")
+    assert jobs.submitted(A, "refused", "x") is None
+    jobs.add("b", NewJob(PROBLEM), start(), queue=2)
+    assert Leases(database, "w").claim() is not None
+    jobs.add(A, NewJob(PROBLEM), start(), queue=2)
+    assert jobs.count() == {"queued": 3, "running": 1}
+
+
+def test_another_tenant_sees_and_does_nothing(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    before = row(database, job_id)
+    assert jobs.job("b", job_id) is None
+    assert jobs.page("b", None, None, 10) == []
+    for asked in (
+        lambda: jobs.cancel("b", job_id),
+        lambda: jobs.extend("b", job_id, 1e3, 2),
+        lambda: jobs.pose("b", job_id, SLOWER, Start(), seen=1, queue=9),
+        lambda: jobs.adopt("b", job_id, 1, 1, None),
+        lambda: jobs.purge("b", job_id),
+    ):
+        with pytest.raises(LookupError):
+            asked()
+    assert row(database, job_id) == before
+
+
+def test_pages_go_back_in_time(jobs: Jobs, database: Database) -> None:
+    ids = [submit(database) for _ in range(5)]
+    jobs.cancel(A, ids[3])
+    first = jobs.page(A, None, None, 2)
+    assert [job.id for job in first] == [ids[4], ids[3]]
+    assert [job.id for job in jobs.page(A, None, first[-1].number, 9)] == [ids[2], ids[1], ids[0]]
+    assert [job.id for job in jobs.page(A, "queued", first[0].number, 2)] == [ids[2], ids[1]]
+    assert [job.id for job in jobs.page(A, "cancelled", None, 9)] == [ids[3]]
+
+
+def test_versions_grow_with_all_that_can_be_seen(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    seen = [jobs.versions([job_id, "no such job"])[job_id]]
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    for step in (
+        lambda: leases.append(claim, found(FAST)),
+        lambda: jobs.adopt(A, job_id, 1, 7, 12.5),
+        lambda: jobs.extend(A, job_id, 100.0, seen[-1]),
+        lambda: jobs.cancel(A, job_id),
+        lambda: leases.finish(claim, "cancelled", Result("feasible", FAST), 1.0),
+    ):
+        seen.append(jobs.versions([job_id])[job_id])
+        step()
+        assert jobs.versions([job_id])[job_id] == seen[-1] + 1
+    before = jobs.versions([job_id])
+    jobs.cancel(A, job_id)
+    assert jobs.versions([job_id]) == before, "nothing happened"
+    assert jobs.versions([]) == {}
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "done"])
+def test_cancel(jobs: Jobs, database: Database, state: str) -> None:
+    job_id = submit(database)
+    leases = Leases(database, "w")
+    claim = leases.claim() if state != "queued" else None
+    if claim and state == "done":
+        leases.finish(claim, "done", found(SLOW), 1.0)
+    for _ in range(2):
+        jobs.cancel(A, job_id)
+    job = row(database, job_id)
+    assert job.state == {"queued": "cancelled"}.get(state, state), (
+        "what is over stays what it was, what runs ends when its worker hears of it"
+    )
+    assert job.cancel_requested == (state != "done")
+    assert job.last_seq == 1, "the best is kept"
+    if state == "running":
+        assert claim is not None
+        assert leases.orders({job_id: claim.attempt})[job_id].cancelled
+        assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0), "the end came first, and that is what is told"
+        assert row(database, job_id).state == "done"
+
+
+def test_extend(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database, time_limit_s=10.0)
+    with pytest.raises(StaleError):
+        jobs.extend(A, job_id, 20.0, 1)
+    version = row(database, job_id).version
+    with pytest.raises(ConflictError, match="has 10 s already"):
+        jobs.extend(A, job_id, 10.0, version)
+    jobs.extend(A, job_id, 20.0, version)
+    assert (row(database, job_id).time_limit_s, row(database, job_id).version) == (20.0, version + 1)
+    jobs.cancel(A, job_id)
+    with pytest.raises(ConflictError, match="The job is over \\(cancelled\\)"):
+        jobs.extend(A, job_id, 30.0, version + 2)
+
+
+def test_more_time_while_it_runs_goes_on(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database, time_limit_s=10.0)
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    jobs.extend(A, job_id, 20.0, row(database, job_id).version)
+    assert leases.orders({job_id: 1})[job_id].time_limit_s == 20.0
+    assert not leases.finish(claim, "done", found(SLOW), 10.0), "there is time left"
+    again = leases.again(claim, 10.0)
+    assert (again.time_limit_s, again.spent_s, again.attempt) == (20.0, 10.0, 1)
+    assert leases.finish(again, "done", found(SLOW), 20.0)
+    assert row(database, job_id).spent_s == 20.0
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "done", "failed"])
+def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
+    job_id = submit(database, schedule=None if state == "failed" else SLOW)
+    leases = Leases(database, "w")
+    claim = leases.claim() if state != "queued" else None
+    if claim and state == "done":
+        leases.finish(claim, "done", found(SLOW), 9.0)
+    if claim and state == "failed":
+        leases.finish(claim, "failed", Result("unknown", reason="it broke"), 9.0)
+        assert row(database, job_id).reason == "it broke"
+    seen = row(database, job_id).last_seq
+    jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=seen, queue=1)
+    job = row(database, job_id)
+    assert (job.state, job.problem_version, job.problem_sha256) == ("running" if state == "running" else "queued", 2, SLOWER.sha256)
+    assert (job.spent_s, job.reason, job.ended_at, job.last_seq) == (0.0, None, None, seen + 1)
+    assert [(each.seq, each.problem_version, each.source) for each in jobs.incumbents(job_id, seen)] == [(seen + 1, 2, "carried")]
+    if state == "running":
+        assert claim is not None
+        leases.beat([(claim, 8.0)])
+        assert row(database, job_id).spent_s == 0.0, "what was spent on the other problem does not count for this one"
+        assert not leases.append(claim, found(FAST))
+        assert not leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 9.0)
+        claim = leases.again(claim, 9.0)
+    else:
+        claim = leases.claim()
+    assert claim is not None
+    assert (claim.problem, claim.problem_version, claim.spent_s) == (SLOWER, 2, 0.0)
+    assert (claim.best, claim.best_version) == (one_by_one(SLOWER), 2)
+    assert leases.append(claim, found(gpipe(SLOWER)))
+    assert leases.finish(claim, "done", found(gpipe(SLOWER)), 3.0)
+
+
+def test_another_problem_without_a_schedule_goes_on_from_the_last_one(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    jobs.pose(A, job_id, SLOWER, Start(), seen=1, queue=1)
+    job = row(database, job_id)
+    assert (job.status, job.lower_bound_ms, job.gap, job.last_seq) == ("unknown", None, None, 1)
+    claim = leases.again(claim, 5.0)
+    assert (claim.best_version, claim.lower_bound_ms) == (1, None)
+    assert claim.best is not None
+    assert claim.best.makespan_ms == pytest.approx(2 * SLOW.makespan_ms), "re-timed"
+    assert leases.finish(claim, "failed", Result("unknown", reason="no schedule was found"), 5.0)
+    assert (row(database, job_id).state, row(database, job_id).reason) == ("failed", "no schedule was found")
+
+
+def test_another_problem_that_needs_no_worker_takes_the_job_from_its_worker(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    jobs.pose(A, job_id, SLOWER, Start(found(gpipe(SLOWER), gpipe(SLOWER).makespan_ms)), seen=1, queue=0)
+    assert (row(database, job_id).state, row(database, job_id).status) == ("done", "optimal")
+    assert leases.beat([(claim, 1.0)]) == {job_id}
+    assert leases.orders({job_id: claim.attempt}) == {}
+
+
+def test_another_problem_is_refused(jobs: Jobs, database: Database) -> None:
+    over, waits, cancelled = (submit(database) for _ in range(3))
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    assert leases.finish(claim, "done", found(SLOW), 1.0)
+    jobs.cancel(A, cancelled)
+    for job_id, error, seen in ((waits, StaleError, 0), (cancelled, ConflictError, 1), (over, QueueFullError, 1)):
+        before = row(database, job_id)
+        with pytest.raises(error):
+            jobs.pose(A, job_id, SLOWER, start(), seen=seen, queue=1)
+        assert row(database, job_id) == before
+
+
+def test_adoptions(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    for seq in (0, 2):
+        with pytest.raises(LookupError):
+            jobs.adopt(A, job_id, seq, 1, None)
+    jobs.adopt(A, job_id, 1, 2**40, None)
+    jobs.adopt(A, job_id, 1, 7, 12.5)
+    [first] = jobs.incumbents(job_id)
+    assert (first.step, first.measured_iteration_ms, first.adopted_at is not None) == (7, 12.5, True)
+    assert any("measured 12.5 ms" in line.text for line in jobs.log(job_id, 0, 100))
+
+
+def test_purge_takes_all_of_it_and_nothing_else(jobs: Jobs, database: Database) -> None:
+    job_id, _ = jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="x")
+    other = submit(database)
+    jobs.adopt(A, job_id, 1, 1, None)
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    assert claim.job_id == job_id
+    jobs.purge(A, job_id)
+    with pytest.raises(LookupError):
+        jobs.purge(A, job_id)
+    assert (jobs.job(A, job_id), jobs.incumbents(job_id), jobs.log(job_id, 0, 9), jobs.submitted(A, "k", "x")) == (None, [], [], None)
+    assert leases.beat([(claim, 1.0)]) == {job_id}
+    assert jobs.job(A, other) is not None
+    assert len(jobs.incumbents(other)) == 1
+
+
+def test_the_log_is_read_on_from_where_it_was(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    claim = Leases(database, "w").claim()
+    assert claim is not None
+    Leases(database, "w").note(claim, "what\0is this \ud800" + "x" * 10**6, "warning")
+    lines = jobs.log(job_id, 0, 100)
+    assert [line.text[:12] for line in lines] == ["submitted: a", "taken by w", "what\ufffdis this"]
+    assert len(lines[2].text) == 2000
+    assert [line.number for line in jobs.log(job_id, lines[0].number, 1)] == [lines[1].number]

@@ -1,0 +1,49 @@
+"""Jobs as a client and a worker would make them, for tests of the database."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import select, update
+
+from optpipe.anytime import Result
+from optpipe.schedule import Schedule
+from optpipe_server.database import Database, Jobs, NewJob, Start
+from optpipe_server.database.engine import clock_s
+from optpipe_server.database.tables import jobs
+from support.chain import chain, gpipe, one_by_one
+
+PROBLEM = chain()
+SLOW, FAST = one_by_one(PROBLEM), gpipe(PROBLEM)
+A = "a"  # a tenant
+
+
+def found(schedule: Schedule, bound: float | None = 1.0) -> Result:
+    """A schedule with what is known of it, as a search tells it."""
+    result = Result("feasible", schedule, lower_bound_ms=bound, method=schedule.method)
+    return replace(result, status="optimal") if result.gap == 0 else result
+
+
+def start(schedule: Schedule | None = SLOW) -> Start:
+    return Start(found(schedule)) if schedule else Start()
+
+
+def submit(database: Database, tenant: str = A, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
+    """A job that waits; returns its id."""
+    asked = NewJob(**({"problem": PROBLEM} | wanted))
+    job_id, new = Jobs(database).add(tenant, asked, start(schedule), queue=100)
+    assert new
+    return job_id
+
+
+def expire(database: Database, *job_ids: str) -> None:
+    """These leases ended a moment ago."""
+    with database.write() as db:
+        db.execute(update(jobs).where(jobs.c.id.in_(job_ids)).values(lease_until=clock_s() - 0.5))
+
+
+def row(database: Database, job_id: str) -> Any:
+    """A job, whoever's it is."""
+    with database.read() as db:
+        return db.execute(select(jobs).where(jobs.c.id == job_id)).one()
