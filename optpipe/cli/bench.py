@@ -13,6 +13,7 @@ from optpipe.cli.bench_gpu import gpu
 from optpipe.cli.bench_milp import milp
 from optpipe.cli.bench_pareto import pareto
 from optpipe.cli.bench_runtime import runtime
+from optpipe.cli.bench_service import service
 from optpipe.cli.bench_solver import jitter, solver
 from optpipe.cli.output import Json, print_json
 
@@ -34,6 +35,7 @@ app.command()(jitter)
 app.command()(pareto)
 app.command()(gpu)
 app.command()(runtime)
+app.command()(service)
 
 
 @app.command()

@@ -1,0 +1,264 @@
+"""The service under load: how long replies and events take while solvers have the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import psutil
+
+from optpipe.errors import OptPipeError
+from optpipe.problem import Device, Problem, Stage
+from optpipe_server.bench.processes import Site
+from optpipe_server.bench.wire import Connection, Connections
+
+MS = 1e3
+WARM_UP_S = 2.0  # of load that does not count: processes import, connections open
+STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
+GETS_PER_POST = 4
+JOBS = 10  # that are followed
+RECONNECT_S = 0.05  # how long a client that was cut off stays away
+ARRIVES_S = 10.0  # for the last events
+
+
+def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.0) -> Problem:
+    """A pipeline with costs of its own, all of them `drift` times as high, and room for two activations, so that most have to leave."""
+    chance = random.Random(seed)
+
+    def about(value: float) -> float:
+        return round(value * chance.uniform(0.8, 1.25) * drift, 3)
+
+    return Problem(
+        name=f"bench {seed}",
+        microbatches=microbatches,
+        p2p_ms=about(1.0),
+        devices=(Device(memory_bytes=2 * 10**9),) * stages,
+        stages=tuple(
+            Stage(
+                device=device,
+                forward_ms=about(10.0),
+                backward_input_ms=about(10.0),
+                backward_weight_ms=about(8.0),
+                activation_bytes=10**9,
+                weight_grad_bytes=3 * 10**8,
+                offload_ms=about(12.0),
+                reload_ms=about(12.0),
+                offload_bytes=10**9,
+            )
+            for device in range(stages)
+        ),
+    )
+
+
+@dataclass
+class Load:
+    """What the requests took, in milliseconds from the moment they were due, and how they were answered."""
+
+    post_ms: list[float] = field(default_factory=list)
+    get_ms: list[float] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+    without_schedule: int = 0  # jobs whose reply had no schedule yet
+    solvers_cores: float = 0.0  # CPU that solvers used, of `cores`
+    own_cores: float = 0.0  # CPU that the measuring took itself
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+
+
+@dataclass
+class Fan:
+    """What clients of event streams saw."""
+
+    clients: int
+    fan_out_ms: list[float] = field(default_factory=list)  # from the moment an incumbent was written until a client had it
+    events: int = 0
+    reconnects: int = 0
+    gaps: int = 0
+    duplicates: int = 0
+    own_cores: float = 0.0
+
+
+async def saturate(site: Site) -> str:
+    """A search that will not end by itself, on as many threads as there are cores; returns its URL once it is under way."""
+    requests = Connections(site.address, site.keys[0])
+    body = {"problem": problem(-1, 8, 32).to_dict(), "time_limit_s": 3600.0, "priority": 100}
+    url: str = (await expect(requests, 201, "POST", "/v1/jobs", body))["url"]
+    await running(requests, url, 0)
+    requests.close()
+    spent = site.solvers_s()
+    await until(lambda: site.solvers_s() > spent + 2.0, STARTS_S, "the solver did not begin")
+    return url
+
+
+async def running(requests: Connections, url: str, after: int) -> int:
+    """Waits until the job runs in an attempt after that one, which it returns."""
+    began = time.monotonic()
+    while time.monotonic() - began < LONGEST_S:
+        job = await expect(requests, 200, "GET", url)
+        if job["state"] == "running" and job["attempt"] > after:
+            return int(job["attempt"])
+        await asyncio.sleep(LOOK_S)
+    raise OptPipeError(f"{url}: not running after {LONGEST_S:g} s")
+
+
+async def submissions(site: Site, rate: float, seconds: float) -> Load:
+    """So many submissions a second, each of another problem, and `GETS_PER_POST` times as many reads of one job or another.
+
+    Requests are sent when they are due, whether those before them were answered or not, and counted from then on.
+    """
+    load, known = Load(), list[tuple[str, str]]()
+    requests = Connections(site.address, site.keys[0])
+    chance = random.Random(1)
+
+    async def post(number: int, due: float, counts: bool) -> None:
+        key = site.keys[number % len(site.keys)]
+        body = {"problem": problem(number).to_dict(), "time_limit_s": 5.0}
+        reply = await requests.request("POST", "/v1/jobs", body, key)
+        if reply.status == 201:
+            job = reply.json()
+            known.append((job["url"], key))
+            load.without_schedule += job["best"] is None
+        if counts:
+            load.statuses[reply.status] += 1
+            load.post_ms.append((time.perf_counter() - due) * MS)
+
+    async def get(_number: int, due: float, counts: bool) -> None:
+        if not known:
+            return
+        path, key = chance.choice(known)
+        reply = await requests.request("GET", path, key=key)
+        if counts:
+            load.statuses[reply.status] += 1
+            load.get_ms.append((time.perf_counter() - due) * MS)
+
+    begin = time.perf_counter()
+    counted_from = begin + WARM_UP_S
+
+    async def paced(ask: Callable[[int, float, bool], Coroutine[Any, Any, None]], every_s: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(int((WARM_UP_S + seconds) / every_s)):
+                due = begin + number * every_s
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                group.create_task(ask(number, due, due >= counted_from))
+
+    async def cpu() -> None:
+        await asyncio.sleep(WARM_UP_S)
+        solvers, own, since = site.solvers_s(), own_s(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        took = time.perf_counter() - since
+        load.solvers_cores, load.own_cores = (site.solvers_s() - solvers) / took, (own_s() - own) / took
+
+    await asyncio.gather(paced(post, 1 / rate), paced(get, 1 / rate / GETS_PER_POST), cpu())
+    requests.close()
+    return load
+
+
+async def streams(site: Site, clients: int, reconnects: int, seconds: float) -> Fan:
+    """Clients follow a few jobs that wait; each job gets other costs, and with them an incumbent, about once a second.
+
+    Some clients are cut off without a farewell and go on after the last event they had. Each has to end up with all numbers, each once.
+    """
+    fan = Fan(clients)
+    requests = Connections(site.address, site.keys[0])
+    jobs, seed = dict[str, int](), 10**6
+    while len(jobs) < JOBS:
+        job = await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(seed).to_dict()})
+        if job["state"] == "queued":  # others were proven optimal at once
+            jobs[job["url"]] = seed
+        seed += 1
+    followers = [_Follower(fan, site, [*jobs][number % JOBS]) for number in range(clients)]
+    tasks = [asyncio.create_task(follower.follow()) for follower in followers]
+    try:
+        await until(lambda: all(follower.last for follower in followers), STARTS_S, "clients did not get a first event")
+        fan.fan_out_ms.clear()
+        own, began = own_s(), time.monotonic()
+        await asyncio.gather(_drift(requests, jobs, seconds), _cut(fan, followers, reconnects, seconds))
+        fan.own_cores = (own_s() - own) / (time.monotonic() - began)
+        last = {job: (await expect(requests, 200, "GET", job))["best"]["seq"] for job in jobs}
+        with suppress(OptPipeError):
+            await until(lambda: all(follower.last == last[follower.job] for follower in followers), ARRIVES_S, "")
+        fan.gaps += sum(max(0, last[follower.job] - follower.last) for follower in followers)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    requests.close()
+    return fan
+
+
+class _Follower:
+    """One client of a stream, which comes back when it was cut off."""
+
+    def __init__(self, fan: Fan, site: Site, job: str) -> None:
+        self.job, self.last = job, 0
+        self._fan, self._site = fan, site
+        self.connection: Connection | None = None
+
+    async def follow(self) -> None:
+        while True:
+            self.connection = await Connection.open(self._site.address, self._site.keys[0])
+            since = time.time()
+            with suppress(OSError, EOFError):
+                async for event in self.connection.events(f"{self.job}/events", self.last):
+                    if event.name == "incumbent" and event.number is not None:
+                        self._take(event.number, since, datetime.fromisoformat(event.data["found_at"]).timestamp())
+            self.connection.abort()
+            await asyncio.sleep(RECONNECT_S)
+
+    def _take(self, number: int, since: float, found: float) -> None:
+        fan = self._fan
+        fan.events += 1
+        fan.duplicates += number <= self.last
+        fan.gaps += max(0, number - self.last - 1)
+        self.last = max(self.last, number)
+        if found >= since:  # what it was there for, not what it was told afterwards
+            fan.fan_out_ms.append((time.time() - found) * MS)
+
+
+async def _drift(requests: Connections, jobs: Mapping[str, int], seconds: float) -> None:
+    """Other costs for one job (URL -> seed) after the other."""
+    begin, number = time.monotonic(), 0
+    while time.monotonic() - begin < seconds:
+        url, seed = [*jobs.items()][number % len(jobs)]
+        number += 1
+        await expect(requests, 200, "POST", f"{url}/problem", {"problem": problem(seed, drift=1 + number / 1000).to_dict()})
+        await asyncio.sleep(max(0.0, begin + number / len(jobs) - time.monotonic()))
+
+
+async def _cut(fan: Fan, followers: Sequence[_Follower], reconnects: int, seconds: float) -> None:
+    chance = random.Random(2)
+    for _ in range(reconnects):
+        await asyncio.sleep(seconds / reconnects)
+        connection = chance.choice(followers).connection
+        assert connection is not None
+        connection.abort()
+        fan.reconnects += 1
+
+
+async def expect(requests: Connections, status: int, method: str, path: str, body: Any = None) -> Any:
+    """The reply's JSON; raises `OptPipeError` for another status."""
+    reply = await requests.request(method, path, body)
+    if reply.status != status:
+        raise OptPipeError(f"{method} {path}: {reply.status} instead of {status}: {reply.body[:500].decode(errors='replace')}")
+    return reply.json()
+
+
+async def until(true: Callable[[], bool], limit_s: float, otherwise: str) -> None:
+    """Waits; raises `OptPipeError` with that sentence where it takes too long."""
+    began = time.monotonic()
+    while not true():
+        if time.monotonic() - began > limit_s:
+            raise OptPipeError(otherwise)
+        await asyncio.sleep(0.02)
+
+
+def own_s() -> float:
+    """CPU seconds of this process."""
+    spent = psutil.Process().cpu_times()
+    return float(spent.user + spent.system)

@@ -1,0 +1,150 @@
+"""The service's own commands as processes, with keys for as many tenants as the load needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe_server.database import Database, Jobs
+from optpipe_server.database.keys import SCOPES, Keys
+
+STARTS_S = 60.0
+ENDS_S = 15.0
+
+
+class Process:
+    """One of the service's processes. What it writes to stderr goes to a file."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process, self.log = process, log
+
+    @classmethod
+    async def start(cls, folder: Path, name: str, *arguments: str) -> Process:
+        log = folder / f"{name}.log"
+        with log.open("ab") as errors:
+            command = [sys.executable, "-m", "optpipe", *arguments]
+            environment = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite")}
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=errors, env=environment
+            )
+        return cls(process, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def says(self) -> str:
+        """The next line on stdout. Raises `OptPipeError` where the process ends instead."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(STARTS_S):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise OptPipeError("a process of the service has ended")
+        return line.decode().strip()
+
+    async def kill(self) -> None:
+        """kill -9."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def end(self, limit_s: float) -> int:
+        """Asks it to end and waits; its exit status. Raises `TimeoutError`."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(limit_s):
+            return await self._process.wait()
+
+    async def gone(self) -> None:
+        """Ends it, in order where it can."""
+        try:
+            await self.end(ENDS_S)
+        finally:
+            await self.kill()
+
+    def solvers_s(self) -> float:
+        """CPU seconds of all processes that it has started and that live."""
+        spent = 0.0
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    spent += sum(child.cpu_times()[:2])
+        return spent
+
+
+class Site:
+    """The service on this machine: with SQLite one process, with PostgreSQL an API and workers."""
+
+    def __init__(self, folder: Path, url: str, tenants: int, threads: int) -> None:
+        self.folder, self.url, self._threads = folder, url, threads
+        self.sqlite = url.startswith("sqlite")
+        self.keys = _keys(url, tenants)
+        self.workers: list[Process] = []
+        self._port = 0
+        self._api: Process | None = None
+
+    @property
+    def api(self) -> Process:
+        assert self._api is not None
+        return self._api
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.workers, *([self._api] if self._api else [])]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self._port
+
+    async def serve(self) -> None:
+        """Starts the API; returns once it answers. Started again, it has the same address."""
+        solving = ("--threads", str(self._threads)) if self.sqlite else ("--solves", "0")
+        self._api = await Process.start(self.folder, "api", "serve", "--database", self.url, "--port", str(self._port), *solving)
+        self._port = int((await self._api.says()).rsplit(":", 1)[1])
+
+    async def work(self) -> None:
+        """Starts one more worker."""
+        worker = await Process.start(
+            self.folder, f"worker{len(self.workers)}", "worker", "--database", self.url, "--threads", str(self._threads)
+        )
+        self.workers.append(worker)
+
+    def solvers_s(self) -> float:
+        """CPU seconds that solvers and makers have spent."""
+        return sum(process.solvers_s() for process in self.processes)
+
+
+def _keys(url: str, tenants: int) -> Sequence[str]:
+    """A key of every tenant, in a database that is the bench's own. Raises `InputError` for one with jobs in it."""
+    database = Database(url)
+    try:
+        if any(Jobs(database).count().values()):
+            raise InputError("database: it has jobs; the bench wants one of its own")
+        keys = Keys(database)
+        return [keys.create(f"bench{number}", SCOPES) for number in range(tenants)]
+    finally:
+        database.close()
+
+
+@asynccontextmanager
+async def site(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Site]:
+    """The service, started with one worker; gone when the block is left."""
+    made = Site(folder, url, tenants, threads)
+    try:
+        await made.serve()
+        if not made.sqlite:
+            await made.work()
+        yield made
+    except OptPipeError as error:
+        said = "".join(process.log.read_text(errors="replace")[-2000:] for process in made.processes)
+        raise OptPipeError(f"{error}; the service said: {said or 'nothing'}") from None
+    finally:
+        await asyncio.gather(*(process.gone() for process in made.processes))
