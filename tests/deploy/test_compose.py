@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tomllib
-from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 from support.deployment import (
     COMPOSE,
     COMPOSE_TEXT,
@@ -19,6 +16,8 @@ from support.deployment import (
     SCRAPED,
     SERVICES,
     image_environment,
+    image_packages,
+    installed,
     instructions,
     interpolated,
 )
@@ -141,36 +140,7 @@ def test_the_image_is_made_of_files_that_are_sent_to_the_build() -> None:
     assert not any(line.startswith("!") and "secrets" in line for line in ignored)
 
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-def needs_of(package: str, extras: frozenset[str]) -> list[Requirement]:
-    """What a package asks for: ours by pyproject.toml, others by what is installed here."""
-    if package == "optpipe":
-        texts = PROJECT["dependencies"] + [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
-        return [Requirement(text) for text in texts]
-    try:
-        asked = [Requirement(text) for text in requires(package) or []]
-    except PackageNotFoundError:  # of another platform
-        return []
-    return [need for need in asked if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras | {""})]
-
-
-def installed(name: str, extras: frozenset[str]) -> set[str]:
-    """All that pip installs with a package."""
-    found, open_ = set[tuple[str, frozenset[str]]](), {(name, extras)}
-    while open_:
-        package, wanted = open_.pop()
-        found.add((package, wanted))
-        asked = {(re.sub(r"[-_.]+", "-", need.name).lower(), frozenset(need.extras)) for need in needs_of(package, wanted)}
-        open_ |= asked - found
-    return {package for package, _extras in found}
-
-
 def test_the_image_has_no_torch() -> None:
-    [words] = [words for words in DOCKERFILE if words[0] == "RUN" and "install" in words]
-    asked = Requirement(words[-1].replace(".[", "optpipe["))
-    packages = installed(asked.name, frozenset(asked.extras))
-    assert {"fastapi", "psycopg", "sqlalchemy", "ortools", "numba"} <= packages
+    assert {"fastapi", "psycopg", "sqlalchemy", "ortools", "numba"} <= image_packages()
     assert "torch" in installed("optpipe", frozenset({"runtime"}))  # what would be found
-    assert [package for package in packages if re.match("torch|nvidia|triton|pixeltable", package)] == []
+    assert [package for package in image_packages() if re.match("torch|nvidia|triton|pixeltable", package)] == []
