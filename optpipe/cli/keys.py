@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Who may use the service, and for what. Until a first key is made, everybody on this machine.", no_args_is_help=True)
 
-Of = Annotated[str, typer.Option("--database", help="Database URL of the service, which may be running.")]
+Of = Annotated[str, typer.Option("--database", envvar="OPTPIPE_DATABASE", help="Database URL of the service, which may be running.")]
 OWN = "sqlite:///optpipe.db"  # the one of `optpipe serve`
 
 
