@@ -46,8 +46,8 @@ class Programs(Record):
     @classmethod
     def of(cls, schedule: Schedule) -> Programs:
         return cls(
-            programs=tuple(" ".join(program.texts()) for program in schedule.programs),
-            links={link: " ".join(order.texts()) for link, order in schedule.links.items()},
+            programs=tuple(program.text() for program in schedule.programs),
+            links={link: order.text() for link, order in schedule.links.items()},
             placement=schedule.placement,
         )
 

@@ -80,13 +80,16 @@ class Program:
         """Every op, those of pairs one after the other."""
         return [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in self.table.tolist()]
 
-    def texts(self) -> list[str]:
-        """The list as text; `Program.parse` reads it back."""
-        whole = "".join(
+    def text(self) -> str:
+        """All ops and pairs, a space between them."""
+        return "".join(
             f"{stage}{_NAME[kind]}{microbatch}{f'.{part}' if part else ''}{'+' if joined else ' '}"
             for kind, stage, microbatch, part, joined in self.table.tolist()
-        )
-        return whole.split()
+        ).rstrip()
+
+    def texts(self) -> list[str]:
+        """The list as text; `Program.parse` reads it back."""
+        return self.text().split()
 
     def __len__(self) -> int:
         """The number of ops."""

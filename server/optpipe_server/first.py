@@ -34,6 +34,7 @@ log = structlog.get_logger("optpipe.server")
 MAKER = "optpipe_solver.first"
 ALONE_S, CROWDED_S = 0.5, 0.001  # when a maker that has a schedule stops looking for a better one: at once where others wait
 LARGE = 2**16  # parts of activations: such a problem takes seconds and has a process of its own, so that others need not wait behind it
+CHECKED_S = 5e-6  # for a part of an activation, to read and check it here
 KEPT = 3  # incumbents of an answer; the last one is the best
 PROVEN = 1e-9  # a gap that is rounding
 
@@ -69,7 +70,7 @@ class Desk:
         return self._start(tenant, problem, method, objective, best, "carried")
 
     def _start(self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source) -> Start:
-        deadline = time.monotonic() + self._settings.first_schedule_s
+        deadline = time.monotonic() + self._settings.first_schedule_s - CHECKED_S * size(problem)
         start = Start(self._cached(tenant, problem, objective), "cache")
         if start.best.status == "optimal" and method == "auto":  # another name may be none, which a maker knows
             return start
@@ -100,7 +101,7 @@ class Desk:
         with self._counted() as crowded:
             if crowded:
                 request = request.model_copy(update={"time_limit_s": CROWDED_S})
-            if sum(stage.offload_parts for stage in request.problem.stages) * request.problem.microbatches > LARGE:
+            if size(request.problem) > LARGE:
                 return self._asked_alone(request, deadline)
             try:
                 maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -218,6 +219,11 @@ def _heard(child: Child, request: Request, left_s: float, answer: Answer) -> boo
         timer.cancel()
         timer.join()  # who is asked next is not ended for this
     return heard
+
+
+def size(problem: Problem) -> int:
+    """Parts of activations: what time and memory for a schedule, and for checking one, grow with."""
+    return sum(stage.offload_parts for stage in problem.stages) * problem.microbatches
 
 
 def merged(best: Result, new: Result) -> Result:

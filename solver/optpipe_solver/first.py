@@ -17,8 +17,8 @@ from optpipe.jit import compile_at_once
 from optpipe.problem import Problem
 from optpipe_solver.portfolio import OPS_PER_S, Emit, Portfolio
 
-QUICK_S = 0.03  # for heuristics of small problems; each one's first schedule takes some milliseconds
-WORTHWHILE_S = 0.5  # where list scheduling needs longer for one schedule, what needs no time has to do
+QUICK_S = 0.02  # for heuristics, and what one schedule takes on top
+WORTHWHILE_S = 0.5  # where list scheduling needs longer for one schedule, naive and what is published have to do
 MOST_BYTES = 2**32  # of this process; what needs more is no first schedule
 
 
@@ -35,26 +35,25 @@ def main() -> None:
 
 def answer(request: Request, emit: Emit) -> None:
     """Tells the frames of one answer; the request's time limit is when the first schedule is enough, for others may wait."""
-    due = time.monotonic() + request.time_limit_s
+    one_s = 3 * len(request.problem.stages) * request.problem.microbatches / OPS_PER_S  # for one schedule by list scheduling
+    large = one_s > WORTHWHILE_S
+    enough = time.monotonic() + min(request.time_limit_s, WORTHWHILE_S if large else QUICK_S + one_s)
     try:
-        search = Portfolio(request.model_copy(update={"time_limit_s": enough_s(request.problem)}), emit)
+        search = Portfolio(request.model_copy(update={"time_limit_s": 2 * WORTHWHILE_S}), emit)
     except InputError as error:
         emit(Refused(reason=str(error)))
         return
     try:
         if search.begun():
-            for _ in search.heuristics(search.streams(), share=1.0):
-                if search.optimal or (search.best and time.monotonic() > due):
+            streams = search.streams()
+            if large and "naive" in streams:
+                streams = {"naive": streams["naive"]}
+            for _ in search.heuristics(streams, share=1.0):
+                if search.optimal or (search.best and time.monotonic() > enough):
                     break
     except Exception as error:  # this request's fault, not the next one's
         emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
     emit(End())
-
-
-def enough_s(problem: Problem) -> float:
-    """How long it is worth to look for a first schedule: until list scheduling has made one, unless that takes too long."""
-    one_s = 3 * len(problem.stages) * problem.microbatches / OPS_PER_S
-    return QUICK_S + (one_s if one_s <= WORTHWHILE_S else 0.0)
 
 
 def _small() -> Problem:
