@@ -7,6 +7,7 @@ open as long as somebody wants an answer: when it closes, by `stop` or by the pa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -247,14 +248,17 @@ def read_request() -> Request:
 
 
 def requests() -> Iterator[Request | ValidationError]:
-    """In a child that answers many: one request after the other, or why a line is none; it ends as soon as its input closes."""
+    """In a child that answers many: one request after the other, or why a line is none. From the call on it ends when its input closes."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
-    while True:
-        try:
-            yield Request.model_validate_json(lines.get())
-        except ValidationError as error:
-            yield error
+    return (_request(lines.get()) for _ in itertools.count())
+
+
+def _request(line: bytes) -> Request | ValidationError:
+    try:
+        return Request.model_validate_json(line)
+    except ValidationError as error:
+        return error
 
 
 def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:

@@ -23,10 +23,11 @@ MOST_BYTES = 2**32  # of this process; what needs more is no first schedule
 
 
 def main() -> None:
+    asked = requests()
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     compile_at_once()
     answer(Request(problem=_small()), lambda _: None)  # so that nobody waits for imports and compiled code
-    for request in requests():
+    for request in asked:
         if isinstance(request, ValidationError):
             write_frame(Refused(reason=str(input_error(request, "the request"))))
         else:
