@@ -1,0 +1,229 @@
+"""One URL, two databases: how they are opened, brought up to date, refused; and what ends a transaction that does not end itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, inspect, select, text, update
+from sqlalchemy.exc import OperationalError, SQLAlchemyError, TimeoutError
+from support.jobs import expire, row, submit
+from support.postgres import Postgres
+
+from optpipe.errors import InputError
+from optpipe_server.database import Database, Leases, engine, reap
+from optpipe_server.database.tables import jobs, metadata
+
+
+def test_the_migrations_make_the_tables(database: Database) -> None:
+    with database.read() as db:
+        assert compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), metadata) == []
+        assert {*inspect(db).get_table_names()} == {*metadata.tables, "alembic_version"}
+
+
+def test_an_open_database_is_as_it_was_left(database_url: str) -> None:
+    first = Database(database_url)
+    job_id = submit(first)
+    before = row(first, job_id)
+    first.close()
+    again = Database(database_url)
+    assert row(again, job_id) == before
+    again.close()
+
+
+def test_tables_of_a_newer_release_are_refused_and_let_go(database_url: str) -> None:
+    database = Database(database_url)
+    with database.write() as db:
+        revision = db.execute(text("select version_num from alembic_version")).scalar_one()
+        db.execute(text("update alembic_version set version_num = '9999'"))
+    database.close()
+    with pytest.raises(InputError, match="revision '9999', which this release does not know"):
+        Database(database_url)
+    bare = create_engine(database_url.replace("postgresql:", "postgresql+psycopg:"))
+    with bare.begin() as db:
+        db.execute(text("update alembic_version set version_num = :revision"), {"revision": revision})
+    bare.dispose()
+    Database(database_url).close()  # nothing holds the file
+
+
+OPEN = "import sys; from optpipe_server.database import Database; Database(sys.argv[1]).close(); print('opened')"
+
+
+def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
+    with postgres.database() as url:
+        started = [subprocess.Popen([sys.executable, "-c", OPEN, url], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
+        assert [process.communicate()[0].decode() for process in started] == ["opened\n"] * 2
+        database = Database(url)
+        with database.read() as db:
+            assert compare_metadata(MigrationContext.configure(db), metadata) == []
+            assert len(db.execute(text("select * from alembic_version")).all()) == 1
+        database.close()
+
+
+def test_a_migration_may_take_its_time(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[str] = []
+
+    def upgrade(config: Config, _revision: str) -> None:
+        for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
+            limits.append(config.attributes["connection"].execute(text(f"show {name}")).scalar_one())
+
+    monkeypatch.setattr(command, "upgrade", upgrade)
+    with postgres.database() as url:
+        database = Database(url)
+        with database.read() as db:
+            assert db.execute(text("show statement_timeout")).scalar_one() == "10s"
+        database.close()
+    assert limits == ["0", "0", "0"]
+
+
+def test_a_file_has_one_process(tmp_path: Path, sqlite_url: str) -> None:
+    database = Database(sqlite_url)
+    (tmp_path / "link").symlink_to(tmp_path / "service.sqlite")
+    for url in (sqlite_url, f"sqlite:///{tmp_path / 'link'}"):
+        with pytest.raises(InputError, match="another process has it; several processes can share a PostgreSQL database"):
+            Database(url)
+    ended = subprocess.run([sys.executable, "-c", OPEN, sqlite_url], capture_output=True, text=True)
+    assert "another process has it" in ended.stderr
+    database.close()
+    assert subprocess.run([sys.executable, "-c", OPEN, sqlite_url], capture_output=True, text=True).stdout == "opened\n"
+
+
+def test_beside_the_process_that_has_it(sqlite_url: str) -> None:
+    database = Database(sqlite_url)
+    beside = Database(sqlite_url, beside=True)
+    job_id = submit(beside)
+    assert row(database, job_id).id == job_id
+    beside.close()
+    with pytest.raises(InputError, match="another process has it"):
+        Database(sqlite_url)
+    with database.write() as db:
+        db.execute(text("delete from alembic_version"))
+    with pytest.raises(InputError, match="of an older release; end it first"):
+        Database(sqlite_url, beside=True)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://user:geheim@127.0.0.1:1/name",
+        "postgresql://user@127.0.0.1:1/name?password=geheim",
+        "postgresql://user:ge@heim@127.0.0.1:1/name",
+        "postgresql://user:geheim@127.0.0.1:port/name",
+        "postgresql://user:geheim@127.0.0.1:1",
+        "postgresql://user:geheim@127.0.0.1:1/name?nonsense=1",
+        "mysql://user:geheim@127.0.0.1/name",
+        "geheim",
+        "",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite://geheim.db",
+        "sqlite:////nowhere/at/all.db",
+        "sqlite:////",
+        "sqlite:////tmp/file?mode=ro",
+    ],
+)
+def test_a_url_that_is_none_is_one_sentence_without_the_password(url: str) -> None:
+    with pytest.raises(InputError) as refused:
+        Database(url)
+    said = str(refused.value)
+    assert said.startswith("database")
+    assert "\n" not in said
+    assert not any(part in said for part in ("geheim", "heim@") if url.startswith(("postgresql", "mysql")))
+
+
+def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("this is not a database " * 100)
+    with pytest.raises(InputError, match="file is not a database"):
+        Database(f"sqlite:///{tmp_path / 'text'}")
+    with pytest.raises(InputError, match="unable to open database file"):
+        Database(f"sqlite:///{tmp_path}")
+
+
+def test_whoever_is_stopped_in_a_transaction_keeps_no_job(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "IDLE_MS", 300)
+    stopped, other = Database(postgres_url), Database(postgres_url)
+    job_id = submit(other)
+    Leases(stopped, "w").claim()
+    expire(other, job_id)
+    holds, go_on = threading.Event(), threading.Event()
+    failed: list[Exception] = []
+
+    def hold() -> None:
+        try:
+            with stopped.write() as db:
+                db.execute(select(jobs).where(jobs.c.id == job_id).with_for_update())
+                db.execute(update(jobs).values(spent_s=99.0))
+                holds.set()
+                go_on.wait(60)
+                db.execute(update(jobs).values(spent_s=99.0))
+        except SQLAlchemyError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert holds.wait(60)
+    assert reap(other) == [], "its row is held"
+    with other.write() as db:  # waits until the server has ended the other's transaction
+        db.execute(select(jobs).where(jobs.c.id == job_id).with_for_update())
+    assert reap(other) == [job_id]
+    go_on.set()
+    thread.join()
+    assert len(failed) == 1, "and nothing of it was written"
+    assert (row(other, job_id).state, row(other, job_id).spent_s) == ("queued", 0.0)
+    assert submit(stopped), "its next transaction has another connection"
+    stopped.close()
+    other.close()
+
+
+def test_a_statement_ends(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "STATEMENT_MS", 200)
+    database = Database(postgres_url)
+    job_id = submit(database)
+    with pytest.raises(OperationalError, match="statement timeout"), database.read() as db:
+        db.execute(text("select pg_sleep(60)"))
+    with database.write() as held:
+        held.execute(select(jobs).where(jobs.c.id == job_id).with_for_update())
+        with pytest.raises(OperationalError, match="timeout"):
+            submit_changes(database, job_id)
+    submit_changes(database, job_id)
+    database.close()
+
+
+def submit_changes(database: Database, job_id: str) -> None:
+    with database.write() as db:
+        db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=1.0))
+
+
+def test_more_than_all_connections_is_an_error_in_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CONNECTIONS", 2)
+    monkeypatch.setattr(engine, "CONNECT_S", 1)
+    database = Database(postgres_url)
+    with database.read(), database.read(), pytest.raises(TimeoutError):
+        submit(database)
+    submit(database)
+    database.close()
+
+
+def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(postgres: Postgres, postgres_url: str) -> None:
+    database = Database(postgres_url)
+    job_id = submit(database)
+
+    def die() -> None:
+        with database.write() as db:
+            db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
+            pid = db.execute(text("select pg_backend_pid()")).scalar_one()
+            postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+
+    with pytest.raises(OperationalError):
+        die()
+    assert row(database, job_id).spent_s == 0.0
+    submit(database)
+    database.close()

@@ -1,0 +1,129 @@
+"""API keys and the commands for them, on both databases."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from optpipe.errors import InputError
+from optpipe_server.database import Database
+from optpipe_server.database import keys as module
+from optpipe_server.database.keys import Caller, Keys
+from optpipe_server.database.tables import keys as table
+
+
+def test_a_key_opens_what_it_was_made_for(database: Database) -> None:
+    keys = Keys(database)
+    assert not keys.any()
+    one, two = keys.create("a", ["read", "submit"]), keys.create("b", {"admin"})
+    assert keys.any()
+    assert keys.check(one) == Caller("a", frozenset({"read", "submit"}))
+    assert keys.check(two) == Caller("b", frozenset({"admin"}))
+    assert [(row.tenant, row.scopes, row.revoked_at) for row in keys.list()] == [("a", "submit read", None), ("b", "admin", None)]
+
+
+def test_any_other_key_opens_nothing(database: Database) -> None:
+    keys = Keys(database)
+    key, other = keys.create("a", ["read"]), keys.create("a", ["read"])
+    _, key_id, secret = key.split("_")
+    wrong = [
+        "",
+        "op__",
+        key_id,
+        secret,
+        key[:-1] + ("0" if key[-1] != "0" else "1"),
+        key.upper(),
+        f"{key} ",
+        f"{key}\n",
+        f"op_{'0' * 16}_{secret}",
+        f"op_{key_id}_{other.split('_')[2]}",
+        "op_\0_\ud800",
+        f"op_{key_id}_{'٠' * 48}",
+        "x" * 10**6,
+    ]
+    assert [keys.check(text) for text in wrong] == [None] * len(wrong)
+    assert keys.check(key)
+
+
+def test_the_key_itself_is_nowhere(database: Database) -> None:
+    keys = Keys(database)
+    key = keys.create("a", ["read"])
+    with database.read() as db:
+        [row] = db.execute(select(table)).all()
+    assert not any(key.split("_")[2] in str(value) for value in row)
+    assert not any(row.secret_sha256 in str(value) for value in keys.list()[0])
+
+
+def test_a_revoked_key_opens_nothing_and_no_one_is_let_in_without(database: Database) -> None:
+    keys = Keys(database)
+    key = keys.create("a", ["read"])
+    key_id = key.split("_")[1]
+    keys.revoke(key_id)
+    assert keys.check(key) is None
+    before = keys.list()
+    keys.revoke(key_id)
+    assert keys.list() == before
+    assert keys.any(), "a service that asked for keys does not open when the last one goes"
+    with pytest.raises(InputError, match="id = 'nobody': no key has it"):
+        keys.revoke("nobody")
+
+
+def test_a_key_is_compared_in_constant_time_also_where_there_is_none(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keys(database)
+    key = keys.create("a", ["read"])
+    keys.revoke(key.split("_")[1])
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: str, b: str) -> bool:
+        compared.append((len(a), len(b)))
+        return a == b
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert module.hmac is hmac
+    for text in (key, key[:-1] + "x", f"op_{'0' * 16}_{'0' * 48}"):
+        keys.check(text)
+    assert compared == [(64, 64)] * 2, "known or not, but not for what is no key at all"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "scopes", "message"),
+    [
+        ("", ["read"], "tenant = ''"),
+        ("x" * 65, ["read"], "tenant = 'xxx"),
+        ("a b", ["read"], "tenant = 'a b'"),
+        ("a\n", ["read"], "tenant = "),
+        ("a", ["write"], "scope = 'write': submit, read, admin would be right"),
+        ("a", [], "scope: a key without any"),
+    ],
+)
+def test_a_name_or_scope_that_there_is_not_is_refused(database: Database, tenant: str, scopes: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Keys(database).create(tenant, scopes)
+    assert not Keys(database).any()
+
+
+def test_the_commands_work_beside_a_running_service(database: Database, database_url: str, tmp_path: Path) -> None:
+    def optpipe(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "optpipe", "keys", *arguments, "--database", database_url]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "120"})
+        return ended.returncode, ended.stdout, ended.stderr
+
+    code, key, _ = optpipe("create", "--tenant", "a", "--scope", "submit", "--scope", "read")
+    assert code == 0
+    assert Keys(database).check(key.strip()) == Caller("a", frozenset({"submit", "read"}))
+    key_id = key.split("_")[1]
+    assert key_id in optpipe("list")[1]
+    [shown] = json.loads(optpipe("list", "--json")[1])
+    assert (shown["id"], shown["scopes"]) == (key_id, ["submit", "read"])
+    assert optpipe("revoke", key_id)[:2] == (0, f"{key_id} is revoked\n")
+    assert Keys(database).check(key.strip()) is None
+    code, out, error = optpipe("revoke", "nobody")
+    assert (code, out) == (2, "")
+    assert error == "error: id = 'nobody': no key has it; `optpipe keys list` shows those there are\n"

@@ -1,0 +1,245 @@
+"""What workers ask of the database, on both: leases, their fences, and what becomes of a job whose worker is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import select
+from support.chain import chain
+from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
+
+from optpipe.anytime import Result
+from optpipe_server.database import Database, Jobs, Leases, Start, reap
+from optpipe_server.database.engine import clock_s
+from optpipe_server.database.leases import MOST_LOSSES, Claim, LostError
+
+
+def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:
+    leases = Leases(database, worker)
+    claim = leases.claim()
+    assert claim is not None
+    return leases, claim
+
+
+def test_the_highest_priority_comes_first_then_the_oldest(database: Database) -> None:
+    leases = Leases(database, "w")
+    assert leases.claim() is None
+    ids = [submit(database, tenant, priority=p) for tenant, p in (("a", 0), ("b", 5), ("a", 5), ("b", -1), ("a", 0))]
+    assert leases.waiting() == 5
+    order = [claim.job_id for _ in range(5) if (claim := leases.claim())]
+    assert order == [ids[k] for k in (1, 2, 0, 4, 3)]
+    assert (leases.claim(), leases.waiting()) == (None, 0)
+
+
+def test_a_claim_says_all_that_a_search_needs(database: Database) -> None:
+    job_id = submit(database, method="cpsat", objective="span", gap=0.01, time_limit_s=30.0)
+    _, claim = claimed(database)
+    assert (claim.job_id, claim.tenant, claim.attempt, claim.problem, claim.problem_version) == (job_id, A, 1, PROBLEM, 1)
+    assert (claim.method, claim.objective, claim.gap, claim.time_limit_s, claim.spent_s) == ("cpsat", "span", 0.01, 30.0, 0.0)
+    assert (claim.best, claim.best_version, claim.lower_bound_ms, claim.crashes) == (SLOW, 1, 1.0, 0)
+    job = row(database, job_id)
+    assert (job.state, job.worker, job.attempt, job.started_at is not None) == ("running", "w", 1, True)
+
+
+WRITES: dict[str, Callable[[Leases, Claim], object]] = {
+    "append": lambda leases, claim: leases.append(claim, found(FAST)),
+    "note": lambda leases, claim: leases.note(claim, "still here"),
+    "again": lambda leases, claim: leases.again(claim, 1.0),
+    "crashed": lambda leases, claim: leases.crashed(claim, "signal 9", 1.0),
+    "finish": lambda leases, claim: leases.finish(claim, "done", found(FAST), 1.0),
+    "give_back": lambda leases, claim: leases.give_back(claim, 1.0),
+}
+LOSSES: dict[str, Callable[[Database, Leases, Claim], object]] = {
+    "another attempt": lambda database, leases, claim: leases.crashed(claim, "signal 9", 1.0),
+    "given back": lambda database, leases, claim: leases.give_back(claim, 1.0),
+    "over": lambda database, leases, claim: leases.finish(claim, "done", found(SLOW), 1.0),
+    "reaped": lambda database, leases, claim: (expire(database, claim.job_id), reap(database)),
+    "another worker's": lambda database, leases, claim: (expire(database, claim.job_id), reap(database), Leases(database, "x").claim()),
+    "purged": lambda database, leases, claim: Jobs(database).purge(A, claim.job_id),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_lease_writes_nothing(database: Database, loss: str) -> None:
+    job_id = submit(database)
+    leases, claim = claimed(database)
+    LOSSES[loss](database, leases, claim)
+
+    def everything() -> list[object]:
+        jobs = Jobs(database)
+        return [jobs.job(A, job_id), jobs.incumbents(job_id), jobs.log(job_id, 0, 99)]
+
+    before = everything()
+    for name, write in WRITES.items():
+        with pytest.raises(LostError):
+            write(leases, claim)
+        assert everything() == before, name
+    assert leases.beat([(claim, 9.0)]) == {job_id}
+    assert leases.orders({job_id: claim.attempt}) == {}
+    assert everything() == before
+
+
+def test_a_claim_is_its_workers_alone(database: Database) -> None:
+    submit(database)
+    _, claim = claimed(database)
+    other = Leases(database, "x")
+    for write in WRITES.values():
+        with pytest.raises(LostError):
+            write(other, claim)
+
+
+def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
+    with database.read() as db:
+        assert abs(db.execute(select(clock_s())).scalar_one() - time.time()) < 60, "seconds since 1970"
+    job_id = submit(database)
+    leases = Leases(database, "w", lease_s=1e-6)
+    claim = leases.claim()
+    assert claim is not None
+    with database.read() as db:  # whose clock may tick in milliseconds
+        until = row(database, job_id).lease_until
+        while db.execute(select(clock_s())).scalar_one() <= until:
+            time.sleep(0.001)
+    assert reap(database) == [job_id]
+    _, claim = claimed(database)
+    assert reap(database) == [], "a lease that has not ended"
+    expire(database, job_id)
+    assert Leases(database, "w").beat([(claim, 2.5)]) == set(), "late, but nobody has taken it"
+    assert (reap(database), row(database, job_id).spent_s) == ([], 2.5)
+
+
+def test_whatever_its_lease_where_nobody_else_can_be(database: Database) -> None:
+    running, waiting = submit(database), submit(database)
+    claimed(database)
+    assert reap(database, everything=True) == [running]
+    assert [row(database, each).state for each in (running, waiting)] == ["queued", "queued"]
+
+
+def test_a_reaped_job_goes_on_where_it_was(database: Database) -> None:
+    job_id = submit(database)
+    leases, claim = claimed(database)
+    leases.append(claim, found(FAST, 2.0))
+    leases.beat([(claim, 7.0)])
+    expire(database, job_id)
+    assert reap(database) == [job_id]
+    _, again = claimed(database, "x")
+    assert (again.attempt, again.best, again.spent_s, again.lower_bound_ms) == (2, FAST, 7.0, 2.0)
+
+
+@pytest.mark.parametrize(("schedule", "state"), [(SLOW, "done"), (None, "failed")])
+def test_a_job_that_takes_its_workers_down_ends(database: Database, schedule: object, state: str) -> None:
+    job_id = submit(database, schedule=schedule)
+    for _ in range(MOST_LOSSES):
+        claimed(database)
+        expire(database, job_id)
+        reap(database)
+        assert row(database, job_id).state == "queued"
+    claimed(database)
+    expire(database, job_id)
+    reap(database)
+    assert (row(database, job_id).state, row(database, job_id).reason) == (state, f"its worker was lost {MOST_LOSSES + 1} times")
+
+
+def test_the_schedule_of_another_problem_is_none(database: Database) -> None:
+    """A job whose present problem has no schedule has failed when it is given up."""
+    job_id = submit(database)
+    Jobs(database).pose(A, job_id, chain(scale=2.0), Start(), seen=1, queue=9)
+    for _ in range(MOST_LOSSES + 1):
+        claimed(database)
+        expire(database, job_id)
+        reap(database)
+    assert row(database, job_id).state == "failed"
+
+
+def test_a_cancelled_job_whose_worker_is_gone_is_over(database: Database) -> None:
+    job_id = submit(database)
+    claimed(database)
+    Jobs(database).cancel(A, job_id)
+    expire(database, job_id)
+    reap(database)
+    assert (row(database, job_id).state, row(database, job_id).reason) == ("cancelled", "the job was cancelled")
+
+
+def test_a_crash_is_retried_once_from_the_best(database: Database) -> None:
+    job_id = submit(database)
+    leases, first = claimed(database)
+    leases.append(first, found(FAST))
+    second = leases.crashed(first, "the solver ended with signal 9", 3.0)
+    assert second is not None
+    assert (second.attempt, second.best, second.spent_s, second.crashes) == (2, FAST, 3.0, 1)
+    assert leases.beat([(second, 4.0)]) == set()
+    assert leases.crashed(second, "the solver ended with signal 9", 5.0) is None
+    assert leases.finish(second, "failed", Result("unknown", reason="signal 9"), 5.0)
+    job = row(database, job_id)
+    assert (job.state, job.status, job.reason, job.spent_s) == ("done", "feasible", "signal 9", 5.0), "it ends with what it has"
+    assert [line.level for line in Jobs(database).log(job_id, 0, 99)].count("error") == 2
+
+
+def test_what_is_given_back_waits_for_whoever_is_next(database: Database) -> None:
+    kept, cancelled = submit(database), submit(database)
+    leases = Leases(database, "w")
+    claims = [leases.claim(), leases.claim()]
+    Jobs(database).cancel(A, cancelled)
+    for claim in claims:
+        assert claim is not None
+        leases.give_back(claim, 6.0)
+    assert [row(database, each).state for each in (kept, cancelled)] == ["queued", "cancelled"]
+    _, again = claimed(database, "x")
+    assert (again.job_id, again.attempt, again.spent_s) == (kept, 2, 6.0)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_an_incumbent_is_better_than_the_last(database: Database, objective: str) -> None:
+    job_id = submit(database, objective=objective)
+    leases, claim = claimed(database)
+
+    def ask(result: Result) -> list[float]:
+        assert leases.append(claim, replace(result, objective=objective))  # type: ignore[arg-type]
+        return [getattr(each, f"{objective}_ms") for each in Jobs(database).incumbents(job_id)]
+
+    slow, fast = (getattr(schedule, f"{objective}_ms") for schedule in (SLOW, FAST))
+    assert slow > fast
+    before = row(database, job_id)
+    assert ask(found(SLOW)) == [slow], "what the search began with"
+    assert row(database, job_id) == before
+    assert ask(found(FAST, 2.0)) == [slow, fast]
+    before = row(database, job_id)
+    assert ask(found(FAST, 2.0)) == ask(found(SLOW)) == [slow, fast], "said again, or worse"
+    assert row(database, job_id) == before
+    assert (before.gap, before.lower_bound_ms) == (pytest.approx(1 - 2.0 / fast), 2.0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [found(FAST, 1.0), found(SLOW, 1.0), Result("unknown"), Result("infeasible", reason="no memory")],
+    ids=["less of a bound", "a worse schedule", "nothing", "the opposite"],
+)
+@pytest.mark.parametrize("state", ["done", "failed", "infeasible", "cancelled"])
+def test_what_is_stored_never_becomes_less(database: Database, told: Result, state: str) -> None:
+    job_id = submit(database)
+    leases, claim = claimed(database)
+    leases.append(claim, found(FAST, 2.0))
+    before = row(database, job_id)
+    assert leases.finish(claim, state, told, 1.0)  # type: ignore[arg-type]
+    job = row(database, job_id)
+    assert job.state == ("cancelled" if state == "cancelled" else "done")
+    assert (job.status, job.lower_bound_ms, job.gap, job.last_seq) == ("feasible", 2.0, before.gap, 2)
+    assert (job.worker, job.lease_until, job.ended_at is not None) == (None, None, True)
+
+
+def test_what_is_not_stored_is_not_known(database: Database) -> None:
+    job_id = submit(database, schedule=None)
+    leases, claim = claimed(database)
+    assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0)
+    assert (row(database, job_id).status, row(database, job_id).gap) == ("unknown", None)
+
+
+def test_a_proof_ends_a_job_that_was_given_more_time(database: Database) -> None:
+    job_id = submit(database)
+    leases, claim = claimed(database)
+    leases.append(claim, found(FAST))
+    Jobs(database).extend(A, job_id, 1e3, row(database, job_id).version)
+    assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0)
+    assert (row(database, job_id).state, row(database, job_id).status, row(database, job_id).gap) == ("done", "optimal", 0.0)
