@@ -46,7 +46,7 @@ class ScheduleFile(Record):
     problem: Problem
     problem_sha256: Annotated[str, Field(max_length=64)] | None = None
     placement: Placement | None = None
-    method: str = ""
+    method: Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")] = ""
     status: Found = "feasible"
     makespan_ms: TotalMs | None = None
     span_ms: TotalMs | None = None
