@@ -22,8 +22,9 @@ check: setup
 	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache
 	$(BIN)/lint-imports
 
+# Two at a time: a test waits as often as it computes.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.
 soak: setup

@@ -134,7 +134,7 @@ def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
 
 def test_what_an_engine_started_ends_with_it(engines):
     engines("parent", "tells")
-    started = next(int(text) for text in notes(run(pipeline(), time_limit_s=3.0)) if text.isdigit())
+    started = next(int(text) for text in notes(run(pipeline(), time_limit_s=6.0)) if text.isdigit())
     assert gone(started)
 
 
