@@ -30,6 +30,7 @@ from optpipe.schedule import Schedule
 
 Objective = Literal["makespan", "span"]
 Placements = Literal["keep", "all"]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # PostgreSQL takes no NUL
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
 ENDING_S = 5.0  # how long a child that has closed its output may take to end
 
@@ -86,7 +87,7 @@ class Incumbent(Record):
     """A schedule better than those before it."""
 
     type: Literal["incumbent"] = "incumbent"
-    method: str
+    method: Text
     schedule: Programs
 
 
@@ -94,7 +95,7 @@ class Bound(Record):
     """No schedule is shorter than this."""
 
     type: Literal["bound"] = "bound"
-    method: str
+    method: Text
     lower_bound_ms: TotalMs
 
 
@@ -102,22 +103,22 @@ class Infeasible(Record):
     """Proof that memory admits no schedule: which device, what it needs, what it has."""
 
     type: Literal["infeasible"] = "infeasible"
-    reason: str
+    reason: Text
 
 
 class Refused(Record):
     """The request cannot be served as it is, such as an unknown method; the last line."""
 
     type: Literal["refused"] = "refused"
-    reason: str
+    reason: Text
 
 
 class Note(Record):
     """Something to tell, such as an engine that crashed; the search goes on."""
 
     type: Literal["note"] = "note"
-    text: str
-    method: str = ""  # the one that it is about, where several are asked for (`optpipe.comparison`)
+    text: Text
+    method: Text = ""  # the one that it is about, where several are asked for (`optpipe.comparison`)
 
 
 class End(Record):
