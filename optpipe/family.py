@@ -89,11 +89,8 @@ class LastWill:
 
     def revoke(self) -> None:
         """Its process ends, the children stay."""
-        assert self._executor.stdin is not None
-        with suppress(OSError):
-            self._executor.stdin.write(b"revoked")
-            self._executor.stdin.close()
-        self._executor.wait()
+        if self._executor.poll() is None:
+            self._executor.communicate(b"revoked")
 
 
 def main() -> None:

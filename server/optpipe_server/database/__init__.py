@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from optpipe_server.database.engine import Database
+from optpipe_server.database.engine import AwayError, Database
 from optpipe_server.database.jobs import Jobs, NewJob, Start
 from optpipe_server.database.leases import Leases, reap
 
-__all__ = ["Database", "Jobs", "Leases", "NewJob", "Start", "reap"]
+__all__ = ["AwayError", "Database", "Jobs", "Leases", "NewJob", "Start", "reap"]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Float
@@ -26,6 +26,10 @@ STATEMENT_MS = 10_000  # the longest statement of PostgreSQL, waiting for locks 
 IDLE_MS = 5_000  # between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
 SILENT_S = 10  # a connection whose other side does not even acknowledge for so long is broken
 CONNECTIONS = 20  # to PostgreSQL, of one process
+
+
+class AwayError(InputError):
+    """The database does not let us in now; it may later."""
 
 
 class clock_s(FunctionElement[float]):  # noqa: N801 (an SQL function)
@@ -56,6 +60,7 @@ class Database:
     SQLite has one process that writes: the file's lock is held until `close`, and the process's threads take turns, so that none of them
     waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has the SQLite file; `beside` it, for a
     command's few short writes, SQLite's own lock is enough, and the tables stay as that process made them.
+    Raises `AwayError`, which is one, where it may be worth to try again.
     """
 
     def __init__(self, url: str, *, beside: bool = False) -> None:
@@ -69,7 +74,8 @@ class Database:
         except BaseException as error:
             self.close()
             if isinstance(error, SQLAlchemyError):
-                raise InputError(f"database = {_shown(parsed)!r}: {_first_line(error)}") from None
+                kind = AwayError if isinstance(error, OperationalError) else InputError
+                raise kind(f"database = {_shown(parsed)!r}: {_first_line(error)}") from None
             raise
 
     def close(self) -> None:

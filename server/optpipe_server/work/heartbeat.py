@@ -32,6 +32,7 @@ class Heartbeat(threading.Thread):
         self._leases, self._running, self._every_s = leases, running, every_s
         self._stopping = threading.Event()
         self._beat = 0.0  # monotonic clock: the last one
+        self.turned = self.reached = time.monotonic()  # when it last came round, and when the database last answered
 
     def stop(self, timeout_s: float) -> None:
         self._stopping.set()
@@ -40,6 +41,7 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         away = False
         while not self._stopping.wait(min(ORDERS_S, self._every_s)):
+            self.turned = time.monotonic()
             try:
                 self._look()
             except AWAY as error:
@@ -61,13 +63,9 @@ class Heartbeat(threading.Thread):
             lost = self._leases.beat([(claim, solve.spent_s) for solve, claim in held.items()])
             self._beat = began
         orders = self._leases.orders({claim.job_id: claim.attempt for claim in held.values()})
+        self.reached = time.monotonic()
         for solve, claim in held.items():
-            if solve.claim is not claim:  # another attempt, or another problem, since
-                continue
-            if claim.job_id in lost or claim.job_id not in orders:
-                solve.end("lost")
-            else:
-                solve.hear(orders[claim.job_id])
+            solve.hear(claim, None if claim.job_id in lost else orders.get(claim.job_id))
 
 
 class Watch(threading.Thread):
@@ -77,6 +75,7 @@ class Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self._running = running
         self._stopping = threading.Event()
+        self.turned = time.monotonic()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -84,6 +83,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping.wait(WATCH_S):
+            self.turned = time.monotonic()
             for solve in self._running():
                 try:
                     solve.watch()

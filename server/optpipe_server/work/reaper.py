@@ -13,6 +13,9 @@ from optpipe_server.work.patience import AWAY, said
 log = structlog.get_logger("optpipe.work")
 
 
+STOPPING_S = 2.0
+
+
 class Reaper:
     """A thread that looks every `every_s` seconds; in a process of its own accord, whoever else works or hangs there.
 
@@ -30,8 +33,9 @@ class Reaper:
         self._thread.start()
 
     def stop(self) -> None:
+        """Does not wait for a database that hangs."""
         self._stopping.set()
-        self._thread.join()
+        self._thread.join(STOPPING_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import structlog
@@ -24,9 +24,8 @@ from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.leases import Claim, LostError, Orders
 from optpipe_server.database.tables import State
-from optpipe_server.settings import Settings
 from optpipe_server.work.patience import AWAY, patiently
-from optpipe_server.work.room import Room
+from optpipe_server.work.room import Anything, Room, room, told_mib
 
 log = structlog.get_logger("optpipe.work")
 
@@ -41,16 +40,27 @@ Why = Literal["cancelled", "changed", "settled", "crashed", "late", "stopping", 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Crew:
+    """What all solves of a supervisor share."""
+
+    leases: Leases
+    caches: Caches
+    memory_mib: int | None  # of each
+    groups: Path | None  # where the kernel keeps them within it (`cgroup`)
+    stopping: threading.Event
+
+
 class Solve:
     """A claimed job in the hands of one thread, which runs `run`. Others tell it by `end`, from any thread."""
 
-    def __init__(self, settings: Settings, leases: Leases, caches: Caches, claim: Claim, threads: int, stopping: threading.Event) -> None:
-        self._settings, self._leases, self._caches, self._threads, self._stopping = settings, leases, caches, threads, stopping
+    def __init__(self, crew: Crew, claim: Claim, threads: int) -> None:
+        self._crew, self._leases, self._threads = crew, crew.leases, threads
         self._lock = threading.Lock()  # over the three below
         self._search: Search | None = None
         self._why: Why | None = None
         self._told = ""  # what was wrong, where a search was ended because something was
-        self._room = Room(None)
+        self._room: Room = Anything()
         self.until = _NOT_RUNNING  # monotonic clock: a search that still runs then is late
         self.claim: Claim | None  # None while the attempt changes, so that nobody takes the old one for lost
         self._take(claim)
@@ -62,19 +72,24 @@ class Solve:
             self._best = merged(self._best, replace(self._best, schedule=claim.best, method=claim.best.method))
         self._before_s, self._began = claim.spent_s, _NOT_RUNNING
         self._log = log.bind(job=claim.job_id, attempt=claim.attempt)
-        self.claim = self._held = claim
+        with self._lock:
+            if self._why in ("changed", "settled", "crashed", "late"):  # which says nothing of what comes now
+                self._why, self._told = None, ""
+            self.claim = self._held = claim
 
     @property
     def spent_s(self) -> float:
         """Of the job's time."""
         return self._before_s + max(0.0, time.monotonic() - self._began)
 
-    def end(self, why: Why, told: str = "") -> None:
-        """Ends the search that runs, or that would be next; the first reason counts."""
+    def end(self, why: Why, told: str = "", of: Search | Claim | None = None) -> None:
+        """Ends the search that runs, or would be next, unless it is none `of` that search or claim; the first reason counts."""
         with self._lock:
+            search = self._search
+            if of is not None and of is not search and of is not self.claim:
+                return
             if self._why is None or why == "lost":
                 self._why, self._told = why, told
-            search = self._search
         if search is not None:
             search.cancel()
             family.end(search.family)
@@ -85,16 +100,21 @@ class Solve:
         if search is None:
             return
         if time.monotonic() > self.until:
-            self.end("late")
+            self.end("late", of=search)
         elif told := self._room.exceeded(search.family):
-            self.end("crashed", told)
+            self.end("crashed", told, of=search)
 
-    def hear(self, orders: Orders) -> None:
-        """What the client wants, of `claim`. More time is no reason to end a search: it goes on when it has ended."""
-        if orders.cancelled:
-            self.end("cancelled")
-        elif orders.problem_version != self._held.problem_version:
-            self.end("changed")
+    def hear(self, claim: Claim, orders: Orders | None) -> None:
+        """What the client wants of the claim, as it was asked for; None where that is another worker's.
+
+        More time is no reason to end a search: it goes on when it has ended.
+        """
+        if orders is None:
+            self.end("lost", of=claim)
+        elif orders.cancelled:
+            self.end("cancelled", of=claim)
+        elif orders.problem_version != claim.problem_version:
+            self.end("changed", of=claim)
 
     def run(self) -> None:
         """Until the job is over, another's, or given back."""
@@ -136,10 +156,10 @@ class Solve:
     def _begin(self, claim: Claim) -> Iterator[Result]:
         """A search in a process that has its limits before it is asked; none where there is a reason not to."""
         with self._lock:
-            if self._why is not None or self._stopping.is_set():
+            if self._why is not None or self._crew.stopping.is_set():
                 return iter(())
             remaining_s = claim.time_limit_s - claim.spent_s
-            self._room = Room(self._settings.memory_mib)
+            self._room = room(self._crew.memory_mib, self._crew.groups)
             self._began = time.monotonic()
             self.until = self._began + remaining_s + LATE_S
             self._search = improve(
@@ -150,7 +170,7 @@ class Solve:
                 objective=claim.objective,
                 warm_start=claim.best,
                 seed=claim.attempt - 1,
-                memory_mib=self._room.told_mib,
+                memory_mib=told_mib(self._crew.memory_mib),
                 gap=claim.gap,
                 admit=self._admit,
             )
@@ -172,33 +192,21 @@ class Solve:
         if search is not None:
             search.cancel()
             family.end(search.family)
-        if told := self._room.close():
+        room, self._room = self._room, Anything()
+        if told := room.close():
             self.end("crashed", told)
 
     def _keep(self, claim: Claim, result: Result) -> None:
         """Commits the result if it is better, and ends the search if nothing is left to search for."""
         before, self._best = self._best, merged(self._best, result)
         if self._best.schedule is not before.schedule:
-            if self._patiently(self._append(claim, self._best)):
+            if self._patiently(partial(self._leases.append, claim, self._best)):
                 metrics.INCUMBENTS.inc()
                 self._log.info("incumbent", method=self._best.method, value_ms=self._best.objective_ms, gap=self._best.gap)
             else:
                 self.end("changed")
         if self._settled():
             self.end("settled")
-
-    def _append(self, claim: Claim, best: Result) -> Callable[[], bool]:
-        assert best.schedule is not None
-        programs, tries = best.schedule.programs, count()
-
-        def append() -> bool:
-            if next(tries):  # the one before may have been committed, and the answer lost
-                there = self._leases.again(claim, self.spent_s)
-                if there.best_version == claim.problem_version and there.best and there.best.programs == programs:
-                    return True
-            return self._leases.append(claim, best)
-
-        return append
 
     def _note(self, claim: Claim, text: str) -> None:
         self._patiently(partial(self._leases.note, claim, text, "warning"))
@@ -212,8 +220,6 @@ class Solve:
         """What becomes of the job after a search; False where it is no more this worker's."""
         with self._lock:
             why, told = self._why, self._told
-            if why in ("changed", "settled", "crashed", "late"):  # which is no reason against another search
-                self._why, self._told = None, ""
         if why == "late":
             self._log.warning("a search that did not end was ended")
         if why == "lost":
@@ -222,7 +228,7 @@ class Solve:
         if best.status not in ("optimal", "infeasible") and not self._settled():
             if why == "cancelled":
                 return self._finish("cancelled", replace(best, reason=CANCELLED))
-            if self._stopping.is_set():
+            if self._crew.stopping.is_set():
                 self._leases.give_back(self._held, self.spent_s)
                 self._log.info("given back")
                 return False
@@ -263,12 +269,12 @@ class Solve:
             return
         try:
             status: Found = "optimal" if best.status == "optimal" else "feasible"
-            self._caches.of(claim.tenant).add(best.schedule, status, best.lower_bound_ms, claim.objective)
+            self._crew.caches.of(claim.tenant).add(best.schedule, status, best.lower_bound_ms, claim.objective)
         except (OptPipeError, *AWAY) as error:
             self._log.warning("its schedule was not cached", error=str(error))
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        return patiently(call, self._stopping)
+        return patiently(call, self._crew.stopping)
 
 
 def merged(best: Result, new: Result) -> Result:

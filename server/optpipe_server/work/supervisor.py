@@ -12,15 +12,18 @@ from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
 from optpipe_server.settings import Settings
+from optpipe_server.work.cgroup import delegated
 from optpipe_server.work.heartbeat import Heartbeat, Watch
 from optpipe_server.work.patience import AWAY, said
-from optpipe_server.work.solve import Solve
+from optpipe_server.work.solve import Crew, Solve
 from optpipe_server.work.threads import Threads
 
 log = structlog.get_logger("optpipe.work")
 
 LOOK_S = 0.5  # between two looks for a job that waits, where nobody nudges
 STOPPING_S = 5.0  # for the solves to hand their jobs back
+HANGS_S = 60.0  # a thread that has not come round for so long; the database may take some ten seconds to say that it is away
+AWAY_S = 5.0  # the database has not answered for so long
 
 
 class Supervisor:
@@ -30,16 +33,19 @@ class Supervisor:
     """
 
     def __init__(self, settings: Settings, database: Database, caches: Caches, name: str) -> None:
-        self._settings, self._caches, self._name = settings, caches, name
+        self._settings, self._name = settings, name
         self._leases = Leases(database, name, settings.lease_s)
         self._threads = Threads(settings.threads, settings.solves)
         self._solves: dict[Solve, threading.Thread] = {}
         self._lock = threading.Lock()  # over the solves
         self._news = threading.Event()  # a job may wait, or a place is free
         self._stopping = threading.Event()
+        groups = delegated() if settings.memory_mib is not None else None
+        self._crew = Crew(self._leases, caches, settings.memory_mib, groups, self._stopping)
         self._claims = threading.Thread(target=self._claim_all, name="claims", daemon=True)
         self._heartbeat = Heartbeat(self._leases, self.running, settings.heartbeat_s)
         self._watch = Watch(self.running)
+        self._turned = self._reached = time.monotonic()  # when claims last came round, and when the database last answered them
 
     def start(self) -> None:
         if self._settings.solves:
@@ -54,6 +60,13 @@ class Supervisor:
     def running(self) -> list[Solve]:
         with self._lock:
             return list(self._solves)
+
+    def health(self) -> dict[str, str | int]:
+        """Whether its threads come round, whether they reach the database, and how many jobs they have."""
+        now = time.monotonic()
+        turns = min(self._turned, self._heartbeat.turned, self._watch.turned) > now - HANGS_S
+        reached = max(self._reached, self._heartbeat.reached) > now - AWAY_S
+        return {"status": "ok" if turns else "hangs", "database": "ok" if reached else "away", "solves": len(self._solves)}
 
     def stop(self) -> None:
         """Gives all jobs back, their children ended; where the database is away, their leases run out instead."""
@@ -76,10 +89,10 @@ class Supervisor:
     def _claim_all(self) -> None:
         away = False
         while not self._stopping.is_set():
+            self._turned = time.monotonic()
             self._news.clear()
             try:
-                while len(self._solves) < self._settings.solves and not self._stopping.is_set() and (claim := self._leases.claim()):
-                    self._solve(claim)
+                self._claim_some()
             except AWAY as error:
                 if not away:
                     log.warning("no claims: the database is away", error=said(error))
@@ -90,9 +103,18 @@ class Supervisor:
                 away = False
             self._news.wait(LOOK_S)
 
+    def _claim_some(self) -> None:
+        """As many jobs as there are free places, or as wait."""
+        while len(self._solves) < self._settings.solves and not self._stopping.is_set():
+            claim = self._leases.claim()
+            self._reached = time.monotonic()
+            if claim is None:
+                return
+            self._solve(claim)
+
     def _solve(self, claim: Claim) -> None:
         threads = self._threads.take()
-        solve = Solve(self._settings, self._leases, self._caches, claim, threads, self._stopping)
+        solve = Solve(self._crew, claim, threads)
 
         def run() -> None:
             try:

@@ -1,0 +1,20 @@
+"""Supervisors on each of the two databases, with a fake solver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.work import Work, use_fake_solver
+
+from optpipe_server.database import Database
+
+
+@pytest.fixture(autouse=True)
+def fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_solver(monkeypatch)
+
+
+@pytest.fixture
+def work(database: Database, tmp_path: Path) -> Work:
+    return Work(database, tmp_path)

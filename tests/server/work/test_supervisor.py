@@ -1,0 +1,173 @@
+"""What becomes of jobs that a supervisor has: solved, cancelled, changed, extended, crashed, given back."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.chain import gpipe, one_by_one
+from support.work import PATIENCE_S, Work, alive, problem, sound, until
+
+from optpipe import Result, anytime, child
+from optpipe_server import metrics
+from optpipe_server.database import Leases, Start
+from optpipe_server.database.jobs import StaleError
+from optpipe_server.settings import LOCAL
+
+
+def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
+    proven, impossible, refused = work.submit("prove"), work.submit("infeasible"), work.submit("unknown", problem(2.0))
+    with work.supervisor() as supervisor:
+        supervisor.nudge()
+        job = work.ended(proven)
+        assert (job.state, job.status, job.last_seq, job.gap, job.reason) == ("done", "optimal", 2, 0.0, None)
+        assert 0 < job.spent_s < PATIENCE_S
+        job = work.ended(impossible)
+        assert (job.state, job.status, job.reason) == ("infeasible", "infeasible", "device 0 needs 2000 bytes and has 1000")
+        job = work.ended(refused)
+        assert (job.state, job.reason, job.crashes) == ("failed", "method = 'unknown': there is none of that name", 0)
+    assert [row.makespan_ms for row in sound(work.database)[proven]] == [one_by_one(problem()).makespan_ms, gpipe(problem()).makespan_ms]
+    hit = work.caches.of(LOCAL).lookup(problem())
+    assert hit is not None
+    assert (hit.status, hit.schedule.makespan_ms) == ("optimal", gpipe(problem()).makespan_ms)
+
+
+def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) -> None:
+    running, waiting = work.submit("hang"), work.submit("hang")
+    with work.supervisor(solves=1) as supervisor:
+        work.found(running)
+        (solve,) = supervisor.running()
+        work.jobs.cancel(LOCAL, waiting)
+        work.jobs.cancel(LOCAL, running)
+        job = work.ended(running)
+        assert (job.state, job.last_seq, job.reason) == ("cancelled", 1, "the job was cancelled")
+        assert (work.job(waiting).state, work.job(waiting).attempt) == ("cancelled", 0)
+        until(lambda: not supervisor.running())
+        proven = work.submit("prove")
+        work.ended(proven)
+        work.jobs.cancel(LOCAL, proven)
+        solve.end("cancelled")  # as late as can be
+    assert (work.job(proven).state, work.job(proven).status) == ("done", "optimal")
+
+
+def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anytime, "GRACE_S", 0.1)
+    drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=0.6)
+    with work.supervisor():
+        until(lambda: work.job(extended).state == "running")
+        work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
+        work.found(drifting)
+        while work.job(drifting).problem_version == 1 and work.job(drifting).state == "running":
+            with suppress(StaleError):  # where another schedule is found at that moment
+                work.jobs.pose(LOCAL, drifting, problem(3.0), Start(), seen=work.job(drifting).last_seq, queue=10)
+        job = work.ended(drifting)
+        assert (job.state, job.status, job.problem_version, job.problem_sha256) == ("done", "optimal", 2, problem(3.0).sha256)
+        until(lambda: work.job(extended).spent_s > 1.5)
+        assert (work.job(extended).state, work.job(extended).attempt) == ("running", 1)
+    rows = sound(work.database)[drifting]
+    assert rows[-1].makespan_ms == gpipe(problem(3.0)).makespan_ms
+    assert {row.problem_version for row in rows} == {1, 2}
+
+
+def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work) -> None:
+    schedule = gpipe(problem())
+    near = Result("feasible", schedule, lower_bound_ms=0.96 * schedule.makespan_ms)
+    reached, given = work.submit("bound", gap=0.1), work.submit("hang", gap=0.1, start=Start(near))
+    with work.supervisor():
+        for job_id in (reached, given):
+            job = work.ended(job_id)
+            assert (job.state, job.status) == ("done", "feasible")
+            assert 0 < job.gap < 0.1
+    assert work.job(given).last_seq == 1
+
+
+def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
+    crashed, at_once = work.submit("crash later"), work.submit("crash")
+    before = metrics.CRASHES._value.get()
+    with work.supervisor():
+        job = work.ended(crashed)
+        assert (job.state, job.status, job.attempt, job.crashes, job.last_seq) == ("done", "feasible", 2, 2, 1)
+        job = work.ended(at_once)
+        assert (job.state, job.attempt, job.crashes, job.last_seq) == ("failed", 2, 2, 0)
+        assert job.reason.endswith("ended with exit code 1: boom")
+    assert sum("exit code -6" in line for line in work.lines(crashed)) == 3  # and why it ended
+    assert metrics.CRASHES._value.get() - before == 4
+
+
+def test_what_is_no_better_schedule_is_rejected_and_counted(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "LONGEST_LINE", 2**20)
+    methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
+    before = metrics.REJECTED._value.get()
+    ids = {method: work.submit(method) for method in methods}
+    with work.supervisor():
+        ends = {method: work.ended(job_id) for method, job_id in ids.items()}
+    assert {method: (job.state, job.crashes) for method, job in ends.items()} == {
+        "invalid": ("done", 0),
+        "worse": ("done", 0),
+        "garbage": ("done", 2),
+        "half a frame": ("done", 2),
+        "endless line": ("done", 2),
+    }
+    assert {method: sum("rejected, of what" in line for line in work.lines(job_id)) for method, job_id in ids.items()} == {
+        method: max(1, job.crashes) for method, job in ends.items()
+    }
+    assert "a schedule of liar was rejected: 0F1 is missing" in work.lines(ids["invalid"])
+    assert sum("wrote a line of more than 1048576 bytes" in line for line in work.lines(ids["endless line"])) == 3  # and why it ended
+    assert metrics.REJECTED._value.get() - before == 9  # `worse` writes two that are no better
+    sound(work.database)
+
+
+def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
+    hanging, steps = work.submit("hang"), work.submit("steps")
+    with work.supervisor("first") as supervisor:
+        work.found(hanging)
+        work.found(steps, 2)
+        began = time.monotonic()
+        supervisor.stop()
+        assert time.monotonic() - began < 6.0
+    assert {work.job(hanging).state, work.job(steps).state} <= {"queued", "done"}
+    job = work.job(hanging)
+    assert (job.state, job.worker, job.last_seq, job.losses) == ("queued", None, 1, 0)
+    assert job.spent_s > 0
+    with work.supervisor("second"):
+        assert work.ended(steps).status == "optimal"
+        until(lambda: work.job(hanging).worker == "second")
+        work.jobs.cancel(LOCAL, hanging)
+        assert work.ended(hanging).attempt == 2
+    sound(work.database)
+
+
+def test_a_purged_job_is_let_go(work: Work, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    job_id = work.submit("pid", problem(name=str(file)))
+    with work.supervisor() as supervisor:
+        work.found(job_id)
+        pid = int(file.read_text())
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        work.jobs.purge(LOCAL, job_id)
+        until(lambda: not supervisor.running() and not alive(pid))
+    assert work.jobs.job(LOCAL, job_id) is None
+
+
+def test_what_another_attempt_has_taken_is_let_go(work: Work) -> None:
+    job_id = work.submit("hang")
+    with work.supervisor(solves=1) as supervisor:
+        work.found(job_id)
+        (solve,) = supervisor.running()
+        leases = Leases(work.database, "worker")
+        assert solve.claim is not None
+        assert leases.crashed(solve.claim, "somebody else says so", 1.0) is not None
+        until(lambda: solve not in supervisor.running())
+        assert work.job(job_id).last_seq == 1
+    sound(work.database)
+
+
+def test_threads_memory_and_time_reach_the_solver(work: Work) -> None:
+    alone = work.submit("tells", time_limit_s=20.0)
+    with work.supervisor(solves=3, threads=8, memory_mib=800):
+        work.ended(alone)
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert f"threads 6, memory 700, nice {nice}, 20 s" in work.lines(alone)

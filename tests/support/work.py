@@ -1,0 +1,124 @@
+"""Supervisors in tests: a service's workers with a fake solver, and what must hold in the database whatever happened to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+import optpipe.anytime
+from optpipe import Problem, check, family
+from optpipe.child import Programs
+from optpipe_server.caches import Caches
+from optpipe_server.database import Database, Jobs, NewJob, Start
+from optpipe_server.database.tables import incumbents, jobs, problems
+from optpipe_server.settings import LOCAL, Settings
+from optpipe_server.work import Supervisor
+from support.chain import chain
+
+TESTS = Path(__file__).parents[1]
+PATIENCE_S = 60.0  # of a test, on a busy machine
+
+
+def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
+    """Memory for everything, so that all of `chain`'s schedules are valid."""
+    return chain(memory=16, m=m, scale=scale).model_copy(update={"name": name})
+
+
+def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
+
+
+def until(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> Any:
+    """What the condition is, once it is true."""
+    deadline = time.monotonic() + patience_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"in vain: {what or condition}"
+        time.sleep(0.02)
+    return value
+
+
+class Work:
+    """One database with a client's view of it, and supervisors that come and go."""
+
+    def __init__(self, database: Database, folder: Path) -> None:
+        self.database, self.jobs = database, Jobs(database)
+        self.settings = Settings(cache=folder / "cache.sqlite", threads=2, solves=2, lease_s=3.0, heartbeat_s=0.5)
+        self.caches = Caches(self.settings, database)
+
+    @contextmanager
+    def supervisor(self, name: str = "worker", **settings: Any) -> Iterator[Supervisor]:
+        supervisor = Supervisor(replace(self.settings, **settings), self.database, self.caches, name)
+        supervisor.start()
+        try:
+            yield supervisor
+        finally:
+            supervisor.stop()
+            assert family.members(family.OWN) == [], "a child outlived its supervisor"
+
+    def submit(
+        self, method: str, posed: Problem | None = None, *, time_limit_s: float = 50.0, start: Start | None = None, **fields: Any
+    ) -> str:
+        job = NewJob(posed or problem(), method=method, time_limit_s=time_limit_s, **fields)
+        return self.jobs.add(LOCAL, job, start or Start(), queue=1000)[0]
+
+    def job(self, job_id: str) -> Any:
+        job = self.jobs.job(LOCAL, job_id)
+        assert job is not None
+        return job
+
+    def ended(self, job_id: str) -> Any:
+        """The job, once it is over."""
+        until(lambda: self.job(job_id).state not in ("queued", "running"), f"the end of {job_id}")
+        return self.job(job_id)
+
+    def found(self, job_id: str, seq: int = 1) -> None:
+        """Once that incumbent is there."""
+        until(lambda: self.job(job_id).last_seq >= seq, f"incumbent {seq} of {job_id}")
+
+    def lines(self, job_id: str) -> list[str]:
+        return [row.text for row in self.jobs.log(job_id, 0, 1000)]
+
+
+def sound(database: Database) -> dict[str, list[Any]]:
+    """What must hold of all jobs at any time; returns the rows of each one's incumbents in order.
+
+    Numbered without a gap, valid for the problem that they say, of one problem each better than the one before, and none written by an
+    attempt that another one had followed.
+    """
+    with database.read() as db:
+        known = {(row.job, row.version): Problem.model_validate_json(row.problem) for row in db.execute(select(problems))}
+        of_job: dict[str, list[Any]] = {row.id: [] for row in db.execute(select(jobs.c.id))}
+        for row in db.execute(select(incumbents).order_by(incumbents.c.job, incumbents.c.seq)):
+            of_job[row.job].append(row)
+        last = {row.id: (row.last_seq, row.attempt) for row in db.execute(select(jobs))}
+    for job_id, rows in of_job.items():
+        assert [row.seq for row in rows] == list(range(1, last[job_id][0] + 1))
+        assert all(row.attempt <= last[job_id][1] for row in rows)
+        for row in rows:
+            schedule = Programs.model_validate_json(row.programs).schedule(known[job_id, row.problem_version], row.method)
+            assert check(schedule.problem, schedule) == []
+            assert schedule.makespan_ms == row.makespan_ms
+        for before, after in pairwise(rows):
+            assert before.problem_version <= after.problem_version
+            if before.problem_version == after.problem_version:
+                assert after.makespan_ms < before.makespan_ms
+                assert after.attempt >= before.attempt
+    return of_job
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
