@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from optpipe.cli import bench, cache, compare, demo, inspect, keys, profile, serve, solve
+from optpipe.cli import bench, cache, compare, demo, inspect, keys, profile, serve, solve, worker
 
 app = typer.Typer(
     name="optpipe",
@@ -17,7 +17,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (solve.solve, compare.compare, inspect.check, inspect.simulate, inspect.show, profile.profile, serve.serve, demo.demo):
+for command in (
+    solve.solve,
+    compare.compare,
+    inspect.check,
+    inspect.simulate,
+    inspect.show,
+    profile.profile,
+    serve.serve,
+    worker.worker,
+    demo.demo,
+):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
