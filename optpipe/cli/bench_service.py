@@ -90,6 +90,7 @@ def _of_load(load: Load) -> list[Figure]:
         Figure(f"replies other than 200 and 201, of {sum(load.statuses.values())}", 0, wrong, ""),
         Figure(f"replies to POST without a schedule, of {len(load.post_ms)}", 0, load.without_schedule, ""),
         Figure("solvers and makers meanwhile", None, load.solvers_cores, "cores"),
+        Figure("the process that answers meanwhile", None, load.api_cores, "cores"),
         Figure("measuring itself", None, load.own_cores, "cores"),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections import Counter
@@ -66,9 +65,9 @@ class Load:
     get_ms: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     without_schedule: int = 0  # jobs whose reply had no schedule yet
-    solvers_cores: float = 0.0  # CPU that solvers used, of `cores`
+    solvers_cores: float = 0.0  # CPU that solvers and makers took
+    api_cores: float = 0.0  # CPU that the process took that answered
     own_cores: float = 0.0  # CPU that the measuring took itself
-    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
 
 @dataclass
@@ -149,10 +148,13 @@ async def submissions(site: Site, rate: float, seconds: float) -> Load:
 
     async def cpu() -> None:
         await asyncio.sleep(WARM_UP_S)
-        solvers, own, since = site.solvers_s(), own_s(), time.perf_counter()
+        before, since = spent(), time.perf_counter()
         await asyncio.sleep(seconds)
         took = time.perf_counter() - since
-        load.solvers_cores, load.own_cores = (site.solvers_s() - solvers) / took, (own_s() - own) / took
+        load.solvers_cores, load.api_cores, load.own_cores = ((now - then) / took for now, then in zip(spent(), before, strict=True))
+
+    def spent() -> tuple[float, float, float]:
+        return site.solvers_s(), own_s(site.api.pid), own_s()
 
     await asyncio.gather(paced(post, 1 / rate), paced(get, 1 / rate / GETS_PER_POST), cpu())
     requests.close()
@@ -258,7 +260,7 @@ async def until(true: Callable[[], bool], limit_s: float, otherwise: str) -> Non
         await asyncio.sleep(0.02)
 
 
-def own_s() -> float:
-    """CPU seconds of this process."""
-    spent = psutil.Process().cpu_times()
+def own_s(pid: int | None = None) -> float:
+    """CPU seconds of a process, this one by default."""
+    spent = psutil.Process(pid).cpu_times()
     return float(spent.user + spent.system)
