@@ -10,7 +10,7 @@ It profiles, runs one micro-batch at a time, and rank 0 follows the service: bet
 for one. Without `memory_bytes` the first step comes before the profile, so that gradients and optimizer state are there when it counts
 what a GPU has left. Every `every` steps the ranks put together what they have measured: scalars for TensorBoard, and op times. Where these
 have drifted from the profile by more than `threshold`, twice in a row, the times of the second turn become the problem on all ranks, within
-3 × `every` steps, and the search goes on with it from the schedule that runs.
+3 × `every` steps, and the search goes on with it. The service is told which schedules were swapped in, and what a step takes by each.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any, NamedTuple, Protocol
 from optpipe.errors import InputError
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.client import ScheduleClient, base_url
+from optpipe_runtime.adoptions import Adoptions
+from optpipe_runtime.client import ScheduleClient
 from optpipe_runtime.drift import WINDOW, Profiler, drift, retimed
 from optpipe_runtime.executor import StepReport
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.wire import base_url
 
 log = logging.getLogger("optpipe.follow")
 
@@ -69,6 +71,7 @@ class Follower:
         self._writer, self._every, self._threshold = writer, every, threshold
         self._profiler = Profiler(pipe, every)
         self._client: ScheduleClient | None = None  # on rank 0
+        self._adoptions = Adoptions()
         self._problem: Problem | None = None  # that it follows
         self._steps: list[_Seen] = []  # since the ranks last met
         self._count = 0
@@ -85,10 +88,14 @@ class Follower:
             self._follow(pipe.problem)
         if self._client and not pipe.preparing and (offer := self._client.poll()):
             pipe.offer(offer.schedule)
+            self._adoptions.offered(self._client, offer)
+        before = pipe.version
         report = pipe.step(inputs, targets, trace=True)
         self._profiler.add(report)
         self._steps.append(_Seen(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
         self._count += 1
+        if report.version != before and pipe.schedule is not None:
+            self._adoptions.swapped(report.version, pipe.schedule, self._count)
         if len(self._steps) == self._every:
             self._meet()
         return report
@@ -97,6 +104,7 @@ class Follower:
         """Another problem than so far: the first, one whose times have drifted, the caller's, or with other micro-batches."""
         self._problem, self._suspected = problem, False
         self._profiler = Profiler(self._pipe, self._every)
+        self._adoptions.finish()
         if self._client is not None:
             self._client.update(problem, self._pipe.schedule)
         elif self._pipe.number == 0:
@@ -113,6 +121,8 @@ class Follower:
         told = self._pipe.gather((self._steps, self._profiler.times))
         if self._writer is not None:
             self._write(self._writer, [seen for seen, _ in told])
+        steps = zip(*(seen for seen, _ in told), strict=True)
+        self._adoptions.measured((seen[0].version, max(own.step_ms for own in seen)) for seen in steps)
         self._steps = []
         if self._pipe.problem is not None and not self._pipe.preparing:  # an offer under way was checked on the problem as it is
             self._compare(self._pipe.problem, retimed(self._pipe.problem, [times for _, times in told]))
@@ -148,6 +158,7 @@ class Follower:
         self._stop()
 
     def _stop(self) -> None:
+        self._adoptions.finish()
         if self._client is not None:
             self._client.close()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,12 +16,12 @@ import rank_cases
 import rank_follow
 import rank_swaps
 from rank_worker import Ranks
+from support import fake_service as fake
 from support.chain import chain, gpipe
+from support.fake_service import by_path, fake_service
 from support.service import running, settings_in, use_fake_solver
 from support.strategies import arranged
-from test_client import EVENTS, JOB, Liar, incumbent, lying, told
 
-from optpipe.files import ScheduleFile
 from optpipe.memory import certify
 from optpipe.schedule import Schedule
 from optpipe.validity import check
@@ -87,21 +85,21 @@ def killed_on_the_way(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def slow(_: Path) -> Iterator[str]:
-    """Takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+    """Takes requests and never answers."""
+    with fake_service(fake.silent) as (url, _asked):
+        yield url
 
 
 @contextmanager
 def telling_lies(_: Path) -> Iterator[str]:
     """Every schedule is one that would deadlock."""
-    lie = told(ScheduleFile.of(gpipe(chain(m=MICROBATCHES, memory=10**9))))
+    lie = fake.document(gpipe(chain(m=MICROBATCHES, memory=10**9)))
     for device in lie["devices"]:
         device["program"].reverse()
-    answers = {"/jobs": JOB, "/events": EVENTS, "/incumbents/1": (200, "application/json", incumbent(lie))}
-    with patch.object(Liar, "do_GET", autospec=True, side_effect=Liar.do_GET) as asked, lying(answers) as url:
+    table = {"/jobs": fake.job(), "/events": fake.events(fake.one(), fake.end()), "/incumbents/1": fake.incumbent(lie)}
+    with fake_service(by_path(table)) as (url, asked):
         yield url
-    assert any(call.args[0].path.endswith("/incumbents/1") for call in asked.call_args_list), "a lie was told"
+    assert any(request.path.endswith("/incumbents/1") for request in asked), "a lie was told"
 
 
 @pytest.mark.parametrize("service", [killed_on_the_way, slow, telling_lies])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,12 @@ import pytest
 import rank_cases
 import rank_follow
 from rank_worker import Ranks
+from support import fake_service as fake
 from support.chain import gpipe
+from support.fake_service import Answer, Asked, fake_service
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
-from optpipe.files import ScheduleFile
 from optpipe.memory import certify
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
@@ -88,53 +86,34 @@ def test_the_loop_of_the_page(ranks: Ranks) -> None:
 
 
 @contextmanager
-def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Its url, and what it has been asked, in order. The answer to each is one schedule."""
-    asked: list[dict[str, Any]] = []
+def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str, list[dict[str, Any]], list[Asked]]]:
+    """Its url, the problems that it was given, as they were told, and all that it was asked. The answer to each is one schedule."""
+    posed: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.0"
+    def solve(asked: Asked) -> Answer:
+        posed.append(asked.json())
+        return fake.job(version=len(posed))
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if self.path.endswith("/jobs"):
-                asked.append(json.loads(body))
-                self.reply(201, json.dumps({"id": f"job{len(asked)}"}))
-            else:
-                self.reply(202, "{}")
+    def schedule(asked: Asked) -> Answer:
+        return fake.incumbent(answer(Problem.from_dict(posed[-1]["problem"]), len(posed)))
 
-        def do_GET(self) -> None:
-            number = int(self.path.split("/")[3].removeprefix("job"))
-            if self.path.endswith("/events"):
-                self.reply(200, 'event: incumbent\ndata: {"seq": 1}\n\nevent: end\ndata: {"state": "done"}\n\n')
-            else:
-                schedule = ScheduleFile.of(answer(Problem.from_dict(asked[number - 1]["problem"]), number))
-                self.reply(200, json.dumps({"seq": 1, "schedule": json.loads(schedule.to_json())}))
+    def news(asked: Asked) -> Answer:
+        return fake.events(fake.one(len(posed), len(posed)), fake.end())
 
-        def reply(self, status: int, text: str) -> None:
-            with suppress(OSError):  # who asked may have gone
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
+    def answers(asked: Asked) -> Answer:
+        if "/adoptions/" in asked.path:
+            return fake.as_json({})
+        return solve(asked) if asked.method == "POST" else news(asked) if asked.path.endswith("/events") else schedule(asked)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    with fake_service(answers) as (url, asked):
+        yield url, posed, asked
 
 
 def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ranks: Ranks) -> None:
     """While all is as profiled nothing is asked again; when the ops of one stage take half as long again, that is noticed within
     3 × `every` steps, and the answer to the new problem is run."""
     every, calm, slow = 4, 26, 40
-    with answering(lambda problem, number: one_at_a_time(problem) if number == 1 else gpipe(problem)) as (url, asked):
+    with answering(lambda problem, number: one_at_a_time(problem) if number == 1 else gpipe(problem)) as (url, posed, asked):
         results = ranks(rank_follow.slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
     (versions, problems), (_, others) = results
     assert problems == others, "on every rank at the same step"
@@ -149,17 +128,23 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
         assert {f: getattr(old, f) for f in type(old).model_fields if f.endswith("bytes")} == {
             f: getattr(new, f) for f in type(new).model_fields if f.endswith("bytes")
         }
-    assert [Problem.from_dict(body["problem"]) for body in asked] == [before, *(problems[k] for k in changes)]
-    running = ScheduleFile.model_validate(asked[1]["warm_start"])
-    assert [list(device.program) for device in running.devices] == [[str(op) for op in p.ops()] for p in one_at_a_time(before).programs]
+    assert [Problem.from_dict(body["problem"]) for body in posed] == [before, *(problems[k] for k in changes)]
     assert versions[0] == versions[calm] < versions[-1]
+    swapped = next(k for k, version in enumerate(versions, 1) if version != versions[0])
+    told = [request for request in asked if "/adoptions/" in request.path]
+    assert {request.path for request in told} == {f"/v1/jobs/a1/adoptions/{len(posed)}"}, "of the one offer that was better than what ran"
+    assert told[0].json() == {"step": swapped}
+    figures = [request.json()["measured_iteration_ms"] for request in told[1:]]
+    assert figures
+    assert {request.json()["step"] for request in told} == {swapped}
+    assert all(figure > 0 for figure in figures)
 
 
 def test_the_service_hears_of_another_number_of_microbatches(ranks: Ranks) -> None:
-    with answering(lambda problem, number: one_at_a_time(problem)) as (url, asked):
+    with answering(lambda problem, number: one_at_a_time(problem)) as (url, posed, _):
         _, losses = ranks(rank_follow.regroups, url=url, microbatches=M, then=M // 2)
     assert losses == [pytest.approx(losses[0])] * 4
-    assert [body["problem"]["microbatches"] for body in asked] == [M, M // 2]
+    assert [body["problem"]["microbatches"] for body in posed] == [M, M // 2]
 
 
 @pytest.mark.parametrize(("every", "threshold"), [(0, 0.2), (16, 0.0), (16, -1.0), (16, float("nan"))])

@@ -1,0 +1,85 @@
+"""When the service hears of a schedule that was swapped in, and what figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.chain import chain, gpipe, one_by_one
+
+from optpipe_runtime.adoptions import MOST_STEPS, Adoptions
+from optpipe_runtime.client import Offer
+
+OFFER = Offer(1, gpipe(chain()), "a1", 3)
+LATER = Offer(2, one_by_one(chain()), "a1", 4)
+
+
+class Client:
+    """Notes what it is told: incumbent, step, and what was measured."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int, float | None]] = []
+
+    def adopted(self, offer: Offer, step: int, measured_iteration_ms: float | None = None) -> None:
+        self.told.append((offer.seq, step, measured_iteration_ms))
+
+
+def begun() -> tuple[Adoptions, list[tuple[int, int, float | None]]]:
+    """The first offer runs since step 7, as version 2."""
+    client: Any = Client()
+    adoptions = Adoptions()
+    adoptions.offered(client, OFFER)
+    adoptions.swapped(2, OFFER.schedule, 7)
+    return adoptions, client.told
+
+
+def test_what_is_swapped_in_is_told_at_once_and_measured_without_its_first_step() -> None:
+    adoptions, told = begun()
+    assert told == [(3, 7, None)]
+    adoptions.measured([(1, 50.0), (1, 60.0), (2, 99.0)])
+    assert len(told) == 1, "a step of the schedule before, and the first one, say nothing"
+    adoptions.measured([(2, 10.0), (2, 12.0), (2, 11.0)])
+    assert told[1:] == [(3, 7, 11.0)]
+
+
+def test_a_figure_is_told_when_there_is_twice_as_much_behind_it() -> None:
+    adoptions, told = begun()
+    for _ in range(3000):
+        adoptions.measured([(2, 10.0)])
+    adoptions.finish()
+    adoptions.finish()
+    assert len(told) == 1 + 11, "1, 2, 4, ... 1024 steps"
+    assert MOST_STEPS == 2**10
+
+
+def test_the_last_figure_is_of_all_steps() -> None:
+    adoptions, told = begun()
+    adoptions.measured([(2, 99.0), *[(2, 10.0)] * 8])
+    adoptions.measured([(2, 20.0)] * 7)
+    assert told[1:] == [(3, 7, 10.0)]
+    adoptions.measured([(2, 20.0)] * 2 + [(3, 5.0)])  # it is over, after 17 steps
+    adoptions.finish()
+    assert told[1:] == [(3, 7, 10.0), (3, 7, 20.0)]
+
+
+def test_each_schedule_has_its_own_figure() -> None:
+    adoptions, told = begun()
+    client: Any = Client()
+    client.told = told
+    adoptions.offered(client, LATER)
+    adoptions.swapped(3, LATER.schedule, 10)
+    adoptions.measured([(2, 99.0), (2, 10.0), (2, 10.0), (3, 99.0), (3, 5.0)])
+    assert sorted(told[2:]) == [(3, 7, 10.0), (4, 10, 5.0)]
+    adoptions.measured([(3, 5.0)])
+    adoptions.finish()
+    assert told[4:] == [(4, 10, 5.0)]
+
+
+def test_what_was_refused_or_left_again_is_no_adoption() -> None:
+    client: Any = Client()
+    adoptions = Adoptions()
+    adoptions.swapped(1, LATER.schedule, 1)  # loaded
+    adoptions.offered(client, OFFER)
+    adoptions.swapped(3, LATER.schedule, 8)  # its first step ran out of memory, and that was repeated by the one before
+    adoptions.measured([(3, 10.0)] * 5)
+    adoptions.finish()
+    assert client.told == []

@@ -1,0 +1,93 @@
+"""What the training has swapped in: the service hears of it, sooner or later, once for each thing there is to say."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from support import fake_service as fake
+from support.chain import chain, gpipe
+from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
+from support.following import QUICK, until, warnings
+
+from optpipe_runtime.client import Offer, ScheduleClient
+
+FOUND = {"/jobs": fake.job(), "/events": fake.events(fake.one(), fake.end()), "/incumbents/1": fake.incumbent(gpipe(chain()))}
+HEARD = fake.as_json({})
+
+
+@pytest.fixture(autouse=True)
+def _log_everything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "optpipe.client")
+
+
+def told(asked: list[Asked]) -> list[tuple[str, Any]]:
+    return [(request.path, request.json()) for request in asked if request.method == "PUT"]
+
+
+def test_an_adoption_is_told_and_told_again_with_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
+    """Also after the search is over."""
+    with fake_service(by_path({**FOUND, "/adoptions/1": HEARD})) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        offer = until(client.poll)
+        until(lambda: client.ended)
+        client.adopted(offer, 12)
+        until(lambda: told(asked))
+        client.adopted(offer, 12, 7.25)
+    path = "/v1/jobs/a1/adoptions/1"
+    assert told(asked) == [(path, {"step": 12}), (path, {"step": 12, "measured_iteration_ms": 7.25})], "the last one while it closed"
+    assert warnings(caplog) == []
+
+
+def test_a_service_that_is_away_hears_the_last_word_later() -> None:
+    heard = one_after_the_other(fake.resetting, Answer(503, headers={"Retry-After": "0"}), fake.resetting_in_the_middle, HEARD)
+    with fake_service(by_path({**FOUND, "/adoptions/1": heard})) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        offer = until(client.poll)
+        client.adopted(offer, 3)
+        until(lambda: told(asked))
+        client.adopted(offer, 3, 8.0)
+        client.adopted(offer, 3, 9.0)
+        until(lambda: not client._adoptions)
+    contents = [content for _, content in told(asked)]
+    assert len(contents) == 4
+    assert contents[0] == {"step": 3}
+    assert contents[-1] == {"step": 3, "measured_iteration_ms": 9.0}
+
+
+def test_what_changed_while_it_was_told_is_told_again() -> None:
+    waits: list[Asked] = []
+
+    def slow(asked: Asked) -> Answer:
+        waits.append(asked)
+        until(lambda: len(waits) > 1 or client._adoptions[("a1", 1)] != {"step": 3})
+        return HEARD
+
+    with fake_service(by_path({**FOUND, "/adoptions/1": slow})) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        offer = until(client.poll)
+        client.adopted(offer, 3)
+        until(lambda: waits)
+        client.adopted(offer, 3, 9.0)
+        until(lambda: len(waits) == 2 and not client._adoptions)
+    assert [content for _, content in told(asked)] == [{"step": 3}, {"step": 3, "measured_iteration_ms": 9.0}]
+
+
+@pytest.mark.parametrize("answer", [Answer(404), Answer(422), Answer(302)])
+def test_what_the_service_will_not_hear_is_given_up(answer: Answer, caplog: pytest.LogCaptureFixture) -> None:
+    table = {**FOUND, "/adoptions/1": answer, "/adoptions/2": HEARD}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: client.ended)
+        client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
+        client.adopted(Offer(2, gpipe(chain()), "a1", 2), 4)
+        until(lambda: len(told(asked)) == 2 and not client._adoptions)
+    assert [path for path, _ in told(asked)] == ["/v1/jobs/a1/adoptions/1", "/v1/jobs/a1/adoptions/2"]
+    [line] = warnings(caplog)
+    assert line.startswith("the adoption of schedule 1 of job a1 was not taken: ")
+
+
+def test_a_close_does_not_wait_for_a_service_that_is_away() -> None:
+    with fake_service(by_path({**FOUND, "/adoptions/1": fake.silent})) as (url, asked):
+        client = ScheduleClient(url, chain())
+        client.adopted(until(client.poll), 3)
+        until(lambda: told(asked))
+        client.close()
+        assert not client._thread.is_alive()

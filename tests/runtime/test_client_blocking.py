@@ -1,0 +1,118 @@
+"""No call of the training waits: neither for the client's thread, whatever holds that, nor for the service."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import fake_service as fake
+from support.chain import chain, gpipe, one_by_one
+from support.fake_service import Answer, Answers, by_path, fake_service
+from support.following import QUICK, until
+
+from optpipe_runtime.client import CLOSE_S, TELL_S, Offer, ScheduleClient
+from optpipe_runtime.search import Search
+
+LONGEST_S = 0.05
+SOME = Offer(1, gpipe(chain()), "a1", 1)
+
+
+def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands still from here to the end of the test, in the middle of a check: who waited for it would wait forever."""
+    reached, over = threading.Event(), threading.Event()
+
+    def stands(_self: Search, _incumbent: Any) -> None:
+        reached.set()
+        over.wait(60)
+
+    monkeypatch.setattr(Search, "_verified", stands)
+    table = {"/jobs": fake.job(), "/events": fake.open_events(fake.one()), "/1": fake.incumbent(gpipe(chain()))}
+    with fake_service(by_path(table)) as (url, _):
+        client = ScheduleClient(url, chain(), **QUICK)
+        try:
+            assert reached.wait(20)
+            for k in range(1_000):  # more than the loop's pipe takes in
+                assert client.poll() is None
+                client.update(chain(), None)
+                client.adopted(SOME, k, 1.0)
+            assert not client.ended
+        finally:
+            monkeypatch.undo()
+            over.set()
+            client.close()
+
+
+FLOOD = {"/jobs": fake.job(), "/events": fake.endless(b": ping\n\n")}
+LONG = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1, 100)))} | dict.fromkeys(
+    map(str, range(1, 100)), fake.endless(b"[")
+)
+WRONG = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1, 100)))} | dict.fromkeys(
+    map(str, range(1, 100)), Answer(200, b'{"schedule": {"devices": [' + b"{}," * 5_000 + b"{}]}}")
+)
+SOUND = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1, 100)))} | {
+    f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in range(1, 100)
+}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(fake.silent, id="hangs"),
+        pytest.param(fake.trickling, id="trickles"),
+        pytest.param(fake.endless(b"x"), id="sends a gigabyte"),
+        pytest.param(by_path(FLOOD), id="sends a gigabyte of events"),
+        pytest.param(by_path(LONG), id="sends schedules of a gigabyte"),
+        pytest.param(by_path(WRONG), id="sends schedules with thousands of errors"),
+        pytest.param(fake.resetting, id="resets"),
+        pytest.param(fake.resetting_in_the_middle, id="resets in the middle"),
+        pytest.param(by_path(SOUND), id="is sound"),
+    ],
+)
+def test_calls_are_short_whatever_the_service_does(answers: Answers) -> None:
+    """By the processor's time each of them; by the clock, which counts other processes, too, all but a few."""
+    with fake_service(answers) as (url, asked):
+        client = ScheduleClient(url, chain(), backoff_s=(0.01, 0.05), read_timeout_s=0.5)
+        until(lambda: asked)
+        calls: list[Callable[[], object]] = [client.poll, lambda: client.adopted(SOME, 1, 1.0), client.poll, client.poll]
+        spent, took = [], []
+        for k in range(100):
+            for call in [*calls, lambda: client.update(chain(), None)] if k % 25 == 24 else calls:
+                spent.append(-time.thread_time())
+                took.append(-time.perf_counter())
+                call()
+                took[-1] += time.perf_counter()
+                spent[-1] += time.thread_time()
+            time.sleep(0.002)
+        began = time.perf_counter()
+        client.close()
+        closed_s = time.perf_counter() - began
+    assert max(spent) < LONGEST_S
+    assert sorted(took)[-len(took) // 50] < LONGEST_S
+    assert closed_s < TELL_S + CLOSE_S
+    assert not client._thread.is_alive()
+    print(f"the longest call took {1e3 * max(took):.2f} ms, {1e3 * max(spent):.2f} ms of them the processor's; close {closed_s:.2f} s")
+
+
+def test_a_close_that_has_nothing_to_tell_waits_for_nothing() -> None:
+    with fake_service(fake.silent) as (url, asked):
+        client = ScheduleClient(url, chain(), read_timeout_s=60.0)
+        until(lambda: asked)
+        closing = threading.Thread(target=client.close)
+        closing.start()
+        client._thread.join(30)
+        assert not client._thread.is_alive()
+        closing.join()
+        assert not asked[0].over.is_set()
+
+
+def test_close_at_once_and_twice() -> None:
+    client = ScheduleClient("http://127.0.0.1:1", chain())
+    client.close()
+    client.close()
+    assert not client._thread.is_alive()
+    client.update(chain(scale=2), None)
+    client.adopted(SOME, 1)
+    assert client.poll() is None

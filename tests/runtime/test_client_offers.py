@@ -1,0 +1,94 @@
+"""What is offered to the training: the newest, once, only if it is better than what runs, and for the costs as they are."""
+
+from __future__ import annotations
+
+from support import fake_service as fake
+from support.chain import chain, gpipe, one_by_one
+from support.fake_service import Answer, Answers, by_path, fake_service, one_after_the_other
+from support.following import QUICK, until
+
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_runtime.client import ScheduleClient
+
+SLOWER = chain(scale=1.5)
+
+
+def finding(*schedules: Schedule, then: bytes = fake.end()) -> dict[str, Answer | Answers]:
+    """One after the other, then the end."""
+    found = {f"/incumbents/{k}": fake.incumbent(schedule, k) for k, schedule in enumerate(schedules, 1)}
+    return {"/jobs": fake.job(), "/events": fake.events(*(fake.one(k) for k in range(1, len(schedules) + 1)), then), **found}
+
+
+def test_the_newest_is_offered_once() -> None:
+    answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: client.ended)
+        offer = client.poll()
+        assert offer is not None
+        assert (offer.version, offer.seq, offer.schedule.method) == (2, 2, "gpipe")
+        assert offer.makespan_ms == gpipe(chain()).makespan_ms
+        assert client.poll() is None
+
+
+def test_what_is_worse_than_what_came_before_is_not_offered() -> None:
+    answers = by_path(finding(gpipe(chain()), one_by_one(chain())))
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: client.ended)
+        offer = client.poll()
+        assert offer is not None
+        assert (offer.version, offer.seq) == (1, 1)
+
+
+def test_what_is_no_better_than_what_runs_is_not_offered() -> None:
+    answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
+    with fake_service(answers) as (url, asked), ScheduleClient(url, chain(), warm_start=gpipe(chain()), **QUICK) as client:
+        until(lambda: client.ended)
+        assert client.poll() is None
+    assert asked[0].json()["warm_start"]["method"] == "gpipe"
+
+
+def test_what_runs_but_no_longer_fits_sets_no_mark() -> None:
+    tight = chain(memory=1)
+    answers = by_path(finding(one_by_one(tight)))
+    with fake_service(answers) as (url, _), ScheduleClient(url, tight, warm_start=gpipe(chain()), **QUICK) as client:
+        offer = until(client.poll)
+        assert offer.schedule.method == "naive"
+        assert check(tight, offer.schedule) == []
+
+
+def test_an_offer_for_costs_that_have_changed_is_none() -> None:
+    answers = by_path({**finding(one_by_one(chain())), "/events": fake.open_events(fake.one())})
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: client._newest)
+        client.update(SLOWER, gpipe(chain()))
+        assert client.poll() is None
+
+
+def test_of_many_changes_the_last_counts() -> None:
+    last = chain(scale=2.0)
+    posed = one_after_the_other(fake.silent, fake.job(version=2))  # whoever waits for an answer is called away
+    table = {**finding(one_by_one(chain()), then=b""), "/problem": posed, "/incumbents/2": fake.incumbent(gpipe(last), 2)}
+    table["/events"] = one_after_the_other(fake.open_events(fake.one()), fake.events(fake.one(2, version=2), fake.end()))
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(client.poll)
+        client.update(chain(scale=1.25), None)
+        until(lambda: any(request.path.endswith("/problem") for request in asked))
+        for scale in (1.5, 1.75, 2.0):
+            client.update(chain(scale=scale), None)
+        assert until(client.poll).schedule.problem == last
+        until(lambda: client.ended)
+    told = [Problem.from_dict(request.json()["problem"]) for request in asked if request.path.endswith("/problem")]
+    assert told == [chain(scale=1.25), last]
+
+
+def test_a_service_that_was_away_hears_of_the_newest_costs() -> None:
+    table = {**finding(gpipe(SLOWER)), "/jobs": one_after_the_other(fake.silent, fake.job())}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: asked)
+        client.update(SLOWER, None)
+        assert until(client.poll).schedule.problem == SLOWER
+    submitted = [request for request in asked if request.path == "/v1/jobs"]
+    assert [Problem.from_dict(request.json()["problem"]) for request in submitted] == [chain(), SLOWER]
+    assert submitted[0].headers["Idempotency-Key"] != submitted[1].headers["Idempotency-Key"]

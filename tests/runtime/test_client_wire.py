@@ -1,0 +1,372 @@
+"""The client and a service that lies, breaks off, asks for patience, wants a key or has forgotten the job."""
+
+from __future__ import annotations
+
+import logging
+import time
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+from support import fake_service as fake
+from support.chain import chain, gpipe, one_by_one
+from support.fake_service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
+from support.following import QUICK, news, until, warnings
+
+from optpipe.errors import InputError
+from optpipe_runtime.client import Offer, ScheduleClient
+from optpipe_runtime.search import longest_answer
+from optpipe_runtime.wire import LONGEST_WAIT_S, _seconds, api_key, base_url
+
+GOOD_FILE = fake.document(gpipe(chain()))
+TOO_BIG = fake.document(gpipe(chain()))  # for two activations; the problem asked has memory for one
+OTHER = fake.document(gpipe(chain(m=3, memory=3)))
+JOB = fake.job()
+GOOD = fake.incumbent(gpipe(chain()))
+ENDS = fake.events(fake.one(), fake.end())
+IMPATIENT: dict[str, Any] = {"backoff_s": (0.01, 10.0), "connect_timeout_s": 0.4, "read_timeout_s": 0.1}
+KEY = "op_1a2b3c_s3cr3ts3cr3ts3cr3t"
+
+
+@pytest.fixture(autouse=True)
+def _log_everything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO, "optpipe.client")
+    monkeypatch.delenv("OPTPIPE_KEY", raising=False)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://host:x", "/v1", "http://me:secret@host"])
+def test_a_url_that_is_none_is_a_sentence(url: str) -> None:
+    with pytest.raises(InputError, match="must be http://HOST:PORT") as refusal:
+        base_url(url)
+    assert "secret" not in str(refusal.value)
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (fake.incumbent(TOO_BIG), "needs 2000 bytes"),
+        (fake.incumbent(OTHER), "there are 2 micro-batches"),
+        (fake.incumbent({**GOOD_FILE, "devices": []}), "0 programs"),
+        (fake.incumbent({**GOOD_FILE, "devices": [{"program": ["rm -rf"]}] * 2}), "op 'rm -rf'"),
+        (Answer(200, b"<html>"), "its answer"),
+        (Answer(200, b""), "its answer"),
+        (Answer(200, b"[" * 10_000), "its answer"),
+        (Answer(200, b'{"seq": 1}'), "schedule is missing"),
+        (Answer(200, b"[" * 10_000_000), f"an answer longer than {longest_answer(chain())} bytes"),
+        (fake.endless(b"x"), f"an answer longer than {longest_answer(chain())} bytes"),
+    ],
+)
+def test_a_lie_is_not_offered(answer: Answer | Answers, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    answers = by_path({"/jobs": JOB, "/events": ENDS, "/incumbents/1": answer})
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain(memory=1), **QUICK) as client:
+        until(lambda: client.ended)
+        assert client.poll() is None
+    [line] = warnings(caplog)
+    assert "is wrong" in line
+    assert why in line
+
+
+STREAM = {"Content-Type": "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "word"),
+    [
+        ({"/jobs": Answer(500, b"oops")}, "away"),
+        ({"/jobs": fake.resetting}, "away"),
+        ({"/jobs": fake.resetting_in_the_middle}, "away"),
+        ({"/jobs": Answer(200, b"<html>hello")}, "wrong"),
+        ({"/jobs": fake.endless(b"[")}, "wrong"),
+        ({"/jobs": Answer(201, b"[]")}, "wrong"),
+        ({"/jobs": Answer(201, b'{"id": "../../admin"}')}, "wrong"),
+        ({"/jobs": Answer(302, b"elsewhere")}, "wrong"),
+        ({"/jobs": JOB}, "away"),
+        ({"/jobs": JOB, "/events": fake.events()}, "away"),
+        ({"/jobs": JOB, "/events": fake.events(b": ping\n\n")}, "away"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: {\n\n")}, "wrong"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: " + b"x" * 2**21)}, "wrong"),
+        ({"/jobs": JOB, "/events": fake.endless(b"data: x\n")}, "wrong"),
+        ({"/jobs": JOB, "/events": fake.endless(b"x")}, "wrong"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: end\ndata: []\n\n")}, "wrong"),
+        ({"/jobs": JOB, "/events": Answer(206)}, "wrong"),
+        ({"/jobs": JOB, "/events": ENDS, "/incumbents/1": Answer(500)}, "away"),
+        ({"/jobs": JOB, "/events": Answer(204), "/a1": fake.as_json({"state": "running"})}, "away"),
+    ],
+)
+def test_garbage_is_one_warning(answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture) -> None:
+    with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), backoff_s=(0.01, 10.0)) as client:
+        until(lambda: client._search._backoff.failures >= 3)
+        assert client.poll() is None
+    assert [f" is {word}: " in line for line in warnings(caplog)] == [True]
+
+
+@pytest.mark.parametrize(
+    "answers", [{"/jobs": fake.trickling}, {"/jobs": JOB, "/events": fake.silent}, {"/jobs": JOB, "/events": fake.trickling}]
+)
+def test_who_never_comes_to_an_end_is_away(answers: dict[str, Answer | Answers], caplog: pytest.LogCaptureFixture) -> None:
+    with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), **IMPATIENT) as client:
+        until(lambda: client._search._backoff.failures >= 2)
+        assert client.poll() is None
+    [line] = warnings(caplog)
+    assert " is away: no answer within " in line
+
+
+def test_a_service_that_mends_its_ways_is_believed(caplog: pytest.LogCaptureFixture) -> None:
+    answers = by_path(
+        {
+            "/jobs": JOB,
+            "/events": fake.events(fake.one(1), fake.one(2), fake.end()),
+            "/incumbents/1": Answer(200, b"{}"),
+            "/incumbents/2": fake.incumbent(gpipe(chain()), 2),
+        }
+    )
+    with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+        offer: Offer = until(client.poll)
+        assert (offer.version, offer.seq) == (1, 2)
+        until(lambda: client.ended)
+    assert len(warnings(caplog)) == 1
+    assert news(caplog)[0].endswith("is right again")
+
+
+def test_no_answer_that_is_sound_is_too_long() -> None:
+    """Whatever ops a schedule has, and with the order of a shared link."""
+    problem = chain(m=64, memory=64, link="host")
+    programs = [[f"{s}{kind}{j}" for j in range(64) for kind in ("F", "O", "D", "R", "C", "B", "W", "E", "A", "L", "V")] for s in range(2)]
+    content = {
+        **fake.document(gpipe(problem)),
+        "devices": [{"program": p} for p in programs],
+        "links": {"host": [*programs[0], *programs[1]]},
+    }
+    body = fake.incumbent({name: value for name, value in content.items() if name != "ops"}).body
+    assert isinstance(body, bytes)
+    assert len(body) < longest_answer(problem) < 8 * len(body)
+
+
+# Nothing is lost and nothing is told twice
+
+
+def test_a_retry_is_the_same_submission() -> None:
+    """The answer was lost on the way, twice; then the service answers as to a replay. Another job has another key."""
+    lost = one_after_the_other(fake.resetting, fake.resetting_in_the_middle, fake.as_json({"id": "a1"}))
+    gone = one_after_the_other(Answer(404), ENDS)
+    with (
+        fake_service(by_path({"/jobs": lost, "/events": gone, "/1": GOOD})) as (url, asked),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
+        until(client.poll)
+        submissions = [request for request in asked if request.path == "/v1/jobs"]
+    keys = [request.headers["Idempotency-Key"] for request in submissions]
+    assert len(keys) == 4
+    assert keys[0] == keys[1] == keys[2] != keys[3], "purged: that is another submission"
+    assert submissions[0].body == submissions[1].body == submissions[2].body
+
+
+def test_events_go_on_where_they_broke_off(caplog: pytest.LogCaptureFixture) -> None:
+    """The stream breaks after each event, and what was told already is told again: each incumbent is fetched once, in order."""
+
+    def events(asked: Asked) -> Answer:
+        after = int(asked.headers["Last-Event-ID"])
+        again = [fake.one(after)] if after else []
+        return fake.events(*again, fake.one(after + 1) if after < 5 else fake.end())
+
+    table = {"/jobs": JOB, "/events": events, **{f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in range(1, 6)}}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: client.ended)
+    assert [request.path.rpartition("/")[2] for request in asked if "/incumbents/" in request.path] == ["1", "2", "3", "4", "5"]
+    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_an_incumbent_that_could_not_be_fetched_is_fetched_later() -> None:
+    fetch = one_after_the_other(Answer(503), fake.resetting, GOOD)
+    with (
+        fake_service(by_path({"/jobs": JOB, "/events": ENDS, "/incumbents/1": fetch})) as (url, asked),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
+        assert until(client.poll).seq == 1
+        until(lambda: client.ended)
+    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == ["0", "0", "0"]
+
+
+def test_a_job_that_is_over_has_no_more_events(caplog: pytest.LogCaptureFixture) -> None:
+    events = one_after_the_other(fake.events(fake.one()), Answer(204))
+    ended = fake.as_json({"state": "failed", "reason": "its worker was lost 5 times"})
+    with (
+        fake_service(by_path({"/jobs": JOB, "/events": events, "/incumbents/1": GOOD, "/jobs/a1": ended})) as (url, _),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
+        until(lambda: client.ended)
+        assert until(client.poll).seq == 1
+    assert warnings(caplog)[-1] == f"the solver service at {url} ended its search as failed: its worker was lost 5 times"
+
+
+def test_a_purged_job_is_submitted_again_from_the_best() -> None:
+    """It is gone between two streams, or between an event and its incumbent."""
+    jobs = one_after_the_other(fake.job("a1"), fake.job("a2"), fake.job("a3"))
+    first = one_after_the_other(fake.events(fake.one()), Answer(404))
+    table = {
+        "/jobs": jobs,
+        "a1/events": first,
+        "a1/incumbents/1": fake.incumbent(one_by_one(chain())),
+        "a2/events": fake.open_events(fake.one(1)),  # and 404 to what it is
+        "a3/events": fake.events(fake.one(1), fake.end()),
+        "a3/incumbents/1": GOOD,
+    }
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: client.ended)
+        assert (offer := client.poll()) is not None
+        assert (offer.job, offer.seq, offer.schedule.method) == ("a3", 1, "gpipe")
+    starts = [request.json().get("warm_start") for request in asked if request.path == "/v1/jobs"]
+    assert starts[0] is None
+    assert [start["method"] for start in starts[1:]] == ["naive", "naive"]
+
+
+# Patience
+
+
+def test_retry_after_is_waited_for() -> None:
+    times: list[float] = []
+
+    def full(asked: Asked) -> Answer:
+        times.append(time.monotonic())
+        return Answer(429, headers={"Retry-After": "1"}) if len(times) == 1 else JOB
+
+    with fake_service(by_path({"/jobs": full, "/events": ENDS, "/1": GOOD})) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+        until(client.poll)
+    assert times[1] - times[0] >= 1.0
+
+
+def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
+    table = {"/jobs": one_after_the_other(Answer(503, headers={"Retry-After": "3600"}), JOB), "/events": ENDS, "/1": GOOD}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(lambda: asked)
+        client.update(chain(), None)
+        until(client.poll)
+    assert not client._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 0), ("7", 7), ("99999999999", 0), ("1000000", LONGEST_WAIT_S), ("-1", 0), ("soon", 0), ("١", 0), ("1.5", 0)]
+)
+def test_seconds_to_wait(text: str, seconds: float) -> None:
+    assert _seconds(text) == seconds
+
+
+def test_a_date_to_wait_for() -> None:
+    assert 50 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 61
+    assert _seconds(formatdate(time.time() - 60, usegmt=True)) == 0
+
+
+# Keys
+
+
+def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even to a log that takes everything, of a client whose every request fails in another way."""
+    caplog.set_level(logging.DEBUG)
+    for given in (KEY, None):
+        monkeypatch.setenv("OPTPIPE_KEY", "op_other_key" if given else KEY)
+        jobs = one_after_the_other(Answer(500), Answer(200, b"{"), fake.resetting, JOB)
+        events = one_after_the_other(Answer(200, b"data: x"), fake.events(fake.one()), Answer(401))
+        with fake_service(by_path({"/jobs": jobs, "/events": events, "/1": GOOD})) as (url, asked):
+            with ScheduleClient(url, chain(), key=given, **QUICK) as client:
+                until(lambda: client.ended)
+                assert KEY not in repr(client) + repr(client._wire)
+            assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
+    assert "does not let this client in: it does not know the API key" in caplog.text
+    assert KEY not in caplog.text
+    assert "s3cr3t" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "key", "why"),
+    [
+        (Answer(401), None, "it wants an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
+        (Answer(401), KEY, "it does not know the API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
+        (fake.as_json({"detail": "The key has not the scope submit."}, 403), KEY, "The key has not the scope submit."),
+    ],
+)
+def test_who_is_not_let_in_says_so_once(answer: Answer, key: str | None, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with fake_service(lambda _: answer) as (url, asked), ScheduleClient(url, chain(), key=key, **QUICK) as client:
+        until(lambda: client.ended)
+        client.update(chain(scale=2), None)
+        until(lambda: len(asked) == 2 and client.ended)
+        client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
+        until(lambda: len(asked) == 3)
+        assert client.poll() is None
+    expected = f"the solver service at {url} does not let this client in: {why}; training goes on with the schedule it has"
+    assert warnings(caplog) == [expected]
+
+
+@pytest.mark.parametrize("key", ["", "op 1", "op_ü", "op_1\r\nX-Evil: 1", "x" * 201])
+def test_a_key_that_is_none_is_a_sentence_without_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"^key: must be an API key of the service") as refusal:
+        api_key(key)
+    assert not key or key not in str(refusal.value)
+    monkeypatch.setenv("OPTPIPE_KEY", "not one")
+    with pytest.raises(InputError, match=r"^OPTPIPE_KEY in the environment: must be an API key"):
+        api_key(None)
+    monkeypatch.setenv("OPTPIPE_KEY", "")
+    assert api_key(None) is None
+
+
+# Other costs
+
+
+def test_a_job_goes_on_with_other_costs() -> None:
+    """What it found for the costs before is not asked for; the mark is what runs."""
+    slower = chain(scale=1.5)
+    events = one_after_the_other(
+        fake.open_events(fake.one(1)), fake.events(fake.one(2), fake.one(3, version=2), fake.one(4, version=2), fake.end())
+    )
+    table = {
+        "/jobs": JOB,
+        "/events": events,
+        "/problem": fake.job(version=2),
+        "/1": fake.incumbent(one_by_one(chain())),
+        "/3": fake.incumbent(one_by_one(slower), 3),
+        "/4": fake.incumbent(gpipe(slower), 4),
+    }
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        first = until(client.poll)
+        client.update(slower, first.schedule)
+        better = until(client.poll)
+    assert (better.job, better.seq, better.schedule.problem) == ("a1", 4, slower)
+    [posed] = [request for request in asked if request.path.endswith("/problem")]
+    assert (posed.method, posed.json()) == ("POST", {"problem": slower.to_dict()})
+    assert [request.path for request in asked if request.path.endswith(("/jobs", "/cancel", "/incumbents/2"))] == ["/v1/jobs"]
+
+
+@pytest.mark.parametrize(("status", "cancelled"), [(404, []), (409, ["/v1/jobs/a1/cancel"])])
+def test_a_job_that_cannot_go_on_is_followed_by_another(status: int, cancelled: list[str]) -> None:
+    slower = chain(scale=1.5)
+    table = {
+        "/jobs": one_after_the_other(fake.job("a1"), fake.job("a2")),
+        "a1/events": ENDS,
+        "a1/incumbents/1": fake.incumbent(one_by_one(chain())),
+        "a1/problem": Answer(status),
+        "a1/cancel": Answer(202, b"{}"),
+        "a2/events": ENDS,
+        "a2/incumbents/1": fake.incumbent(gpipe(slower)),
+    }
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        first = until(client.poll)
+        client.update(slower, first.schedule)
+        assert until(client.poll).job == "a2"
+    last = [request for request in asked if request.path == "/v1/jobs"][-1].json()
+    assert last["problem"] == slower.to_dict()
+    assert last["warm_start"]["method"] == "naive"
+    assert [request.path for request in asked if request.path.endswith("/cancel")] == cancelled
+
+
+def test_a_queue_that_is_full_is_asked_again_with_the_costs() -> None:
+    slower = chain(scale=1.5)
+    problem = one_after_the_other(Answer(429, headers={"Retry-After": "0"}), fake.resetting, fake.job(version=2))
+    events = one_after_the_other(ENDS, fake.events(fake.one(2, version=2), fake.end()))
+    table = {"/jobs": JOB, "/events": events, "/problem": problem, "/1": GOOD, "/2": fake.incumbent(gpipe(slower), 2)}
+    with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+        until(client.poll)
+        client.update(slower, None)
+        assert until(client.poll).seq == 2
+    assert [request.path for request in asked].count("/v1/jobs") == 1
