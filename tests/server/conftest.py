@@ -1,9 +1,11 @@
-"""Clients of real servers."""
+"""Clients of real servers, on both databases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -11,13 +13,18 @@ import pytest
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server import Settings
+from optpipe_server.database.keys import SCOPES
+from optpipe_server.serve import Server
 
 Serving = Callable[[Settings], httpx.Client]
+Shared = tuple[str, Server]
+
+_tenants = count()
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return settings_in(tmp_path)
+def settings(tmp_path: Path, database_url: str) -> Settings:
+    return settings_in(tmp_path, database_url)
 
 
 @pytest.fixture
@@ -37,6 +44,22 @@ def serving() -> Iterator[Serving]:
         yield start
 
 
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """One server with fake solvers for a file of tests, on each database."""
+    with ExitStack() as stack:
+        use_fake_solver(stack.enter_context(pytest.MonkeyPatch.context()))
+        url = None if request.param == "sqlite" else stack.enter_context(request.getfixturevalue("postgres").database("migrated"))
+        settings = settings_in(tmp_path_factory.mktemp("service"), url)
+        yield stack.enter_context(running(replace(settings, solves=4)))
+
+
 @pytest.fixture
-def client(serving: Serving, settings: Settings, fake_solver: None) -> httpx.Client:
-    return serving(settings)
+def client(shared: Shared) -> Iterator[httpx.Client]:
+    """A tenant of its own on the shared server, of which nothing is left."""
+    url, server = shared
+    key = server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)
+    with httpx.Client(base_url=url, timeout=20, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:
+        yield client
+        for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]:
+            assert client.delete(job["url"]).status_code == 204

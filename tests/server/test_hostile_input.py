@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,25 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe
-from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
 from optpipe.files import ScheduleFile
 from optpipe.problem import Problem
-from optpipe_server.http.bodies import LONGEST_BODY, read_submission
+from optpipe_server.http.bodies import Submission, parse
+from optpipe_server.http.limits import LONGEST_BODY
 from optpipe_server.http.replies import ReplyError
 
 JSON = {"Content-Type": "application/json"}
 GOOD = json.dumps({"problem": chain().to_dict(), "method": "hang"})
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """One server for all of it: what one test sends must not spoil the next."""
-    with pytest.MonkeyPatch.context() as patch, running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _):
-        use_fake_solver(patch)
-        with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
-            yield client
 
 
 def post(client: httpx.Client, body: str | bytes, headers: dict[str, str] = JSON) -> httpx.Response:
@@ -174,7 +164,7 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=200)
 def test_no_json_but_a_submission_is_read(value: Any) -> None:
     with pytest.raises((ReplyError, InputError)):
-        read_submission(json.dumps(value).encode())
+        parse(Submission, json.dumps(value).encode(), "job")
 
 
 @given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
@@ -183,7 +173,7 @@ def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> 
     """What is read is what a strict reader of JSON reads."""
     body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]
     try:
-        submission = read_submission(body)
+        submission = parse(Submission, body, "job")
     except (ReplyError, InputError):
         return
     assert submission.problem == Problem.from_dict(json.loads(body)["problem"])

@@ -23,7 +23,7 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
     ):
 
         def one(n: int) -> tuple[dict[str, object], list[int]]:
-            job = client.post("/v1/jobs", json={"problem": problems[n].to_dict(), "method": "steps"}).json()
+            job = client.post("/v1/jobs", json={"problem": problems[n].to_dict(), "method": "plain"}).json()
             assert job["best"]["schedule"]["problem"] == problems[n].to_dict()
             with client.stream("GET", f"{job['url']}/events") as response:
                 *found, end = list(events(response))
@@ -37,14 +37,13 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
             assert seqs == list(range(1, len(seqs) + 1))
             best = client.get(f"{end['url']}/incumbents/best").json()
             assert best["makespan_ms"] == gpipe(problem).makespan_ms
-        assert server._service.solves._tasks == {}
-        assert server._service.changes._waiting == {}
+        assert server.service.feed._topics == {}
 
 
 def test_no_more_jobs_wait_than_may(settings: Settings, fake_solver: None) -> None:
     """However many come in the same moment."""
     with (
-        running(replace(settings, queue=3, first_schedule_s=0.1)) as (url, _),
+        running(replace(settings, queue=3, first_schedule_s=60.0)) as (url, _),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
 
@@ -53,4 +52,4 @@ def test_no_more_jobs_wait_than_may(settings: Settings, fake_solver: None) -> No
 
         with ThreadPoolExecutor(20) as pool:
             found = list(pool.map(one, range(20)))
-    assert sorted(found) == [201] * 4 + [429] * 16
+    assert sorted(found) in ([201] * n + [429] * (20 - n) for n in (3, 4)), "four where the worker was there in time"

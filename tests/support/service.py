@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 import optpipe.anytime
+import optpipe_server.first
 from optpipe_server import Settings
 from optpipe_server.serve import Server, listen, make_server
 
@@ -52,14 +53,16 @@ def connections_forgotten() -> Iterator[None]:
             gc.collect()
 
 
-def settings_in(folder: Path) -> Settings:
-    return Settings(database=f"sqlite:///{folder / 'jobs.sqlite'}", cache=folder / "cache.sqlite", ping_s=0.2, first_schedule_s=30.0)
+def settings_in(folder: Path, database: str | None = None) -> Settings:
+    url = database or f"sqlite:///{folder / 'jobs.sqlite'}"
+    return Settings(url, cache=folder / "cache.sqlite", ping_s=0.2, first_schedule_s=30.0)
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`support.fake_solver`, whose behaviour the job's method names."""
+    """`support.fake_solver` and `support.fake_maker`, whose behaviour the job's method names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
+    monkeypatch.setattr(optpipe_server.first, "MAKER", "support.fake_maker")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -1,14 +1,11 @@
-"""Request bodies: raw bytes with a cap, then strict JSON. FastAPI's own reader has no cap and takes NaN and duplicate names."""
+"""Request bodies: strict JSON of raw bytes, which `limits` has capped. FastAPI's own reader takes NaN and duplicate names."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from starlette.requests import ClientDisconnect
 
 from optpipe.child import Objective
 from optpipe.errors import input_error
@@ -16,10 +13,7 @@ from optpipe.files import ScheduleFile
 from optpipe.problem import Ms, Problem, Record
 from optpipe_server.http.replies import ReplyError
 
-LONGEST_BODY = 2**20  # bytes
 LONGEST_SOLVE_S = 3600.0
-MOST_READ = 2**24  # bytes that are thrown away so that who sends too much can read why; who sends more is cut off
-SLOWEST_BODY_S = 30.0
 MOST_STAGES = 256
 MOST_MICROBATCHES = 4096
 
@@ -60,42 +54,11 @@ class MoreTime(Record):
     time_limit_s: TimeLimit
 
 
-class Adoption(Record):
+class Adopt(Record):
     """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and what an iteration takes since."""
 
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)]
     measured_iteration_ms: Ms | None = None
-
-
-async def read_body(request: Request) -> bytes:
-    """The body of a JSON request; refuses what is too long, compressed, or said to be something else.
-
-    A web page can send any other type than JSON to a service on this machine without being asked; so nothing else is read.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ReplyError(415, "Content-Type must be application/json.")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ReplyError(415, "Content-Encoding: the body must not be compressed.")
-    body = bytearray()
-    read = 0
-    try:
-        async with asyncio.timeout(SLOWEST_BODY_S):
-            async for chunk in request.stream():
-                read += len(chunk)
-                if read <= LONGEST_BODY:
-                    body += chunk
-                elif read > MOST_READ:
-                    break
-    except (TimeoutError, ClientDisconnect):
-        raise ReplyError(408, "The body did not arrive in full.", {"Connection": "close"}) from None
-    if read > LONGEST_BODY:
-        raise ReplyError(413, f"The body is longer than {LONGEST_BODY} bytes.", {"Connection": "close"})
-    return bytes(body)
-
-
-def read_submission(body: bytes) -> Submission:
-    return parse(Submission, body, "job")
 
 
 def parse(model: type[Model], body: bytes, what: str) -> Model:
@@ -103,7 +66,7 @@ def parse(model: type[Model], body: bytes, what: str) -> Model:
     try:
         parsed = model.model_validate_json(body)
     except ValidationError as error:
-        if error.errors(include_url=False)[0]["type"] == "json_invalid":
+        if error.error_count() == 1 and error.errors(include_url=False)[0]["type"] == "json_invalid":
             raise ReplyError(400, "The body is not valid JSON.") from None
         raise input_error(error, what) from None
     json.loads(body, object_pairs_hook=_unique)  # valid by now, so neither deep nor with numbers out of range, and with few objects

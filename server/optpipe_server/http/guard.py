@@ -33,6 +33,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; a path t
     "/v1/jobs/{job_id}": READ | {"PATCH": "submit", "DELETE": "submit"},
     "/v1/jobs/{job_id}/cancel": SUBMIT,
     "/v1/jobs/{job_id}/problem": SUBMIT,
+    "/v1/jobs/{job_id}/adoptions": READ,
     "/v1/jobs/{job_id}/adoptions/{seq}": {"PUT": "submit"},
     "/v1/jobs/{job_id}/incumbents": READ,
     "/v1/jobs/{job_id}/incumbents/best": READ,

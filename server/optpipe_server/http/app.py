@@ -1,0 +1,44 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import optpipe
+from optpipe_server.http import docs, guard, health, replies, results, routes, tools
+from optpipe_server.http.service import Service
+from optpipe_server.settings import Settings
+
+ABOUT = "Jobs in, schedules out: the first in the reply, better ones as events. Errors are problem documents (RFC 9457)."
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The service as an ASGI application; `app.state.service` is what stands behind it. Raises `InputError` for bad settings."""
+    service = Service(settings or Settings())
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await service.open()
+        yield
+        await service.close()
+
+    app = FastAPI(
+        title="OptPipe",
+        version=optpipe.__version__,
+        description=ABOUT,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    for router in (routes.router, results.router, tools.router, health.router):
+        app.include_router(router)
+    replies.install(app)
+    docs.install(app)
+    guard.install(app, service.keys)
+    app.add_middleware(health.Measured)
+    return app

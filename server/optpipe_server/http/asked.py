@@ -1,0 +1,70 @@
+"""What routes ask of a request: the service, who asks, the job in the path, the versions in its headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Path, Request
+from fastapi.responses import Response
+from sqlalchemy import Row
+
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.service import Service
+from optpipe_server.http.views import etag, incumbent_text, is_best, job_text
+
+T = TypeVar("T")
+Job = Row[Any]
+
+LARGEST = 2**53  # of numbers that the database is asked for
+MISSING = "There is no such job."
+
+
+class Asked:
+    """A request and what stands behind it. What reads the database runs in a thread."""
+
+    def __init__(self, request: Request) -> None:
+        self.service: Service = request.app.state.service
+        self.tenant: str = request.state.caller.tenant
+
+    def head(self, job_id: str) -> Job:
+        """The tenant's job; anybody else's is none."""
+        job = self.service.jobs.head(self.tenant, job_id) if re.fullmatch("[0-9a-f]{32}", job_id) else None
+        if job is None:
+            raise ReplyError(404, MISSING)
+        return job
+
+    async def of_job(self, job_id: str, question: Callable[[Job], T]) -> T:
+        """What the database says of the job; 404 where it is purged before the answer."""
+
+        def both() -> T:
+            try:
+                return question(self.head(job_id))
+            except LookupError:
+                raise ReplyError(404, MISSING) from None
+
+        return await self.service.ask(both)
+
+    async def shown(self, job_id: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+        """The job with its best schedule."""
+        return await self.of_job(job_id, lambda job: self.job_reply(job, status, headers))
+
+    def job_reply(self, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+        best = self.best(job)
+        content = job_text(job, incumbent_text(best) if best else None)
+        return Response(content, status, {"ETag": etag(job.version), **(headers or {})}, "application/json")
+
+    def best(self, job: Job) -> Row[Any] | None:
+        """The best schedule for the problem that counts."""
+        last = self.service.jobs.incumbent(job.id, job.last_seq) if job.last_seq else None
+        return last if last is not None and is_best(job, last) else None
+
+
+def names(header: str | None, number: int) -> bool:
+    """Whether If-None-Match names this version."""
+    return header is not None and (header.strip() == "*" or etag(number) in (tag.strip().removeprefix("W/") for tag in header.split(",")))
+
+
+Ask = Annotated[Asked, Depends(Asked)]
+JobId = Annotated[str, Path(description="Of a job, 32 hexadecimal digits.", examples=["0" * 32])]

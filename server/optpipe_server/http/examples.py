@@ -1,0 +1,99 @@
+"""A small job, as the API's description shows it: two stages on two devices, two micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ID, SHA256 = "0" * 32, "0" * 64
+URL = f"/v1/jobs/{ID}"
+AT = "2030-01-01T12:00:00.000+00:00"
+
+_STAGE = {
+    "forward_ms": 1.0,
+    "backward_input_ms": 1.0,
+    "backward_weight_ms": 1.0,
+    "activation_bytes": 1000,
+    "weight_grad_bytes": 500,
+    "offload_ms": 0.5,
+    "reload_ms": 0.5,
+    "offload_bytes": 1000,
+}
+PROBLEM: dict[str, Any] = {
+    "format": "optpipe.problem/1",
+    "microbatches": 2,
+    "devices": [{"memory_bytes": 2000}, {"memory_bytes": 2000}],
+    "stages": [{**_STAGE, "device": 0}, {**_STAGE, "device": 1}],
+}
+SUBMISSION = {"problem": PROBLEM, "method": "auto", "time_limit_s": 60.0, "gap": 0.01, "objective": "makespan", "priority": 0}
+SCHEDULE = {
+    "format": "optpipe.schedule/1",
+    "problem": PROBLEM,
+    "problem_sha256": SHA256,
+    "method": "1f1b",
+    "makespan_ms": 9.0,
+    "span_ms": 9.0,
+    "devices": [{"program": ["0F0", "0F1", "0BW0", "0BW1"]}, {"program": ["1F0", "1BW0", "1F1", "1BW1"]}],
+}
+INCUMBENT = {
+    "seq": 1,
+    "source": "heuristic",
+    "method": "1f1b",
+    "makespan_ms": 9.0,
+    "span_ms": 9.0,
+    "problem_version": 1,
+    "problem_sha256": SHA256,
+    "attempt": 0,
+    "found_at": AT,
+    "url": f"{URL}/incumbents/1",
+}
+WHOLE = {**INCUMBENT, "schedule": SCHEDULE}
+SAID = {"step": 120, "measured_iteration_ms": 9.2, "adopted_at": AT}
+INCUMBENTS = {"incumbents": [{**INCUMBENT, "adoption": SAID}]}
+SUMMARY = {
+    "id": ID,
+    "version": 2,
+    "state": "queued",
+    "reason": None,
+    "problem_name": "",
+    "problem_sha256": SHA256,
+    "problem_version": 1,
+    "method": "auto",
+    "objective": "makespan",
+    "time_limit_s": 60.0,
+    "gap_limit": 0.01,
+    "priority": 0,
+    "status": "feasible",
+    "lower_bound_ms": 8.0,
+    "gap": 0.11,
+    "attempt": 0,
+    "crashes": 0,
+    "created_at": AT,
+    "started_at": None,
+    "ended_at": None,
+    "spent_s": 0.0,
+    "url": URL,
+}
+JOB = {**SUMMARY, "best": WHOLE}
+JOBS = {"jobs": [SUMMARY], "next": None}
+ADOPTION = {**SAID, "seq": 1, "predicted_ms": 9.0, "url": f"{URL}/incumbents/1"}
+ADOPTIONS = {"adoptions": [ADOPTION]}
+LOG = {"lines": [{"number": 1, "at": AT, "attempt": 0, "level": "info", "text": "submitted: auto, makespan, 60 s"}], "next": None}
+TIMELINE = {
+    "seq": 1,
+    "problem_sha256": SHA256,
+    "makespan_ms": 9.0,
+    "span_ms": 9.0,
+    "bubble": 0.33,
+    "ops": [{"kind": "F", "stage": 0, "microbatch": 0, "start_ms": 0.0, "end_ms": 1.0}],
+    "devices": [
+        {"peak_bytes": 2000, "peak_at": "0F1", "memory_bytes": 2000, "host_peak_bytes": 0, "host_memory_bytes": None},
+    ],
+}
+TRACE = {
+    "traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "name": "0F0", "cat": "forward", "ts": 0.0, "dur": 1000.0}],
+    "displayTimeUnit": "ms",
+}
+EVENTS = (
+    f'id: 1\nevent: incumbent\ndata: {{"seq":1,"makespan_ms":9.0,"url":"{URL}/incumbents/1"}}\n\n'
+    'id: 1\nevent: end\ndata: {"state":"done"}\n\n'
+)

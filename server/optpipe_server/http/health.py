@@ -1,0 +1,106 @@
+"""Whether the process answers, whether it can serve, and what Prometheus is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import get_args
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import optpipe
+from optpipe_server.database.tables import State
+from optpipe_server.http import shapes
+from optpipe_server.http.docs import replies
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.service import Service
+from optpipe_server.http.views import text
+from optpipe_server.metrics import REGISTRY, REQUESTS
+
+router = APIRouter(tags=["operation"])
+
+
+@router.get("/healthz", responses={200: replies(200, shapes.Health, {"status": "ok", "version": "0.1.0"})[200]})
+async def healthz() -> Response:
+    """The process answers."""
+    return Response(text({"status": "ok", "version": optpipe.__version__}), media_type="application/json")
+
+
+READY = replies(200, shapes.Ready, {"status": "ready", "solves": 1})
+
+
+@router.get("/readyz", responses={200: READY[200], 503: READY[503]})
+async def readyz(request: Request) -> Response:
+    """The process is not about to end, and its database answers: jobs are taken in, and get their first schedule.
+
+    Nothing is said of workers elsewhere: without any, jobs wait, with their first schedule, until there is one.
+    """
+    service: Service = request.app.state.service
+    if service.feed.closing:
+        raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
+    await service.ask(service.database.ping)
+    return Response(text({"status": "ready", "solves": service.settings.solves}), media_type="application/json")
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={**replies(200, None, None), 200: {"description": "In Prometheus' text format", "content": {"text/plain": {}}}},
+)
+async def metrics(request: Request) -> Response:
+    """What this process has counted, and how many jobs the database has in each state, if it answers."""
+    service: Service = request.app.state.service
+    counted = CollectorRegistry(auto_describe=False)
+    with suppress(SQLAlchemyError):
+        counted.register(_Jobs(await service.ask(service.jobs.count)))
+    return Response(generate_latest(REGISTRY) + generate_latest(counted), media_type=CONTENT_TYPE_LATEST)
+
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")  # a client may make up others, and each would be counted for good
+
+
+class _Jobs(Collector):
+    """How many jobs there are, by state."""
+
+    def __init__(self, count: Mapping[State, int]) -> None:
+        self._count = count
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        jobs = GaugeMetricFamily("optpipe_jobs", "Jobs of all tenants", labels=["state"])
+        for state in get_args(State):
+            jobs.add_metric([state], self._count.get(state, 0))
+        yield jobs
+
+
+class Measured:
+    """Times every request until its reply is complete, but event streams, which last as long as somebody listens."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+
+        async def told(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, told)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            if status and not route.endswith("/events"):
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                REQUESTS.labels(method, route, status).observe(time.perf_counter() - began)

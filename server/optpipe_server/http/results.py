@@ -1,0 +1,160 @@
+"""What a job has found: incumbents, what the training made of them, how they look over time, and the job's log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi.responses import Response
+from sqlalchemy import Row
+
+from optpipe.child import Programs
+from optpipe.files import timed_ops
+from optpipe.memory import certify
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.show.trace import trace
+from optpipe_server.http import examples, shapes
+from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, names
+from optpipe_server.http.bodies import Adopt, parse
+from optpipe_server.http.docs import body, replies
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text
+from optpipe_server.metrics import ADOPTIONS
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
+
+MOST_LINES = 1000
+MOST_DRAWN = 100_000  # ops in a trace or timeline: they are written out in this process
+NONE, NO_SUCH = "The job has no schedule for its problem.", "The job has no such incumbent."
+
+Seq = Annotated[int, Path(ge=1, le=LARGEST, description="The number of an incumbent.", examples=[1])]
+Tags = Annotated[str | None, Header(description="ETags of what is known.")]
+WhichSeq = Annotated[int | None, Query(ge=1, le=LARGEST, description="The number of an incumbent; the best by default.")]
+
+
+def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(content, headers=headers, media_type="application/json")
+
+
+@router.get("/incumbents", responses=replies(200, shapes.Incumbents, examples.INCUMBENTS, 404, 422))
+async def list_incumbents(job_id: JobId, asked: Ask, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0) -> Response:
+    """The incumbents numbered above `after`, in short. Reading takes none away."""
+    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id, after))
+    return json_reply(text({"incumbents": [listed_view(incumbent) for incumbent in found]}))
+
+
+@router.get("/incumbents/best", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
+async def best_incumbent(job_id: JobId, asked: Ask, if_none_match: Tags = None) -> Response:
+    """The best schedule for the problem that counts."""
+    headers = {"Cache-Control": "no-cache"}
+    return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, None), if_none_match, headers))
+
+
+@router.get("/incumbents/{seq}", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed"))
+async def show_incumbent(job_id: JobId, seq: Seq, asked: Ask, if_none_match: Tags = None) -> Response:
+    """A schedule, which never changes."""
+    headers = {"Cache-Control": "private, max-age=31536000, immutable"}
+    return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, seq), if_none_match, headers))
+
+
+def _found(asked: Ask, job: Job, seq: int | None) -> Row[Any]:
+    """The incumbent of this number, or the best."""
+    incumbent = asked.best(job) if seq is None else asked.service.jobs.incumbent(job.id, seq) if seq <= job.last_seq else None
+    if incumbent is None:
+        raise ReplyError(404, NONE if seq is None else NO_SUCH)
+    return incumbent
+
+
+def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> Response:
+    headers = {"ETag": etag(incumbent.seq), **headers}
+    return Response(status_code=304, headers=headers) if names(known, incumbent.seq) else json_reply(incumbent_text(incumbent), headers)
+
+
+@router.put(
+    "/adoptions/{seq}",
+    openapi_extra=body(Adopt, {"step": 120, "measured_iteration_ms": 9.2}),
+    responses=replies(200, shapes.Adoption, examples.ADOPTION, 404, 422),
+)
+async def adopt(job_id: JobId, seq: Seq, request: Request, asked: Ask) -> Response:
+    """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces what was said."""
+    said = parse(Adopt, await request.body(), "adoption")
+    adopted = await asked.of_job(job_id, lambda job: _adopt(asked, job, seq, said))
+    ADOPTIONS.inc()
+    return json_reply(text(adopted))
+
+
+def _adopt(asked: Ask, job: Job, seq: int, said: Adopt) -> dict[str, Any]:
+    if seq > job.last_seq:
+        raise ReplyError(404, NO_SUCH)
+    asked.service.jobs.adopt(asked.tenant, job.id, seq, said.step, said.measured_iteration_ms)
+    return adoption_view(_found(asked, job, seq))
+
+
+@router.get("/adoptions", responses=replies(200, shapes.Adoptions, examples.ADOPTIONS, 404))
+async def list_adoptions(job_id: JobId, asked: Ask) -> Response:
+    """What the training swapped in, measured beside predicted."""
+    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id))
+    return json_reply(text({"adoptions": [adoption_view(incumbent) for incumbent in found if incumbent.step is not None]}))
+
+
+@router.get("/log", responses=replies(200, shapes.Log, examples.LOG, 404, 422))
+async def show_log(
+    job_id: JobId,
+    asked: Ask,
+    after: Annotated[int, Query(ge=0, le=LARGEST, description="The number of a line.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = MOST_LINES,
+) -> Response:
+    """What happened to the job, and what its solvers said."""
+    found = await asked.of_job(job_id, lambda job: asked.service.jobs.log(job.id, after, limit + 1))
+    lines = found[:limit]
+    more = f"{job_url(job_id)}/log?after={lines[-1].number}&limit={limit}" if len(found) > limit else None
+    return json_reply(text({"lines": log_view(lines), "next": more}))
+
+
+@router.get("/trace", responses=replies(200, shapes.Trace, examples.TRACE, 404, 409, 422))
+async def show_trace(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
+    """A schedule to look at in Perfetto."""
+    incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
+    return json_reply(await asked.service.draw(lambda: trace(_schedule(incumbent))))
+
+
+@router.get("/timeline", responses=replies(200, shapes.Timeline, examples.TIMELINE, 404, 409, 422))
+async def show_timeline(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
+    """When every op of a schedule runs, and the most memory that each device holds."""
+    incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
+    return json_reply(await asked.service.draw(lambda: _timeline(incumbent)))
+
+
+def _timeline(incumbent: Row[Any]) -> str:
+    schedule = _schedule(incumbent)
+    certificate = certify(schedule.problem, schedule)
+    devices = [
+        {
+            "peak_bytes": device.bytes,
+            "peak_at": device.at,
+            "memory_bytes": device.limit,
+            "host_peak_bytes": host.bytes,
+            "host_memory_bytes": host.limit,
+        }
+        for device, host in zip(certificate.device, certificate.host, strict=True)
+    ]
+    return text(
+        {
+            "seq": incumbent.seq,
+            "problem_sha256": incumbent.problem_sha256,
+            "makespan_ms": schedule.makespan_ms,
+            "span_ms": schedule.span_ms,
+            "bubble": schedule.timeline.bubble,
+            "ops": timed_ops(schedule),
+            "devices": devices,
+        }
+    )
+
+
+def _schedule(incumbent: Row[Any]) -> Schedule:
+    """Raises `ReplyError` for one that is too large to be drawn here."""
+    if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
+        raise ReplyError(409, f"The schedule has about {ops} ops; up to {MOST_DRAWN} are drawn here, and its own address has all of it.")
+    problem = Problem.from_json(incumbent.problem)
+    return Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)

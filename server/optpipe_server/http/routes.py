@@ -1,0 +1,170 @@
+"""Jobs: submitted, followed, extended, changed, cancelled, purged."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import Response
+
+from optpipe_server.database.jobs import MOST_LISTED, ConflictError, StaleError
+from optpipe_server.database.tables import State
+from optpipe_server.http import examples, shapes
+from optpipe_server.http.asked import Ask, Job, JobId, names
+from optpipe_server.http.bodies import MoreTime, Posed, Submission, parse
+from optpipe_server.http.docs import body, replies
+from optpipe_server.http.events import EventStream
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.views import cursor, etag, from_cursor, job_url, job_view, over, text
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+LONGEST_WAIT_S = 60
+Tags = Annotated[str | None, Header(description="ETags of what is known.")]
+LastEventId = Annotated[str | None, Header(description="The number of an incumbent.")]
+IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
+
+
+@router.post(
+    "",
+    status_code=201,
+    openapi_extra=body(Submission, examples.SUBMISSION),
+    responses={
+        **replies(201, shapes.Job, examples.JOB, 422, 429),
+        200: replies(200, shapes.Job, examples.JOB)[200] | {"description": "Submitted before under the same Idempotency-Key"},
+    },
+)
+async def submit(
+    request: Request, asked: Ask, idempotency_key: Annotated[str | None, Header(pattern=r"^[!-~]{1,255}$")] = None
+) -> Response:
+    """Stores a job and has it searched; the reply has its first schedule. With the same Idempotency-Key and body it is the same job."""
+    sent = await request.body()
+    job_id, new = None, False
+    if idempotency_key is not None:
+        job_id = await asked.service.submitted(asked.tenant, idempotency_key, sent)
+    if job_id is None:
+        job_id, new = await asked.service.submit(asked.tenant, parse(Submission, sent, "job"), idempotency_key, sent)
+    return await asked.shown(job_id, 201 if new else 200, {"Location": job_url(job_id)})
+
+
+@router.get("", responses=replies(200, shapes.JobList, examples.JOBS, 422))
+async def list_jobs(
+    asked: Ask,
+    state: State | None = None,
+    limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 50,
+    cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the page before.")] = None,
+) -> Response:
+    """The newest jobs, each without its schedules."""
+    try:
+        before = from_cursor(cursor) if cursor is not None else None
+    except ValueError:
+        raise ReplyError(422, "cursor: not one that a list of jobs has named.") from None
+    return await asked.service.ask(lambda: _page(asked, state, limit, before))
+
+
+def _page(asked: Ask, state: State | None, limit: int, before: int | None) -> Response:
+    found = asked.service.jobs.page(asked.tenant, state, before, limit + 1)
+    page = found[:limit]
+    more = {"limit": limit, "cursor": cursor(page[-1].number), **({"state": state} if state else {})} if len(found) > limit else None
+    listed = {"jobs": [job_view(job) for job in page], "next": f"/v1/jobs?{urlencode(more)}" if more else None}
+    return Response(text(listed), media_type="application/json")
+
+
+@router.get("/{job_id}", responses=replies(200, shapes.Job, examples.JOB, 404, 422, _304="Not changed"))
+async def show_job(
+    job_id: JobId,
+    asked: Ask,
+    if_none_match: Tags = None,
+    wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False, description="Seconds.")] = 0.0,
+) -> Response:
+    """A job with its best schedule. With `wait` the reply comes when the job is over, or, with If-None-Match, when it has changed."""
+    if wait:
+        job = await asked.of_job(job_id, lambda job: job)
+        if not over(job) if if_none_match is None else names(if_none_match, job.version):
+            async with asked.service.feed.watching(job.id, job.version) as topic:
+                await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, wait)
+    return await asked.of_job(job_id, lambda job: _unless_known(asked, job, if_none_match))
+
+
+def _unless_known(asked: Ask, job: Job, known: str | None) -> Response:
+    return Response(status_code=304, headers={"ETag": etag(job.version)}) if names(known, job.version) else asked.job_reply(job)
+
+
+@router.get(
+    "/{job_id}/events",
+    status_code=200,
+    response_class=EventStream,
+    responses={
+        **replies(200, None, None, 404, _204="The job is over, and Last-Event-ID is its last incumbent"),
+        200: {"description": "A stream that ends with `end`", "content": {"text/event-stream": {"example": examples.EVENTS}}},
+    },
+)
+async def follow(
+    job_id: JobId, asked: Ask, last_event_id: Annotated[str | None, Header(description="The number of an incumbent.")] = None
+) -> Response:
+    """Server-sent events: every incumbent after Last-Event-ID, then those to come, then `end`."""
+    if last_event_id and not re.fullmatch(r"[0-9]{1,15}", last_event_id):
+        raise ReplyError(400, "Last-Event-ID must be the number of an incumbent.")
+    job, after = await asked.of_job(job_id, lambda job: job), int(last_event_id or 0)
+    if last_event_id and over(job) and job.last_seq <= after:
+        return Response(status_code=204)
+    return EventStream(asked.service.feed, job.id, job.version, after, asked.service.settings.ping_s)
+
+
+@router.post("/{job_id}/cancel", status_code=202, responses=replies(202, shapes.Job, examples.JOB, 404))
+async def cancel(job_id: JobId, asked: Ask) -> Response:
+    """Ends a job with the best it has; says nothing new of one that is over."""
+    await asked.of_job(job_id, lambda job: asked.service.jobs.cancel(asked.tenant, job.id))
+    asked.service.supervisor.nudge()
+    return await asked.shown(job_id, 202)
+
+
+@router.patch(
+    "/{job_id}",
+    openapi_extra=body(MoreTime, {"time_limit_s": 600.0}),
+    responses=replies(200, shapes.Job, examples.JOB, 404, 409, 412, 422),
+)
+async def extend(
+    job_id: JobId, request: Request, asked: Ask, if_match: Annotated[str | None, Header(description="The job's ETag.")] = None
+) -> Response:
+    """More time for a job that is not over."""
+    wanted = parse(MoreTime, await request.body(), "job")
+    await asked.of_job(job_id, lambda job: _extend(asked, job, wanted.time_limit_s, if_match))
+    return await asked.shown(job_id)
+
+
+def _extend(asked: Ask, job: Job, time_limit_s: float, if_match: str | None) -> None:
+    seen = re.fullmatch(r'"([0-9]{1,9})"', if_match.strip()) if if_match else None
+    if seen is None:
+        raise ReplyError(412, 'If-Match: the ETag of the job as you know it, such as "3", is missing.')
+    try:
+        asked.service.jobs.extend(asked.tenant, job.id, time_limit_s, int(seen[1]))
+    except StaleError:
+        raise ReplyError(412, "If-Match: the job has changed since; its ETag is another one.") from None
+    except ConflictError as error:
+        raise ReplyError(409, str(error)) from None
+
+
+@router.post(
+    "/{job_id}/problem",
+    openapi_extra=body(Posed, {"problem": examples.PROBLEM}),
+    responses=replies(200, shapes.Job, examples.JOB, 404, 409, 422, 429),
+)
+async def pose(job_id: JobId, request: Request, asked: Ask) -> Response:
+    """The same problem with other costs: the job goes on with it, from its best schedule, and its whole time limit counts anew."""
+    posed = parse(Posed, await request.body(), "job")
+    await asked.of_job(job_id, lambda job: None)
+    try:
+        await asked.service.pose(asked.tenant, job_id, posed.problem)
+    except LookupError:
+        raise ReplyError(404, "There is no such job.") from None
+    return await asked.shown(job_id)
+
+
+@router.delete("/{job_id}", status_code=204, response_class=Response, responses=replies(204, None, None, 404))
+async def purge(job_id: JobId, asked: Ask) -> Response:
+    """The job, its schedules and its log are no more; a search that runs ends."""
+    await asked.of_job(job_id, lambda job: asked.service.jobs.purge(asked.tenant, job.id))
+    return Response(status_code=204)

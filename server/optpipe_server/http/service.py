@@ -1,0 +1,179 @@
+"""`Service`: what stands behind the routes, and what happens to a submission from its arrival to its first schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import anyio.to_thread
+from sqlalchemy import Row
+
+from optpipe.child import Programs
+from optpipe.errors import InputError
+from optpipe.files import ScheduleFile
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_cache.features import shape
+from optpipe_server.caches import Caches
+from optpipe_server.database import Database, Jobs, NewJob
+from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
+from optpipe_server.database.keys import Keys
+from optpipe_server.first import Desk
+from optpipe_server.http.bodies import Submission
+from optpipe_server.http.feed import Feed
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.metrics import FIRST, SUBMITTED
+from optpipe_server.settings import Settings
+from optpipe_server.work import Reaper, Supervisor
+
+T = TypeVar("T")
+
+QUESTIONS = 16  # to the database, at a time
+THINKERS = 32  # submissions that wait for their first schedule at a time
+DRAWINGS = 1  # traces and timelines at a time: they take a moment of one core
+REAP_S = 5.0  # how often jobs are looked for whose worker is gone
+TRIES = 5  # at a problem that is posed while incumbents come in
+SHORTLY = {"Retry-After": "10"}
+
+
+class Service:
+    """One process of the service. `open` and `close` belong to one event loop. Raises `InputError` for bad settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.database = Database(settings.database)
+        self.jobs, self.keys = Jobs(self.database), Keys(self.database)
+        self.caches = Caches(settings, self.database)
+        self.feed = Feed(self.jobs, settings.streams)
+
+    async def open(self) -> None:
+        self._questions, self._thinkers, self._drawings = (anyio.CapacityLimiter(n) for n in (QUESTIONS, THINKERS, DRAWINGS))
+        self.desk = Desk(self.settings, self.caches)
+        self.supervisor = Supervisor(self.settings, self.database, self.caches, f"{socket.gethostname()}:{os.getpid()}")
+        self.reaper = Reaper(self.database, REAP_S)
+        await self.ask(self.reaper.start)
+        self.supervisor.start()
+        self._feeding = asyncio.create_task(self.feed.run())
+
+    def closing(self) -> None:
+        """Those who wait are told to go; from the loop, before `close`."""
+        self.feed.close()
+
+    async def close(self) -> None:
+        self.closing()
+        await self._feeding
+        for stop in (self.desk.close, self.supervisor.stop, self.reaper.stop):
+            await self.ask(stop)
+        self.database.close()
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """The answer of the database, which may take its time; the loop goes on."""
+        return await anyio.to_thread.run_sync(question, limiter=self._questions)
+
+    async def draw(self, picture: Callable[[], T]) -> T:
+        """What takes a moment of computing."""
+        return await anyio.to_thread.run_sync(picture, limiter=self._drawings)
+
+    async def _think(self, thought: Callable[[], T]) -> T:
+        """What the desk says, which may take seconds; who ends the service does not wait for it."""
+        return await anyio.to_thread.run_sync(thought, limiter=self._thinkers, abandon_on_cancel=True)
+
+    async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
+        """Stores the job with its first schedule and has it searched; returns its id, and whether it is new.
+
+        Raises `InputError`, and `ReplyError` for a full queue and for a key that came with another body before.
+        """
+        began = time.monotonic()
+        job = NewJob(
+            problem=submission.problem,
+            method=submission.method,
+            objective=submission.objective,
+            time_limit_s=submission.time_limit_s,
+            gap=submission.gap,
+            priority=submission.priority,
+        )
+        start = await self._think(
+            lambda: self.desk.start_of(tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem))
+        )
+        try:
+            job_id, new = await self.ask(
+                lambda: self.jobs.add(tenant, job, start, queue=self.settings.queue, key=key, body_sha256=_sha256(body))
+            )
+        except QueueFullError:
+            raise self._full() from None
+        except ConflictError as error:
+            raise ReplyError(422, str(error)) from None
+        if new:
+            SUBMITTED.inc()
+            self.supervisor.nudge()
+            if start.best.schedule is None and start.state == "queued":  # then the search may have one within the same time
+                left_s = began + self.settings.first_schedule_s - time.monotonic()
+                with suppress(ReplyError):  # the job is stored, whoever else watches
+                    async with self.feed.watching(job_id, 1) as topic:
+                        await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
+            FIRST.observe(time.monotonic() - began)
+        return job_id, new
+
+    async def submitted(self, tenant: str, key: str, body: bytes) -> str | None:
+        """The job of this key and body. Raises `ReplyError` where the key came with another body."""
+        try:
+            return await self.ask(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
+        except ConflictError as error:
+            raise ReplyError(422, str(error)) from None
+
+    async def pose(self, tenant: str, job_id: str, problem: Problem) -> None:
+        """The job goes on with other costs, from its best schedule. Raises `ReplyError` where it cannot; `LookupError` where it is gone."""
+        for _ in range(TRIES):
+            if await self._pose_once(tenant, job_id, problem):
+                self.supervisor.nudge()
+                return
+        raise ReplyError(409, "Better schedules come in faster than the problem can be changed; try again.")
+
+    async def _pose_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
+        """False where an incumbent came in between, which the start of the other problem would have to be made from."""
+        job, best = await self.ask(lambda: self._best_for(tenant, job_id, problem))
+        start = await self._think(lambda: self.desk.carry(tenant, problem, job.method, job.objective, best))
+        try:
+            await self.ask(lambda: self.jobs.pose(tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue))
+        except StaleError:
+            return False
+        except QueueFullError:
+            raise self._full() from None
+        except ConflictError as error:
+            raise ReplyError(409, str(error)) from None
+        return True
+
+    def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
+        """A job, and its last schedule re-timed for other costs. Raises `ReplyError` where they are not costs of the same thing."""
+        job = self.jobs.job(tenant, job_id)
+        if job is None:
+            raise LookupError(job_id)
+        if job.state == "cancelled" or job.cancel_requested:
+            raise ReplyError(409, "The job is cancelled; submit the problem as another job.")
+        if shape(Problem.from_json(job.problem)) != shape(problem):
+            raise ReplyError(409, "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.")
+        last = self.jobs.incumbent(job_id, job.last_seq)
+        return job, Programs.model_validate_json(last.programs).schedule(problem, last.method) if last else None
+
+    def _full(self) -> ReplyError:
+        return ReplyError(429, f"{self.settings.queue} jobs are waiting already.", SHORTLY)
+
+
+def _given(file: ScheduleFile | None, problem: Problem) -> Schedule | None:
+    """A client's own schedule, read for the problem."""
+    if file is None:
+        return None
+    try:
+        return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method)
+    except InputError as error:
+        raise InputError(f"job: warm_start: {error}") from None
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

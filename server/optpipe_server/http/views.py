@@ -1,0 +1,132 @@
+"""How jobs and incumbents look from outside: JSON text, into which problems and programs go as the database has them."""
+
+from __future__ import annotations
+
+import json
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row
+
+from optpipe_server.database.tables import OPEN
+
+_SHOWN = (
+    *("id", "version", "state", "reason", "problem_name", "problem_sha256", "problem_version", "method", "objective", "time_limit_s"),
+    *("gap_limit", "priority", "status", "lower_bound_ms", "gap", "attempt", "crashes", "created_at", "started_at", "ended_at"),
+)
+_FOUND = ("seq", "source", "method", "makespan_ms", "span_ms", "problem_version", "problem_sha256", "attempt", "found_at")
+
+
+def text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def over(job: Row[Any]) -> bool:
+    return job.state not in OPEN
+
+
+def job_url(job_id: str) -> str:
+    return f"/v1/jobs/{job_id}"
+
+
+def etag(number: int) -> str:
+    """Of a job's version, or of an incumbent's number."""
+    return f'"{number}"'
+
+
+def cursor(number: int) -> str:
+    """Where a list goes on, in letters that nobody counts with."""
+    return urlsafe_b64encode(str(number).encode()).rstrip(b"=").decode()
+
+
+def from_cursor(given: str) -> int:
+    """Raises `ValueError` for what `cursor` has not made."""
+    number = int(urlsafe_b64decode(given + "=" * (-len(given) % 4)))
+    if given != cursor(number) or not 0 < number < 2**53:
+        raise ValueError(given)
+    return number
+
+
+def job_view(job: Row[Any]) -> dict[str, Any]:
+    """A job without its best schedule. `spent_s` grows without a new version while the job runs, and is told when it does not."""
+    shown = {name: getattr(job, name) for name in _SHOWN}
+    return {**shown, "spent_s": None if job.state == "running" else job.spent_s, "url": job_url(job.id)}
+
+
+def job_text(job: Row[Any], best: str | None) -> str:
+    """A job with `best`, the text of its best incumbent."""
+    return f'{text(job_view(job))[:-1]},"best":{best or "null"}}}'
+
+
+def incumbent_view(incumbent: Row[Any]) -> dict[str, Any]:
+    """An incumbent in short, with the address of the whole: all that never changes of it."""
+    shown = {name: getattr(incumbent, name) for name in _FOUND}
+    return {**shown, "url": f"{job_url(incumbent.job)}/incumbents/{incumbent.seq}"}
+
+
+def incumbent_text(incumbent: Row[Any]) -> str:
+    """An incumbent with its schedule as a document of `optpipe.schedule/1`, without the nominal times, which follow from the rest."""
+    written = json.loads(incumbent.programs)
+    devices = ",".join(_object({"program": _words(ops)}) for ops in written["programs"])
+    links = {link: _words(ops) for link, ops in written["links"].items()}
+    parts = {
+        "format": '"optpipe.schedule/1"',
+        "problem": incumbent.problem,
+        "problem_sha256": text(incumbent.problem_sha256),
+        "method": text(incumbent.method),
+        "makespan_ms": text(incumbent.makespan_ms),
+        "span_ms": text(incumbent.span_ms),
+        "devices": f"[{devices}]",
+        **({"links": _object(links)} if links else {}),
+    }
+    return f'{text(incumbent_view(incumbent))[:-1]},"schedule":{_object(parts)}}}'
+
+
+def _words(ops: str) -> str:
+    """Ops between spaces as a JSON list of texts; ops have nothing in them that JSON would write otherwise."""
+    return '["' + ops.replace(" ", '","') + '"]' if ops else "[]"
+
+
+def _object(parts: Mapping[str, str]) -> str:
+    """Texts of JSON values by name as one object."""
+    return "{" + ",".join(f"{text(name)}:{value}" for name, value in parts.items()) + "}"
+
+
+def adoption_view(incumbent: Row[Any]) -> dict[str, Any]:
+    """What the training said of an incumbent, measured beside predicted."""
+    return {
+        "seq": incumbent.seq,
+        "step": incumbent.step,
+        "adopted_at": incumbent.adopted_at,
+        "predicted_ms": incumbent.makespan_ms,
+        "measured_iteration_ms": incumbent.measured_iteration_ms,
+        "url": f"{job_url(incumbent.job)}/incumbents/{incumbent.seq}",
+    }
+
+
+def listed_view(incumbent: Row[Any]) -> dict[str, Any]:
+    """An incumbent in short with what the training said of it, which may come late."""
+    said = {name: getattr(incumbent, name) for name in ("step", "measured_iteration_ms", "adopted_at")}
+    return {**incumbent_view(incumbent), "adoption": said if incumbent.step is not None else None}
+
+
+def log_view(lines: Sequence[Row[Any]]) -> list[dict[str, Any]]:
+    return [{name: getattr(line, name) for name in ("number", "at", "attempt", "level", "text")} for line in lines]
+
+
+def event(name: str, data: Mapping[str, Any], number: int | None = None) -> bytes:
+    """A server-sent event."""
+    identity = "" if number is None else f"id: {number}\n"
+    return f"{identity}event: {name}\ndata: {text(data)}\n\n".encode()
+
+
+def end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
+    """The last event of a job: the job, and its best incumbent in short. Who comes back after it finds nothing more."""
+    best = incumbent_view(last) if last is not None and is_best(job, last) else None
+    return event("end", {**job_view(job), "best": best}, job.last_seq)
+
+
+def is_best(job: Row[Any], last: Row[Any]) -> bool:
+    """Whether the last incumbent is one for the problem that counts."""
+    return last.seq == job.last_seq and bool(last.problem_version == job.problem_version)

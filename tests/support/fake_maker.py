@@ -1,0 +1,27 @@
+"""A maker of first schedules beside `fake_solver`: what the method of the request says, one request after the other."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from optpipe.child import End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
+from support.chain import one_by_one
+
+FINDS_NONE = ("silent", "crash", "invalid", "later")
+
+
+def main() -> None:
+    for request in requests():
+        assert not isinstance(request, ValidationError)
+        if request.method == "none":
+            write_frame(Refused(reason="method = 'none': the methods are others"))
+            continue
+        if request.method == "infeasible":
+            write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"))
+        elif request.method not in FINDS_NONE:
+            write_frame(Incumbent(method="naive", schedule=Programs.of(one_by_one(request.problem))))
+        write_frame(End())
+
+
+if __name__ == "__main__":
+    main()

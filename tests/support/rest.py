@@ -1,0 +1,38 @@
+"""What tests do with jobs over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from optpipe.problem import Problem
+from optpipe_server.database.tables import OPEN
+from support.chain import chain
+
+
+def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:
+    """The reply to a new job."""
+    reply = client.post("/v1/jobs", json={"problem": (problem or chain()).to_dict(), "method": method, **more})
+    assert reply.status_code == 201, reply.text
+    job: dict[str, Any] = reply.json()
+    assert reply.headers["location"] == job["url"]
+    assert reply.headers["etag"] == f'"{job["version"]}"'
+    return job
+
+
+def until_over(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
+    """The job once it is over."""
+    shown: dict[str, Any] = client.get(job["url"], params={"wait": 30}).json()
+    assert shown["state"] not in OPEN, shown
+    return shown
+
+
+def until_running(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
+    """The job once a worker has it."""
+    reply = client.get(job["url"])
+    while reply.json()["state"] == "queued":
+        reply = client.get(job["url"], params={"wait": 30}, headers={"If-None-Match": reply.headers["etag"]})
+        assert reply.status_code == 200, "nothing changed for long"
+    shown: dict[str, Any] = reply.json()
+    return shown
