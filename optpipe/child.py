@@ -187,10 +187,21 @@ class Child:
     def ask(self, request: Request) -> Iterator[Frame]:
         """As `frames`, of a child that reads `requests` and was started without one: afterwards it can be asked again.
 
-        One request at a time; where an answer raised an error or was not heard to its end, only `close` is left.
+        One request at a time; where an answer raised an error or was not heard to its end, only `close` is left. Raises `SolverError` where
+        it has said more than it was asked before: whose answer that is nobody knows.
         """
+        if self._says_more():
+            raise SolverError(f"{self.module} went on after the end of its answer")
         self._send(request)
         return self._answer()
+
+    def _says_more(self) -> bool:
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        try:
+            return bool(self._process.stdout.peek(1))  # type: ignore[attr-defined]
+        finally:
+            os.set_blocking(self._process.stdout.fileno(), True)
 
     def _answer(self) -> Iterator[Frame]:
         assert self._process.stdout is not None

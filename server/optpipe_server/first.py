@@ -45,11 +45,12 @@ class Desk:
     def __init__(self, settings: Settings, caches: Caches) -> None:
         self._settings, self._caches = settings, caches
         self._idle: queue.Queue[Maker] = queue.Queue()
-        self._makers = [Maker() for _ in range(max(1, settings.makers))]  # and those that work on something large
+        self._makers = [Maker() for _ in range(max(1, settings.makers))]
         for maker in self._makers:
             self._idle.put(maker)
-        self._large = threading.Lock()  # one at a time: each takes this process seconds to check, and much memory
-        self._lock = threading.Lock()  # over the makers and the two below
+        self._alone = threading.Lock()  # of whoever asks about something large
+        self._lock = threading.Lock()  # over the three below
+        self._large: Maker | None = None
         self._asking = 0
         self._closed = False
         _warm_up()
@@ -57,8 +58,8 @@ class Desk:
     def close(self) -> None:
         """Ends the makers; whoever still waits for one gets what is known without."""
         with self._lock:
-            self._closed, makers = True, list(self._makers)
-        for maker in makers:
+            self._closed, large = True, self._large
+        for maker in (*self._makers, *([large] if large else [])):
             maker.close()
 
     def start_of(self, tenant: str, problem: Problem, method: str, objective: Objective, warm_start: Schedule | None) -> Start:
@@ -82,7 +83,7 @@ class Desk:
             else:
                 start = _better(start, Start(Result("feasible", retimed, objective, method=retimed.method), source))
         request = Request(problem=problem, method=method, objective=objective, time_limit_s=ALONE_S, warm_start=to_repair)
-        return _better(start, Start(_judged(request, self._asked(request, deadline)), "heuristic"))
+        return _better(start, Start(self._made(request, deadline), "heuristic"))
 
     def _cached(self, tenant: str, problem: Problem, objective: Objective) -> Result:
         try:
@@ -96,39 +97,38 @@ class Desk:
             return Result("unknown", objective=objective)
         return Result(hit.status, hit.schedule, objective, hit.lower_bound_ms, hit.schedule.method)
 
-    def _asked(self, request: Request, deadline: float) -> Answer:
-        """What a maker says; nothing where none is free in time."""
+    def _made(self, request: Request, deadline: float) -> Result:
+        """What a maker knows; `unknown` where none is free in time."""
+        if size(request.problem) > LARGE:
+            return self._made_alone(request, deadline)
         with self._counted() as crowded:
             if crowded:
                 request = request.model_copy(update={"time_limit_s": CROWDED_S})
-            if size(request.problem) > LARGE:
-                return self._asked_alone(request, deadline)
             try:
                 maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                return Answer()
+                return _judged(request, Answer())
             try:
-                return maker.ask(request, deadline)
+                answer = maker.ask(request, deadline)
             finally:
                 maker.running()  # another process where this one had to be ended, ready for the next submission
                 self._idle.put(maker)
+        return _judged(request, answer)
 
-    def _asked_alone(self, request: Request, deadline: float) -> Answer:
-        if not self._large.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return Answer()
+    def _made_alone(self, request: Request, deadline: float) -> Result:
+        """By a process of its own, and one at a time: each takes this process seconds to check, and much memory."""
+        if not self._alone.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return _judged(request, Answer())
         try:
             with self._lock:
-                if self._closed:
-                    return Answer()
-                self._makers.append(maker := Maker())
+                maker = self._large = None if self._closed else Maker()
             try:
-                return maker.ask(request, deadline)
+                return _judged(request, maker.ask(request, deadline) if maker else Answer())
             finally:
-                maker.close()
-                with self._lock:
-                    self._makers.remove(maker)
+                if maker:
+                    maker.close()
         finally:
-            self._large.release()
+            self._alone.release()
 
     @contextmanager
     def _counted(self) -> Iterator[bool]:
