@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Local:
     def __init__(self, app: FastAPI, run: Callable[..., Any]) -> None:
         self._app, self._run = app, run
 
-    def ask(self, method: str, path: str, headers: Mapping[str, str] | None = None, content: Any = None, peer: str = "127.0.0.1") -> Any:
+    def ask(self, method: str, path: str, headers: Any = None, content: Any = None, peer: str = "127.0.0.1") -> Any:
         async def asked() -> httpx.Response:
             transport = httpx.ASGITransport(self._app, client=(peer, 50000))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -53,10 +53,10 @@ class Local:
 
         return self._run(asked())
 
-    def get(self, path: str, headers: Mapping[str, str] | None = None, peer: str = "127.0.0.1") -> Any:
+    def get(self, path: str, headers: Any = None, peer: str = "127.0.0.1") -> Any:
         return self.ask("GET", path, headers, peer=peer)
 
-    def post(self, path: str, headers: Mapping[str, str] | None = None, content: Any = None) -> Any:
+    def post(self, path: str, headers: Any = None, content: Any = None) -> Any:
         return self.ask("POST", path, headers, content)
 
 
@@ -117,6 +117,31 @@ def test_once_there_is_a_key_one_is_wanted(client: Local, keys: Keys, monkeypatc
 def test_a_wrong_key_is_refused_where_none_is_wanted(client: Local) -> None:
     """Whoever sends a key takes the service for one that knows it."""
     assert client.get("/v1/jobs", headers=bearer("op_0_0")).status_code == 401
+
+
+def test_malformed_keys(client: Local, keys: Keys) -> None:
+    right = keys.create("lab", SCOPES)
+    _, key_id, secret = right.split("_")
+    for sent in (
+        f"Bearer {right[:-1]}",
+        f"Bearer {right}0",
+        f"Bearer {right} {right}",
+        f"Bearer {right}, Bearer {right}",
+        f"Bearer {right.upper()}",
+        f"Bearer op_{key_id}_",
+        f"Bearer op_{key_id}'--_{secret}",
+        f"Basic {right}",
+        f"{right}",
+        "",
+        "Bearer",
+        "Bearer " + "x" * 5000,
+        b"Bearer \xff\x00",
+    ):
+        reply = client.get("/v1/jobs", {"Authorization": sent})
+        assert reply.status_code == 401, sent
+        assert secret not in reply.text
+    assert client.get("/v1/jobs", [("Authorization", f"Bearer {right}")] * 2).status_code == 401
+    assert client.get("/v1/jobs", {"Authorization": f"bEARER  {right}"}).status_code == 200
 
 
 def test_a_revoked_key_ends_within_seconds(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,3 +182,22 @@ def test_who_sends_without_end_is_cut_off(connect: Connect, monkeypatch: pytest.
     client = connect()
     with pytest.raises(ConnectionError):
         client.sendall(HEAD + b"Content-Length: 100000000\r\n\r\n" + b" " * 100_000_000)
+
+
+def test_no_request_is_smuggled(connect: Connect) -> None:
+    """Length and chunks at once: a proxy and the service might not agree on where the first request ends."""
+    client = connect()
+    smuggled = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    client.sendall(HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled)
+    reply = ended(client)
+    assert reply.startswith(b"HTTP/1.1 4")
+    assert reply.count(b"HTTP/1.1") == 1
+
+
+def test_too_much_is_read_to_its_end_and_told(server: tuple[str, Server]) -> None:
+    for content in (b" " * 40_000_000, iter([b" " * 2**16] * 100)):
+        reply = httpx.post(
+            f"{server[0]}/v1/jobs", content=content, headers={"Content-Type": "application/json"}, timeout=20, trust_env=False
+        )
+        assert reply.status_code == 413
+        assert len(reply.content) < 1000

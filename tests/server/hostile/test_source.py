@@ -14,7 +14,7 @@ import optpipe_server
 
 UNPACKS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "ctypes", "cffi", "code", "pty", "runpy"}
 ASKS = {"httpx", "requests", "aiohttp", "urllib3", "urllib.request", "http.client", "ftplib", "smtplib", "poplib", "imaplib", "xmlrpc"}
-ASKS |= {"socketserver", "webbrowser", "websockets", "paramiko"}
+ASKS |= {"webbrowser", "websockets", "paramiko"}
 RUNS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell"}
 CONNECTS = {"create_connection", "open_connection", "open_unix_connection", "connect_ex", "sendto", "urlopen"}

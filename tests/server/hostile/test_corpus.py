@@ -1,0 +1,213 @@
+"""Bodies, headers and queries as nobody in his right mind sends them, to every route that reads any: one sentence and never a 5xx."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from support.requests import CALLS, Call
+
+T = TypeVar("T")
+
+WITH_BODY = [call for call in CALLS if call.method in ("POST", "PUT", "PATCH")]
+ALL = 10**6
+few = pytest.mark.parametrize("few", [pytest.param(1, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.soak)])
+
+NUMBERS = [
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-0", "-0.0", "1e-320", "5e-324", "1.7976931348623157e308", "0", "-1", "0.5"),
+    *("9" * 400, "9" * 5000, "1" + "0" * 4299, "-" + "9" * 5000, "0." + "0" * 5000 + "1", "1e-5000", "9007199254740993"),
+    *("9223372036854775808", "18446744073709551616", "1e19", "01", "+1", "0x10", ".5", "1.", "1_000", "٣"),
+]
+OTHERS = [
+    *("null", "true", "false", "[]", "{}", '""', '"1"', '"NaN"', "[[]]", '[{"a": 1}]', "'x'", "undefined"),
+    *('"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udc00\\ud800"', '"\\u202e\\ufffe"', '"\x00"', '"\n"', '"' + "x" * 100_000 + '"'),
+    *('"../../etc/passwd"', '"; drop table jobs; --"', '"{{7*7}}"', '"%s%n"', "[" * 100_000, '{"a":' * 100_000, "[" * 190 + "]" * 190),
+]
+RAW = [
+    b"",
+    b" ",
+    b"\x00",
+    b"null",
+    b"true",
+    b"0",
+    b'"text"',
+    b"[]",
+    b"{}",
+    b"{}{}",
+    b"{",
+    b'{"problem"',
+    b'{"problem": {}, "problem": {}}',
+    b"\xff\xfe\x00\x01",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"[" * 100_000 + b"]" * 100_000,
+    b"\x1f\x8b\x08\x00" + bytes(100),
+    bytes(range(256)) * 100,
+    b"9" * 100_000,
+    b'"' + b"\xf0\x9f\x92\xa3" * 10_000 + b'"',
+    b'{"' + b"x" * 100_000 + b'": 1}',
+]
+
+
+def spoilt(body: dict[str, Any]) -> Iterator[str]:
+    """The body with every value replaced by each that is none, every name said twice, and names and encodings that are others."""
+    text = json.dumps(body)
+    for path in sorted(set(_paths(body)), key=str):
+        for value in (*NUMBERS, *OTHERS):
+            marked = json.loads(text)
+            inner = marked
+            for step in path[:-1]:
+                inner = inner[step]
+            inner[path[-1]] = "<here>"
+            yield json.dumps(marked).replace('"<here>"', value)
+    for name in body:
+        yield f"{{{json.dumps(name)}: {json.dumps(body[name])}, {text[1:]}"
+        yield text.replace(f'"{name}"', f'"{name}\\u0000"', 1)
+        yield text.replace(f'"{name}"', f'"{name.upper()}"', 1)
+    yield text[:-1] + ', "__proto__": {}, "constructor": 1}'
+    yield from (text[:at] for at in range(0, len(text), 37))
+
+
+def _paths(value: Any, *above: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Of all values in it; of lists the first and last alone."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, within in inner:
+        if not (isinstance(value, list) and 0 < step < len(value) - 1):
+            yield (*above, step)
+            yield from _paths(within, *above, step)
+
+
+def name(call: Call) -> str:
+    return f"{call.method} {call.path}"
+
+
+def some(values: Sequence[T], most: int, seed: object) -> list[T]:
+    """The same ones in every run."""
+    return random.Random(str(seed)).sample(values, min(most, len(values)))
+
+
+def sound(reply: httpx.Response) -> None:
+    """An answer, or one sentence why there is none."""
+    assert reply.status_code < 500, reply.text[:1000]
+    if reply.status_code >= 400:
+        assert reply.headers["content-type"] == "application/problem+json"
+        assert len(reply.content) < 2000
+        document = reply.json()
+        assert set(document) == {"type", "title", "status", "detail"}
+        assert document["status"] == reply.status_code
+        assert document["detail"].strip()
+        assert "\n" not in document["detail"]
+    elif reply.headers.get("content-type") == "application/json":
+        json.loads(reply.content, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+
+
+@pytest.mark.parametrize("call", WITH_BODY, ids=name)
+@few
+def test_bodies(call: Call, few: int, taking: httpx.Client, over: str) -> None:
+    spoilt_bodies = [text.encode(errors="surrogatepass") for text in spoilt(call.body or {"none": 1})]
+    spoilt_bodies = some(spoilt_bodies, 20 * few, call)
+    whole = json.dumps(call.body or {})
+    others = [whole.encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7")]
+    for body in (*RAW, *others, *spoilt_bodies):
+        reply = call.ask(taking, over, {"If-Match": '"999"'}, body)
+        sound(reply)
+        if call.body is not None and body in RAW:
+            assert 400 <= reply.status_code < 500, body[:100]
+
+
+@pytest.mark.parametrize("headers", [
+    {"Content-Type": "text/plain"},
+    {"Content-Type": "application/x-www-form-urlencoded"},
+    {"Content-Type": "multipart/form-data; boundary=x"},
+    {"Content-Type": "application/json+x"},
+    {"Content-Type": ""},
+    {"Content-Encoding": "gzip"},
+    {"Content-Encoding": "identity, br"},
+    {"Content-Type": b"\xff\xfe"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("call", WITH_BODY, ids=name)
+def test_other_kinds_of_bodies(call: Call, headers: dict[str, Any], taking: httpx.Client, over: str) -> None:
+    reply = call.ask(taking, over, headers, b"{}")
+    assert reply.status_code == 415
+    sound(reply)
+
+
+ODD = [b"", b"\xff\xfe", b"\x80", b"'", b"*", b"0", b"-1", b"1e3", b"9" * 30, b"9" * 5000, b'"', b'""', b'"\xff"', b"W/", b"," * 1000]
+HEADERS = ["Last-Event-ID", "If-Match", "If-None-Match", "Idempotency-Key", "Accept", "Range", "Cookie", "X-Forwarded-For", "Expect"]
+HEADERS += ["X-HTTP-Method-Override", "Accept-Encoding", "Origin", "Upgrade"]
+
+
+@few
+@pytest.mark.parametrize("call", CALLS, ids=name)
+def test_headers(call: Call, few: int, taking: httpx.Client, over: str) -> None:
+    if call.method == "DELETE":  # of what all ask
+        over = "0" * 32
+    for header in HEADERS:
+        for value in some(ODD, few, name(call) + header):
+            reply = call.ask(taking, over, {header: value})
+            sound(reply)
+
+
+QUERIES = ["wait", "limit", "cursor", "after", "seq", "state", "%00", "__class__", "wait[]"]
+VALUES = [
+    "",
+    "%00",
+    "%ff",
+    "%ud800",
+    "NaN",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "-1",
+    "0",
+    "1",
+    "9" * 30,
+    "9" * 5000,
+    "true",
+    "[]",
+    "done'--",
+    "MQ==",
+    "é",
+    "+1",
+    "%20 1",
+]
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.method == "GET"], ids=name)
+@few
+def test_queries(call: Call, few: int, taking: httpx.Client, over: str) -> None:
+    for query in QUERIES:
+        for value in some(VALUES, few, name(call) + query):
+            path = call.path.replace("{job_id}", over).replace("{seq}", "1")
+            sound(taking.get(httpx.URL(f"{path}?{query}={value}&{query}={value}")))
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if "{" in call.path], ids=name)
+def test_paths(call: Call, taking: httpx.Client, over: str) -> None:
+    for odd in (
+        "%00",
+        "%ff",
+        "..",
+        "%2e%2e%2f",
+        "%0a",
+        "'",
+        "0",
+        "-1",
+        "9" * 30,
+        "9" * 5000,
+        "é",
+        over.upper(),
+        f"{over}%00",
+        f"{over}%2f",
+    ):
+        path = call.path.replace("{job_id}", odd).replace("{seq}", "1")
+        reply = taking.request(call.method, path, json=call.body)
+        sound(reply)
+        assert reply.status_code in (404, 405)
+        if "{seq}" in call.path:
+            sound(taking.request(call.method, call.path.replace("{job_id}", over).replace("{seq}", odd), json=call.body))

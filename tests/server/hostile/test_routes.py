@@ -1,0 +1,137 @@
+"""Every route with no key, wrong keys and another tenant's. A route that nobody listed in `support.requests` fails here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import httpx
+import pytest
+from support.requests import CALLS, IF_MATCH, PROBLEM, Call, job, routes
+
+from optpipe_server.database.keys import SCOPES, Keys
+from optpipe_server.http import guard
+from optpipe_server.serve import Server
+
+GUARDED = [call for call in CALLS if call.scope]
+OF_JOB = [call for call in CALLS if call.of_job]
+NOBODY = "0" * 32
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def keys(shared: tuple[str, Server]) -> Keys:
+    keys = shared[1].service.keys
+    keys.create("somebody", ["read"])  # so that one is wanted
+    return keys
+
+
+@pytest.fixture(scope="module")
+def anybody(shared: tuple[str, Server], keys: Keys) -> Iterator[httpx.Client]:
+    """A client that says what it is told to say."""
+    with httpx.Client(base_url=shared[0], timeout=30, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def tenant(shared: tuple[str, Server], keys: Keys) -> Iterator[Callable[[], httpx.Client]]:
+    """Clients of new tenants."""
+    clients = []
+
+    def made() -> httpx.Client:
+        key = keys.create(f"tenant-{next(_numbers)}", SCOPES)
+        clients.append(httpx.Client(base_url=shared[0], timeout=30, trust_env=False, headers=bearer(key)))
+        return clients[-1]
+
+    yield made
+    for client in clients:
+        client.close()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def name(call: Call) -> str:
+    return f"{call.method} {call.path}"
+
+
+def test_every_route_is_listed(shared: tuple[str, Server]) -> None:
+    listed = {(call.method, call.path): call.scope for call in CALLS}
+    assert set(routes(shared[1].config.app)) == set(listed)
+    table = {(method, path): scope for path, methods in guard.ROUTES.items() for method, scope in methods.items()}
+    assert table | {("GET", path): None for path in guard.WITHOUT_KEY} == listed
+
+
+def test_its_own_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], httpx.Client], keys: Keys) -> None:
+    """With a key of just the scope that is wanted."""
+    whole = tenant()
+    job_id, owner = job(whole), f"tenant-{next(_numbers) - 1}"
+    scoped = {scope: bearer(keys.create(owner, [scope])) for scope in SCOPES}
+    for call in CALLS:
+        version = {"If-Match": whole.get(f"/v1/jobs/{job_id}").headers["etag"]} if IF_MATCH in call.headers.values() else {}
+        reply = call.ask(anybody, job_id, version | (scoped[call.scope] if call.scope else {}))
+        assert reply.status_code == call.status, (name(call), reply.text)
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in reply.headers
+        assert call.method != "GET" or call.path.endswith(("{seq}", "best")) or reply.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("call", GUARDED, ids=name)
+def test_without_a_right_key_nobody_is_answered(call: Call, anybody: httpx.Client, keys: Keys) -> None:
+    right, revoked = keys.create("own", SCOPES), keys.create("own", SCOPES)
+    keys.revoke(revoked.split("_")[1])
+    _, key_id, secret = right.split("_")
+    for sent in (
+        None,
+        f"Bearer {revoked}",
+        f"Bearer op_{key_id}_{'0' * len(secret)}",
+        f"Bearer op_{'0' * len(key_id)}_{secret}",
+        f"Bearer op_{key_id}_",
+    ):
+        reply = call.ask(anybody, NOBODY, {"Authorization": sent} if sent else {})
+        assert reply.status_code == 401, sent
+        assert reply.headers["www-authenticate"].startswith("Bearer ")
+        assert reply.headers["content-type"] == "application/problem+json"
+        assert secret not in reply.text
+
+
+@pytest.mark.parametrize("call", GUARDED, ids=name)
+def test_another_scope_opens_nothing(call: Call, anybody: httpx.Client, keys: Keys) -> None:
+    others = [scope for scope in SCOPES if scope != call.scope]
+    for scopes in ([others[0]], [others[1]], others):
+        reply = call.ask(anybody, NOBODY, bearer(keys.create("own", scopes)))
+        assert reply.status_code == 403
+        assert f'scope="{call.scope}"' in reply.headers["www-authenticate"]
+
+
+def test_another_tenants_job_is_none(tenant: Callable[[], httpx.Client]) -> None:
+    """What is answered does not tell it from one that does not exist, and nothing happens to it."""
+    own, other = tenant(), tenant()
+    job_id = job(own)
+    before = own.get(f"/v1/jobs/{job_id}"), own.get(f"/v1/jobs/{job_id}/log")
+    for call in OF_JOB:
+        version = {"If-Match": before[0].headers["etag"]} if IF_MATCH in call.headers.values() else {}
+        for headers in ({}, {"Last-Event-ID": "99"}, {"If-None-Match": before[0].headers["etag"]}):
+            theirs, none = (call.ask(other, which, {**version, **headers}) for which in (job_id, NOBODY))
+            assert (theirs.status_code, theirs.content) == (404, none.content), name(call)
+            assert {**theirs.headers, "date": ""} == {**none.headers, "date": ""}
+    assert [reply.content for reply in before] == [own.get(f"/v1/jobs/{job_id}").content, own.get(f"/v1/jobs/{job_id}/log").content]
+
+
+def test_what_a_tenant_has_is_its_own(tenant: Callable[[], httpx.Client]) -> None:
+    """Lists and their cursors, idempotency keys, cached schedules."""
+    own, other = tenant(), tenant()
+    said, body = {"Idempotency-Key": f"key-{next(_numbers)}"}, {"problem": PROBLEM, "method": "prove"}
+    mine = {job(own), own.post("/v1/jobs", json=body, headers=said).json()["id"]}
+    assert own.post("/v1/jobs", json=body, headers=said).status_code == 200
+    assert other.post("/v1/cache/lookup", json={"problem": PROBLEM}).json() == {"hit": None}
+    theirs = other.post("/v1/jobs", json={**body, "gap": 0.5}, headers=said)
+    assert theirs.status_code == 201  # though the key came with another body before, from the other one
+    assert theirs.json()["best"]["source"] == "heuristic"  # though the other one's cache has a better one
+    following = own.get("/v1/jobs", params={"limit": 1}).json()["next"]
+    for address in ("/v1/jobs", following, following.replace("limit=1", "limit=200")):
+        assert {listed["id"] for listed in own.get(address).json()["jobs"]} <= mine
+        assert {listed["id"] for listed in other.get(address).json()["jobs"]} <= {theirs.json()["id"]}
+    assert own.post("/v1/cache/lookup", json={"problem": PROBLEM}).json()["hit"]["exact"]

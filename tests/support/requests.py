@@ -1,0 +1,87 @@
+"""One right request for every route of the service, as its own tenant makes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from optpipe.files import ScheduleFile
+from support.chain import chain, gpipe
+
+PROBLEM = chain().to_dict()
+DRIFTED = chain(scale=2.0).to_dict()
+SCHEDULE = json.loads(ScheduleFile.of(gpipe(chain())).to_json())
+IF_MATCH = "<the job's>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to a job that has an incumbent 1, and what the service answers."""
+
+    method: str
+    path: str
+    scope: str | None
+    status: int
+    body: dict[str, Any] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def of_job(self) -> bool:
+        return "{job_id}" in self.path
+
+    def ask(self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None) -> httpx.Response:
+        """Sends it, or other content in its place."""
+        path = self.path.replace("{job_id}", job_id).replace("{seq}", "1")
+        if content is None and self.body is not None:
+            content = json.dumps(self.body)
+        kind = {"Content-Type": "application/json"} if content is not None else {}
+        return client.request(self.method, path, headers={**kind, **self.headers, **(headers or {})}, content=content)
+
+
+CALLS = [
+    Call("GET", "/healthz", None, 200),
+    Call("GET", "/readyz", None, 200),
+    Call("GET", "/metrics", "admin", 200),
+    Call("GET", "/openapi.json", "read", 200),
+    Call("GET", "/v1/jobs", "read", 200),
+    Call("POST", "/v1/jobs", "submit", 201, {"problem": PROBLEM, "method": "prove"}),
+    Call("GET", "/v1/jobs/{job_id}", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/incumbents", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/incumbents/best", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/incumbents/{seq}", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/events", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/log", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/trace", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/timeline", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
+    Call("PUT", "/v1/jobs/{job_id}/adoptions/{seq}", "submit", 200, {"step": 5, "measured_iteration_ms": 9.5}),
+    Call("POST", "/v1/jobs/{job_id}/cancel", "submit", 202),
+    Call("PATCH", "/v1/jobs/{job_id}", "submit", 409, {"time_limit_s": 3000.0}, {"If-Match": IF_MATCH}),  # it is over
+    Call("POST", "/v1/jobs/{job_id}/problem", "submit", 200, {"problem": DRIFTED}),
+    Call("POST", "/v1/check", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
+    Call("POST", "/v1/simulate", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
+    Call("POST", "/v1/compare", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"], "time_limit_s": 1.0}),
+    Call("POST", "/v1/cache/lookup", "read", 200, {"problem": PROBLEM}),
+    Call("DELETE", "/v1/jobs/{job_id}", "submit", 204),
+]
+
+
+def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
+    """Method and path of all that the app has, described or not."""
+    for route in app.routes:
+        for one in route.effective_candidates() if hasattr(route, "effective_candidates") else [route]:
+            yield from ((method, one.path) for method in one.methods if (method, one.path) != ("HEAD", "/openapi.json"))
+
+
+def job(client: httpx.Client, method: str = "prove", **fields: Any) -> str:
+    """The id of a new job that is over."""
+    reply = client.post("/v1/jobs", json={"problem": PROBLEM, "method": method} | fields)
+    assert reply.status_code == 201, reply.text
+    job_id: str = reply.json()["id"]
+    assert client.get(f"/v1/jobs/{job_id}", params={"wait": 20}).json()["state"] == "done"
+    return job_id
