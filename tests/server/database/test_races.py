@@ -1,0 +1,210 @@
+"""Many at once, on both databases: nothing is done twice, no limit is passed, nobody waits for somebody who waits for him."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import pytest
+from support.chain import chain, gpipe, one_by_one
+from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, start, submit
+
+from optpipe_server.database import Database, Jobs, Leases, NewJob, Start, reap
+from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
+from optpipe_server.database.leases import LostError
+
+SLOWER = chain(scale=2.0)
+
+
+def at_once(*calls: Callable[[], object]) -> list[object]:
+    """What these return or raise, each in a thread of its own, begun together."""
+    ready, answers = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(k: int) -> None:
+        ready.wait(60)
+        try:
+            answers[k] = calls[k]()  # type: ignore[call-overload]
+        except Exception as error:
+            answers[k] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def claims(leases: Leases) -> list[str]:
+    taken = []
+    while leases.waiting():
+        if claim := leases.claim():
+            taken.append(claim.job_id)
+    return taken
+
+
+def test_no_job_is_claimed_twice(database: Database) -> None:
+    ids = [submit(database) for _ in range(40)]
+    taken = at_once(*(partial(claims, Leases(database, f"w{k}")) for k in range(8)))
+    assert sorted(job_id for each in taken for job_id in each) == sorted(ids)  # type: ignore[attr-defined]
+    assert {row(database, job_id).attempt for job_id in ids} == {1}
+
+
+CLAIM_ALL = """
+import sys
+from optpipe_server.database import Database, Leases
+database = Database(sys.argv[1])
+leases = Leases(database, sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+while leases.waiting():
+    if claim := leases.claim():
+        print(claim.job_id, flush=True)
+database.close()
+"""
+
+
+def test_no_job_is_claimed_twice_by_processes(postgres_url: str) -> None:
+    database = Database(postgres_url)
+    ids = [submit(database) for _ in range(60)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    workers = [subprocess.Popen([sys.executable, "-c", CLAIM_ALL, postgres_url, f"w{k}"], text=True, **pipes) for k in range(2)]  # type: ignore[call-overload]
+    for worker in workers:
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+    taken = [worker.communicate()[0].split() for worker in workers]
+    assert sorted(job_id for each in taken for job_id in each) == sorted(ids)
+    for k, each in enumerate(taken):
+        assert {row(database, job_id).worker for job_id in each} <= {f"w{k}"}
+    database.close()
+
+
+def test_the_queue_has_room_for_no_more(database: Database) -> None:
+    def add(tenant: str) -> object:
+        return Jobs(database).add(tenant, NewJob(PROBLEM), start(), queue=10)
+
+    answers = at_once(*(partial(add, tenant) for tenant in ["a", "b"] * 12))
+    assert sum(isinstance(answer, QueueFullError) for answer in answers) == 4
+    assert sum(isinstance(answer, tuple) for answer in answers) == 20
+    for tenant in ("a", "b"):
+        assert len(Jobs(database).page(tenant, None, None, 99)) == 10
+
+
+def test_one_key_is_one_job(database: Database) -> None:
+    def add() -> object:
+        return Jobs(database).add(A, NewJob(PROBLEM), start(), queue=10, key="k", body_sha256="x")
+
+    answers = at_once(*[add] * 12)
+    [job] = Jobs(database).page(A, None, None, 99)
+    assert sorted(answers) == [(job.id, False)] * 11 + [(job.id, True)]  # type: ignore[type-var]
+
+
+def test_a_lost_lease_is_reaped_once(database: Database) -> None:
+    ids = [submit(database) for _ in range(10)]
+    leases = Leases(database, "w")
+    held = [leases.claim() for _ in ids]
+    assert None not in held
+    expire(database, *ids)
+    reaped = at_once(*[lambda: reap(database)] * 4)
+    assert sorted(job_id for each in reaped for job_id in each) == sorted(ids)  # type: ignore[attr-defined]
+    assert {(row(database, job_id).state, row(database, job_id).losses) for job_id in ids} == {("queued", 1)}
+
+
+def test_a_cancel_that_races_with_the_end_tells_what_happened(database: Database) -> None:
+    for _ in range(10):
+        job_id = submit(database)
+        leases = Leases(database, "w")
+        claim = leases.claim()
+        assert claim is not None
+        ended, cancelled = at_once(partial(leases.finish, claim, "done", found(FAST), 1.0), partial(Jobs(database).cancel, A, job_id))
+        assert (ended, cancelled) == (True, None)
+        job = row(database, job_id)
+        assert job.state == "done"
+        assert Jobs(database).cancel(A, job_id) is None
+        assert row(database, job_id) == job
+
+
+def test_a_purge_that_races_with_a_worker_leaves_nothing(database: Database) -> None:
+    for _ in range(10):
+        job_id = submit(database)
+        leases = Leases(database, "w")
+        claim = leases.claim()
+        assert claim is not None
+        written, purged = at_once(partial(leases.append, claim, found(FAST)), partial(Jobs(database).purge, A, job_id))
+        assert written is True or isinstance(written, LostError)
+        assert purged is None
+        assert (Jobs(database).job(A, job_id), Jobs(database).incumbents(job_id)) == (None, [])
+
+
+@pytest.mark.parametrize("rounds", [40, pytest.param(1500, marks=pytest.mark.soak)])
+def test_everything_at_once(database: Database, rounds: int) -> None:
+    """Clients, workers and reapers on a few jobs: only what may be refused is refused, and every job stays whole."""
+    jobs = Jobs(database)
+    ids = [submit(database, time_limit_s=1.0) for _ in range(3)]
+    refused = (ConflictError, StaleError, QueueFullError, LostError)
+
+    def client(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(rounds):
+            job = jobs.job(A, chance.choice(ids))
+            assert job is not None
+            with suppress(*refused):
+                match chance.randrange(4):
+                    case 0:
+                        posed = chance.choice([PROBLEM, SLOWER])
+                        best = chance.choice([Start(), Start(found(one_by_one(posed)), "carried")])
+                        jobs.pose(A, job.id, posed, best, seen=job.last_seq, queue=9)
+                    case 1:
+                        jobs.extend(A, job.id, job.time_limit_s + 1, job.version)
+                    case 2:
+                        jobs.adopt(A, job.id, max(1, job.last_seq), chance.randrange(9), None)
+                    case 3:
+                        jobs.add(A, NewJob(PROBLEM), start(), queue=3)
+
+    def worker(seed: int) -> None:
+        chance, leases = random.Random(seed), Leases(database, f"w{seed}")
+        for _ in range(rounds):
+            claim = leases.claim()
+            with suppress(*refused):
+                while claim:
+                    leases.beat([(claim, claim.spent_s + 0.1)])
+                    if not leases.append(claim, found(chance.choice([gpipe, one_by_one])(claim.problem))):
+                        claim = leases.again(claim, 0.1)
+                    match chance.randrange(4):
+                        case 0:
+                            claim = leases.crashed(claim, "signal 9", 0.1) or claim
+                        case 1:
+                            leases.give_back(claim, 0.2)
+                        case 2:
+                            leases.finish(claim, "done", found(one_by_one(claim.problem)), 0.3)
+                        case 3:
+                            expire(database, claim.job_id)
+
+    def reaper() -> None:
+        for _ in range(rounds):
+            reap(database)
+
+    calls = [partial(each, k) for each in (client, worker) for k in range(3)] + [reaper]
+    assert at_once(*calls) == [None] * len(calls)
+    for job in jobs.page(A, None, None, 200):
+        known = jobs.incumbents(job.id)
+        assert [each.seq for each in known] == [*range(1, job.last_seq + 1)]
+        values: dict[int, list[float]] = {}
+        for each in known:
+            values.setdefault(each.problem_version, []).append(each.makespan_ms)
+        assert all(lengths == sorted({*lengths}, reverse=True) for lengths in values.values()), "each better than those before"
+        assert (job.status in ("feasible", "optimal")) == (job.problem_version in values)
+        assert (job.worker is not None) == (job.state == "running")
+        assert len({line.number for line in jobs.log(job.id, 0, 10**6)}) >= job.attempt
+
+
+def test_schedules_differ() -> None:
+    """What the tests above tell better from worse by."""
+    assert SLOW.makespan_ms > FAST.makespan_ms
