@@ -1,0 +1,227 @@
+"""What HTTP promises: conditional requests, idempotency, waiting, pages of a list, and what follows a job's start."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from support.chain import chain, gpipe
+from support.rest import submit, until_over, until_running
+
+from optpipe.files import ScheduleFile
+from optpipe.memory import certify
+from optpipe.problem import Problem
+
+
+def etag(job: dict[str, Any]) -> str:
+    return f'"{job["version"]}"'
+
+
+def test_the_same_key_and_body_are_the_same_job(client: httpx.Client) -> None:
+    body = {"problem": chain().to_dict(), "method": "hang"}
+    first = client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "a"})
+    again = client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "a"})
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert again.json()["id"] == first.json()["id"]
+    assert again.headers["location"] == first.headers["location"]
+    other = client.post("/v1/jobs", json={**body, "priority": 1}, headers={"Idempotency-Key": "a"})
+    assert (other.status_code, other.json()["detail"]) == (422, "Idempotency-Key: it came with another body before.")
+    assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "b"}).json()["id"] != first.json()["id"]
+    assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "x" * 256}).status_code == 422
+
+
+def test_a_key_that_comes_many_times_at_once_makes_one_job(client: httpx.Client) -> None:
+    body = {"problem": chain().to_dict(), "method": "hang"}
+    found: list[tuple[int, str]] = []
+
+    def send() -> None:
+        reply = client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "a"})
+        found.append((reply.status_code, reply.json()["id"]))
+
+    senders = [threading.Thread(target=send) for _ in range(8)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join(60)
+    assert sorted(status for status, _ in found) == [200] * 7 + [201]
+    assert len({job for _, job in found}) == 1
+
+
+def test_pages_of_the_list(client: httpx.Client) -> None:
+    jobs = [submit(client, method="infeasible")["id"] for _ in range(5)]
+    hanging = submit(client, method="hang")["id"]
+    seen, address = [], "/v1/jobs?limit=2&state=infeasible"
+    while address:
+        page = client.get(address).json()
+        assert len(page["jobs"]) <= 2
+        seen += [job["id"] for job in page["jobs"]]
+        address = page["next"]
+    assert seen == jobs[::-1]
+    assert client.get("/v1/jobs").json()["jobs"][0]["id"] == hanging
+    for wrong in ("cursor=x", "cursor=%00", "limit=0", "limit=201", "state=stopped", "cursor=LTE"):
+        assert client.get(f"/v1/jobs?{wrong}").status_code == 422
+
+
+def test_what_has_not_changed_is_not_sent_again(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    for known in (etag(job), f'"0", {etag(job)}', f"W/{etag(job)}", "*"):
+        reply = client.get(job["url"], headers={"If-None-Match": known})
+        assert (reply.status_code, reply.content, reply.headers["etag"]) == (304, b"", etag(job))
+    assert client.get(job["url"], headers={"If-None-Match": '"1"'}).json() == job
+    for address in (job["best"]["url"], f"{job['url']}/incumbents/best"):
+        reply = client.get(address)
+        assert client.get(address, headers={"If-None-Match": reply.headers["etag"]}).status_code == 304
+    assert "immutable" in client.get(job["best"]["url"]).headers["cache-control"]
+
+
+def test_waiting_for_a_change_and_for_the_end(client: httpx.Client) -> None:
+    job = until_running(client, submit(client, method="hang"))
+    reply = client.get(job["url"], params={"wait": 0.2}, headers={"If-None-Match": etag(job)})
+    assert reply.status_code == 304
+    threading.Timer(0.2, lambda: client.post(f"{job['url']}/cancel")).start()
+    changed = client.get(job["url"], params={"wait": 30}, headers={"If-None-Match": etag(job)})
+    assert (changed.status_code, changed.json()["version"] > job["version"]) == (200, True)
+    assert until_over(client, job)["state"] == "cancelled"
+    began = time.monotonic()
+    assert client.get(job["url"], params={"wait": 60}).json()["state"] == "cancelled"
+    assert time.monotonic() - began < 20, "what is over is not waited for"
+    for wrong in (-1, 61, "nan", "inf", "x"):
+        assert client.get(job["url"], params={"wait": wrong}).status_code == 422
+
+
+def test_more_time(client: httpx.Client) -> None:
+    job = until_running(client, submit(client, method="hang"))
+
+    def extend(time_limit_s: Any, if_match: str | None) -> httpx.Response:
+        headers = {} if if_match is None else {"If-Match": if_match}
+        return client.patch(job["url"], json={"time_limit_s": time_limit_s}, headers=headers)
+
+    for stale in (None, '"1"', "*", "x", f"W/{etag(job)}"):
+        assert extend(90.0, stale).status_code == 412
+    assert extend(60.0, etag(job)).status_code == 409, "it is not more"
+    assert extend(3601, etag(job)).status_code == 422
+    more = extend(90.0, etag(job))
+    assert (more.status_code, more.json()["time_limit_s"]) == (200, 90.0)
+    assert more.headers["etag"] != etag(job)
+    client.post(f"{job['url']}/cancel")
+    over = until_over(client, job)
+    assert extend(120.0, etag(over)).status_code == 409
+
+
+def test_other_costs(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    slower = chain(forward=1.5)
+    reply = client.post(f"{job['url']}/problem", json={"problem": slower.to_dict()})
+    assert reply.status_code == 200, reply.text
+    posed = reply.json()
+    assert (posed["problem_version"], posed["problem_sha256"]) == (2, slower.sha256)
+    assert (posed["best"]["source"], posed["best"]["seq"]) == ("cache", 3), "the finished job's schedule is there, too"
+    assert posed["best"]["makespan_ms"] == pytest.approx(gpipe(slower).makespan_ms)
+    assert posed["best"]["schedule"]["problem"] == slower.to_dict()
+    old = client.get(job["best"]["url"]).json()
+    assert old == job["best"], "what was found for the costs before stays as it was"
+    assert until_over(client, job)["state"] == "done"
+
+
+def test_a_search_that_runs_goes_on_with_other_costs(client: httpx.Client) -> None:
+    job = until_running(client, submit(client, method="hang"))
+    posed = client.post(f"{job['url']}/problem", json={"problem": chain(forward=1.5).to_dict()}).json()
+    assert (posed["state"], posed["best"]["source"], posed["best"]["problem_version"]) == ("running", "carried", 2)
+    client.post(f"{job['url']}/cancel")
+    over = until_over(client, job)
+    assert (over["state"], over["best"]["schedule"]) == ("cancelled", posed["best"]["schedule"])
+
+
+def test_another_problem_is_another_job(client: httpx.Client) -> None:
+    job = submit(client, method="hang")
+    alone = {**chain().to_dict(), "devices": [{"memory_bytes": 9000}] * 3}
+    for other in (chain(m=3).to_dict(), chain(offload=None).to_dict(), alone):
+        reply = client.post(f"{job['url']}/problem", json={"problem": other})
+        assert (reply.status_code, "submit it anew" in reply.json()["detail"]) == (409, True)
+    client.post(f"{job['url']}/cancel")
+    until_over(client, job)
+    assert client.post(f"{job['url']}/problem", json={"problem": chain(forward=2.0).to_dict()}).status_code == 409
+
+
+def test_a_schedule_that_no_longer_fits_is_no_best(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    tight = Problem.from_dict({**chain().to_dict(), "devices": [{"memory_bytes": 1000}] * 2})
+    posed = client.post(f"{job['url']}/problem", json={"problem": tight.to_dict()}).json()
+    assert (posed["best"]["method"], posed["best"]["problem_version"]) == ("naive", 2), "gpipe needs memory for two"
+
+
+def test_what_the_training_says(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    address = f"{job['url']}/adoptions/2"
+    said = client.put(address, json={"step": 7}).json()
+    assert (said["step"], said["measured_iteration_ms"]) == (7, None)
+    said = client.put(address, json={"step": 7, "measured_iteration_ms": 9.5}).json()
+    assert (said["predicted_ms"], said["measured_iteration_ms"]) == (job["best"]["makespan_ms"], 9.5)
+    assert client.get(f"{job['url']}/adoptions").json() == {"adoptions": [said]}
+    one, two = client.get(f"{job['url']}/incumbents").json()["incumbents"]
+    assert (one["adoption"], two["adoption"]["measured_iteration_ms"]) == (None, 9.5)
+    assert client.put(f"{job['url']}/adoptions/3", json={"step": 7}).status_code == 404
+    for wrong in ({"step": -1}, {"step": 1.5}, {"step": True}, {}, {"step": 1, "measured_iteration_ms": -1}):
+        assert client.put(address, json=wrong).status_code == 422
+
+
+def test_timeline_and_trace(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    schedule = gpipe(chain())
+    timeline = client.get(f"{job['url']}/timeline").json()
+    file = ScheduleFile.of(schedule).model_dump(mode="json", exclude_none=True)
+    assert timeline["ops"] == file["ops"]
+    assert (timeline["makespan_ms"], timeline["seq"]) == (schedule.makespan_ms, 2)
+    peaks = [(peak.bytes, peak.at, peak.limit) for peak in certify(chain(), schedule).device]
+    assert [(use["peak_bytes"], use["peak_at"], use["memory_bytes"]) for use in timeline["devices"]] == peaks
+    assert client.get(f"{job['url']}/timeline?seq=1").json()["makespan_ms"] > timeline["makespan_ms"]
+    trace = client.get(f"{job['url']}/trace?seq=2").json()
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(file["ops"])
+    assert client.get(f"{job['url']}/trace?seq=3").status_code == 404
+
+
+def test_the_log_says_what_happened(client: httpx.Client) -> None:
+    job = until_over(client, submit(client))
+    lines = client.get(f"{job['url']}/log").json()["lines"]
+    assert lines[0]["text"].startswith("submitted: plain, makespan, 60 s")
+    assert lines[-1]["text"].startswith("ended: done")
+    seen, address = [], f"{job['url']}/log?limit=1"
+    while address:
+        page = client.get(address).json()
+        seen += page["lines"]
+        address = page["next"]
+    assert seen == lines
+
+
+def test_a_purged_job_is_gone(client: httpx.Client) -> None:
+    job = submit(client, method="hang")
+    assert client.delete(job["url"]).status_code == 204
+    for address in (job["url"], job["best"]["url"], f"{job['url']}/log", f"{job['url']}/events"):
+        assert client.get(address).status_code == 404
+    assert client.delete(job["url"]).status_code == 404
+    assert client.get("/v1/jobs").json()["jobs"] == []
+
+
+def test_health_and_metrics(client: httpx.Client) -> None:
+    assert client.get("/healthz").json()["status"] == "ok"
+    assert client.get("/readyz").json() == {"status": "ready", "solves": 4}
+    submit(client, method="infeasible")
+    told = client.get("/metrics")
+    assert told.headers["content-type"].startswith("text/plain")
+    assert 'optpipe_jobs{state="infeasible"} ' in told.text
+    assert 'optpipe_request_seconds_count{method="POST",route="/v1/jobs",status="201"}' in told.text
+
+
+def test_the_description_has_an_example_that_works(client: httpx.Client) -> None:
+    described = client.get("/openapi.json").json()
+    for path, methods in described["paths"].items():
+        for name, operation in methods.items():
+            bodies = [operation["requestBody"]] if "requestBody" in operation else []
+            for told in (*bodies, *operation["responses"].values()):
+                assert all("example" in content or kind == "text/plain" for kind, content in told.get("content", {}).items()), (path, name)
+    submission = described["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]["example"]
+    assert client.post("/v1/jobs", content=json.dumps(submission), headers={"Content-Type": "application/json"}).status_code == 201
