@@ -1,0 +1,450 @@
+"""Jobs against a plain Python model of them, on both databases: whatever clients, workers and reapers do, in whatever order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule, run_state_machine_as_test
+from support.chain import chain, gpipe, one_by_one
+from support.jobs import expire, found, row
+from support.postgres import Postgres
+
+from optpipe.anytime import Result
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_server.database import Database, Jobs, Leases, NewJob, Start, reap
+from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError
+from optpipe_server.database.leases import MOST_CRASHES, MOST_LOSSES, Claim, LostError
+from optpipe_server.database.tables import OPEN
+
+QUEUE = 3
+TENANTS = ("a", "b")
+PROBLEMS = [chain(scale=scale) for scale in (1.0, 1.5, 2.0)]
+SCHEDULES = {problem.sha256: [one_by_one(problem), gpipe(problem)] for problem in PROBLEMS}
+
+
+@dataclass
+class Known:
+    """A job as it should be."""
+
+    tenant: str
+    problem: Problem
+    priority: int
+    number: int
+    time_limit_s: float
+    state: str = "queued"
+    key: str | None = None
+    reason: str | None = None
+    version: int = 1  # of the problem
+    cancel: bool = False
+    incumbents: list[tuple[int, float]] = field(default_factory=list)  # version of the problem, length
+    status: str = "unknown"
+    bound: float | None = None
+    attempt: int = 0
+    worker: str | None = None
+    spent_s: float = 0.0
+    crashes: int = 0
+    losses: int = 0
+    adopted: dict[int, int] = field(default_factory=dict)
+    changes: int = 0
+
+    @property
+    def best(self) -> float | None:
+        last = self.incumbents[-1:]
+        return last[0][1] if last and last[0][0] == self.version else None
+
+    def learn(self, result: Result) -> None:
+        self.status = result.status
+        self.bound = max((bound for bound in (self.bound, result.lower_bound_ms) if bound is not None), default=None)
+
+    def add(self, result: Result) -> None:
+        assert result.makespan_ms is not None
+        if self.best is None or result.makespan_ms < self.best:
+            self.incumbents.append((self.version, result.makespan_ms))
+            self.learn(result)
+            self.changes += 1
+
+    def end(self, state: str, reason: str | None) -> None:
+        self.state, self.reason, self.worker = state, reason, None
+        self.changes += 1
+
+    def wait(self) -> None:
+        self.state, self.worker = "queued", None
+        self.changes += 1
+
+
+def result_of(schedule: Schedule, bound: float) -> Result:
+    return found(schedule, bound * schedule.makespan_ms)
+
+
+bounds = st.sampled_from([0.25, 0.5, 1.0])
+starts = st.none() | st.tuples(st.integers(0, 1), bounds)
+
+
+class Model(RuleBasedStateMachine):
+    """The rules are what the service does with a database; each asks it and the model, and they say the same."""
+
+    opening: Callable[[], Iterator[str]]  # of a database with nothing in it
+
+    ids: Bundle[str] = Bundle("ids")
+    claims: Bundle[Claim] = Bundle("claims")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._url = contextmanager(type(self).opening)()
+        self.database = Database(self._url.__enter__())
+        self.jobs = Jobs(self.database)
+        self.workers = {name: Leases(self.database, name) for name in ("v", "w")}
+        self.known: dict[str, Known] = {}
+        self.number = 0
+        self.first_problem: dict[str, str] = {}  # by the job, what its key came with
+
+    def teardown(self) -> None:
+        self.database.close()
+        self._url.__exit__(None, None, None)
+
+    def queued(self, tenant: str) -> int:
+        return sum(job.tenant == tenant and job.state == "queued" for job in self.known.values())
+
+    def start(self, problem: Problem, given: tuple[int, float] | None) -> Start:
+        return Start(result_of(SCHEDULES[problem.sha256][given[0]], given[1])) if given else Start()
+
+    def holds(self, claim: Claim, worker: str) -> Known | None:
+        job = self.known.get(claim.job_id)
+        return job if job and job.state == "running" and (job.attempt, job.worker) == (claim.attempt, worker) else None
+
+    @rule(
+        target=ids,
+        tenant=st.sampled_from(TENANTS),
+        problem=st.sampled_from(PROBLEMS),
+        given=starts,
+        priority=st.integers(0, 1),
+        key=st.sampled_from([None, None, "k", "l"]),
+    )
+    def submit(self, tenant: str, problem: Problem, given: tuple[int, float] | None, priority: int, key: str | None) -> object:
+        start = self.start(problem, given)
+        asked = NewJob(problem, time_limit_s=10.0, priority=priority)
+        there = next((job_id for job_id, job in self.known.items() if key and (job.tenant, job.key) == (tenant, key)), None)
+        try:
+            job_id, new = self.jobs.add(tenant, asked, start, queue=QUEUE, key=key, body_sha256=problem.sha256)
+        except QueueFullError:
+            assert there is None
+            assert start.state == "queued"
+            assert self.queued(tenant) >= QUEUE
+            return multiple()
+        except ConflictError:
+            assert there is not None
+            assert self.first_problem[there] != problem.sha256
+            return multiple()
+        if not new:
+            assert (there, self.first_problem[job_id]) == (job_id, problem.sha256)
+            return multiple()
+        assert there is None
+        assert start.state != "queued" or self.queued(tenant) < QUEUE
+        self.number += 1
+        job = Known(tenant, problem, priority, self.number, 10.0, start.state, key)
+        job.learn(start.best)
+        if start.best.schedule is not None:
+            job.add(start.best)
+        self.known[job_id] = job
+        self.first_problem[job_id] = problem.sha256
+        return job_id
+
+    @rule(target=claims, worker=st.sampled_from(["v", "w"]))
+    def claim(self, worker: str) -> object:
+        claim = self.workers[worker].claim()
+        waiting = [(-job.priority, job.number, job_id) for job_id, job in self.known.items() if job.state == "queued"]
+        if claim is None:
+            assert not waiting
+            return multiple()
+        assert claim.job_id == min(waiting)[2]
+        job = self.known[claim.job_id]
+        job.state, job.worker, job.attempt = "running", worker, job.attempt + 1
+        job.changes += 1
+        self.agrees(claim, job)
+        return claim
+
+    def agrees(self, claim: Claim, job: Known) -> None:
+        assert (claim.attempt, claim.problem, claim.problem_version) == (job.attempt, job.problem, job.version)
+        assert (claim.time_limit_s, claim.spent_s, claim.lower_bound_ms) == (job.time_limit_s, job.spent_s, job.bound)
+        assert (claim.best is None) == (not job.incumbents)
+        assert claim.best_version == (job.incumbents[-1][0] if job.incumbents else 0)
+        if claim.best is not None and job.best is not None:
+            assert claim.best.makespan_ms == job.best
+
+    @rule(claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
+    def beat(self, claim: Claim, worker: str, spent: float) -> None:
+        job = self.known.get(claim.job_id)
+        mine = job is not None and job.state == "running" and job.attempt == claim.attempt
+        assert self.workers[worker].beat([(claim, spent)]) == (set() if mine else {claim.job_id})
+        orders = self.workers[worker].orders({claim.job_id: claim.attempt})
+        assert {*orders} == ({claim.job_id} if mine else set())
+        if mine:
+            assert job is not None
+            told = orders[claim.job_id]
+            assert (told.cancelled, told.time_limit_s, told.problem_version) == (job.cancel, job.time_limit_s, job.version)
+            job.spent_s = spent if claim.problem_version == job.version else job.spent_s
+
+    @rule(claim=claims, worker=st.sampled_from(["v", "w"]), which=st.integers(0, 1), bound=bounds)
+    def append(self, claim: Claim, worker: str, which: int, bound: float) -> None:
+        result = result_of(SCHEDULES[claim.problem.sha256][which], bound)
+        job = self.holds(claim, worker)
+        try:
+            kept = self.workers[worker].append(claim, result)
+        except LostError:
+            assert job is None
+            return
+        assert job is not None
+        assert kept == (job.version == claim.problem_version)
+        if kept:
+            job.add(result)
+
+    @rule(target=claims, claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
+    def again(self, claim: Claim, worker: str, spent: float) -> object:
+        job = self.holds(claim, worker)
+        try:
+            new = self.workers[worker].again(claim, spent)
+        except LostError:
+            assert job is None
+            return multiple()
+        assert job is not None
+        assert new.spent_s == (spent if claim.problem_version == job.version else job.spent_s)
+        self.agrees(replace(new, spent_s=job.spent_s), job)
+        return new
+
+    @rule(target=claims, claim=consumes(claims), worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
+    def crash(self, claim: Claim, worker: str, spent: float) -> object:
+        job = self.holds(claim, worker)
+        try:
+            new = self.workers[worker].crashed(claim, "signal 9", spent)
+        except LostError:
+            assert job is None
+            return claim
+        assert job is not None
+        assert (new is None) == (job.crashes >= MOST_CRASHES)
+        job.spent_s = spent if claim.problem_version == job.version else job.spent_s
+        job.crashes += 1
+        job.changes += 1
+        if new is None:
+            return claim
+        job.attempt += 1
+        self.agrees(new, job)
+        return new
+
+    @rule(claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
+    def give_back(self, claim: Claim, worker: str, spent: float) -> None:
+        job = self.holds(claim, worker)
+        try:
+            self.workers[worker].give_back(claim, spent)
+        except LostError:
+            assert job is None
+            return
+        assert job is not None
+        if job.cancel:
+            job.end("cancelled", CANCELLED)
+        else:
+            job.spent_s = spent if claim.problem_version == job.version else job.spent_s
+            job.wait()
+
+    @rule(
+        claim=claims,
+        worker=st.sampled_from(["v", "w"]),
+        state=st.sampled_from(["done", "failed", "infeasible", "cancelled"]),
+        which=st.integers(0, 1) | st.none(),
+        bound=bounds,
+        spent=st.floats(0, 9),
+    )
+    def finish(self, claim: Claim, worker: str, state: str, which: int | None, bound: float, spent: float) -> None:
+        told = Result("infeasible" if state == "infeasible" else "unknown", reason="because")
+        if which is not None:
+            told = result_of(SCHEDULES[claim.problem.sha256][which], bound)
+        job = self.holds(claim, worker)
+        try:
+            ended = self.workers[worker].finish(claim, state, told, spent)  # type: ignore[arg-type]
+        except LostError:
+            assert job is None
+            return
+        assert job is not None
+        more = job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and told.status != "optimal" and not job.cancel
+        assert ended == (job.version == claim.problem_version and not more)
+        if not ended:
+            return
+        job.spent_s = spent
+        if job.best is None:
+            job.end(state, told.reason)
+            job.learn(replace(told, schedule=None, status="infeasible" if state == "infeasible" else "unknown"))
+        else:
+            job.end("cancelled" if state == "cancelled" else "done", told.reason)
+            if told.makespan_ms is not None and told.makespan_ms <= job.best:
+                job.learn(told)
+
+    @rule(job_id=ids)
+    def cancel(self, job_id: str) -> None:
+        job = self.known.get(job_id)
+        if job is None:
+            with pytest.raises(LookupError):
+                self.jobs.cancel("a", job_id)
+            return
+        self.jobs.cancel(job.tenant, job_id)
+        if job.state == "queued":
+            job.cancel = True
+            job.end("cancelled", CANCELLED)
+        elif job.state == "running" and not job.cancel:
+            job.cancel = True
+            job.changes += 1
+
+    @rule(job_id=ids, more=st.floats(-1, 5), stale=st.booleans())
+    def extend(self, job_id: str, more: float, stale: bool) -> None:
+        job = self.known.get(job_id)
+        if job is None:
+            return
+        version = row(self.database, job_id).version
+        wanted = job.time_limit_s + more
+        try:
+            self.jobs.extend(job.tenant, job_id, wanted, version - stale)
+        except StaleError:
+            assert stale
+        except ConflictError:
+            assert job.state not in OPEN or wanted <= job.time_limit_s
+        else:
+            assert not stale
+            assert job.state in OPEN
+            assert wanted > job.time_limit_s
+            job.time_limit_s = wanted
+            job.changes += 1
+
+    @rule(job_id=ids, problem=st.sampled_from(PROBLEMS), given=starts, stale=st.booleans())
+    def pose(self, job_id: str, problem: Problem, given: tuple[int, float] | None, stale: bool) -> None:
+        job = self.known.get(job_id)
+        if job is None:
+            return
+        start = self.start(problem, given)
+        seen = len(job.incumbents) - stale
+        try:
+            self.jobs.pose(job.tenant, job_id, problem, start, seen=seen, queue=QUEUE)
+        except ConflictError:
+            assert job.state == "cancelled" or job.cancel
+            return
+        except StaleError:
+            assert stale
+            return
+        except QueueFullError:
+            assert start.state == "queued"
+            assert job.state not in OPEN
+            assert self.queued(job.tenant) >= QUEUE
+            return
+        assert not stale
+        assert not job.cancel
+        assert start.state != "queued" or job.state in OPEN or self.queued(job.tenant) < QUEUE
+        job.state = "running" if start.state == "queued" and job.state == "running" else start.state
+        job.worker = job.worker if job.state == "running" else None
+        job.problem, job.version, job.reason, job.bound = problem, job.version + 1, None, None
+        job.spent_s, job.crashes, job.losses = 0.0, 0, 0
+        job.learn(start.best)
+        job.changes += 1
+        if start.best.schedule is not None:
+            job.add(start.best)
+
+    @rule(job_id=ids, seq=st.integers(0, 3), step=st.integers(0, 10**12))
+    def adopt(self, job_id: str, seq: int, step: int) -> None:
+        job = self.known.get(job_id)
+        if job is None:
+            return
+        try:
+            self.jobs.adopt(job.tenant, job_id, seq, step, None)
+        except LookupError:
+            assert not 1 <= seq <= len(job.incumbents)
+            return
+        assert 1 <= seq <= len(job.incumbents)
+        job.adopted[seq] = step
+        job.changes += 1
+
+    @rule(job_id=consumes(ids))
+    def purge(self, job_id: str) -> None:
+        job = self.known.pop(job_id, None)
+        if job is None:
+            with pytest.raises(LookupError):
+                self.jobs.purge("a", job_id)
+        else:
+            self.jobs.purge(job.tenant, job_id)
+
+    @rule(claim=claims)
+    def worker_is_gone(self, claim: Claim) -> None:
+        """Its lease runs out, and somebody looks."""
+        job = self.known.get(claim.job_id)
+        if job is None or job.state != "running":
+            assert reap(self.database) == []
+            return
+        expire(self.database, claim.job_id)
+        assert reap(self.database) == [claim.job_id]
+        job.losses += 1
+        if job.cancel:
+            job.end("cancelled", CANCELLED)
+        elif job.losses <= MOST_LOSSES:
+            job.wait()
+        else:
+            job.end("done" if job.best is not None else "failed", f"its worker was lost {job.losses} times")
+
+    @rule()
+    def service_begins_anew(self) -> None:
+        """With one process on the database every running job is abandoned."""
+        running = {job_id for job_id, job in self.known.items() if job.state == "running"}
+        assert {*reap(self.database, everything=True)} == running
+        for job_id in running:
+            job = self.known[job_id]
+            job.losses += 1
+            if job.cancel:
+                job.end("cancelled", CANCELLED)
+            elif job.losses <= MOST_LOSSES:
+                job.wait()
+            else:
+                job.end("done" if job.best is not None else "failed", f"its worker was lost {job.losses} times")
+
+    @invariant()
+    def the_database_says_the_same(self) -> None:
+        for tenant in TENANTS:
+            there = {job.id: job for job in self.jobs.page(tenant, None, None, 200)}
+            assert {*there} == {job_id for job_id, job in self.known.items() if job.tenant == tenant}
+            assert [*there] == sorted(there, key=lambda job_id: -self.known[job_id].number)
+            for job_id, job in there.items():
+                known = self.known[job_id]
+                assert (job.state, job.reason, job.status, job.lower_bound_ms) == (known.state, known.reason, known.status, known.bound)
+                assert (job.problem_version, job.problem_sha256) == (known.version, known.problem.sha256)
+                assert (job.attempt, job.worker, job.crashes, job.losses) == (known.attempt, known.worker, known.crashes, known.losses)
+                assert (job.spent_s, job.time_limit_s, job.version) == (known.spent_s, known.time_limit_s, known.changes + 1)
+                assert (job.lease_until is None, job.ended_at is None) == (known.state != "running", known.state in OPEN)
+                incumbents = self.jobs.incumbents(job_id)
+                assert [(each.problem_version, each.makespan_ms) for each in incumbents] == known.incumbents
+                assert [each.seq for each in incumbents] == [*range(1, job.last_seq + 1)]
+                assert {each.seq: each.step for each in incumbents if each.step is not None} == known.adopted
+
+
+@pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=pytest.mark.soak)])
+def test_jobs_on_sqlite(tmp_path: Path, examples: int) -> None:
+    def opening() -> Iterator[str]:
+        with TemporaryDirectory(dir=tmp_path) as folder:
+            yield f"sqlite:///{folder}/jobs.sqlite"
+
+    _run(opening, examples)
+
+
+@pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=pytest.mark.soak)])
+def test_jobs_on_postgresql(postgres: Postgres, examples: int) -> None:
+    def opening() -> Iterator[str]:
+        with postgres.migrated() as url:
+            yield url
+
+    _run(opening, examples)
+
+
+def _run(opening: Callable[[], Iterator[str]], examples: int) -> None:
+    machine = type("Machine", (Model,), {"opening": staticmethod(opening)})
+    few = settings(max_examples=examples, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
+    run_state_machine_as_test(machine, settings=few)
