@@ -66,5 +66,9 @@ def names(header: str | None, number: int) -> bool:
     return header is not None and (header.strip() == "*" or etag(number) in (tag.strip().removeprefix("W/") for tag in header.split(",")))
 
 
-Ask = Annotated[Asked, Depends(Asked)]
+async def _asked(request: Request) -> Asked:  # what is no coroutine would be called in a thread, for each request
+    return Asked(request)
+
+
+Ask = Annotated[Asked, Depends(_asked)]
 JobId = Annotated[str, Path(description="Of a job, 32 hexadecimal digits.", examples=["0" * 32])]
