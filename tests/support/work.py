@@ -30,7 +30,7 @@ PATIENCE_S = 60.0  # of a test, on a busy machine
 
 def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
     """Memory for everything, so that all of `chain`'s schedules are valid."""
-    return chain(memory=16, m=m, scale=scale).model_copy(update={"name": name})
+    return chain(memory=m, m=m, scale=scale).model_copy(update={"name": name})
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:

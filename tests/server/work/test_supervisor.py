@@ -127,7 +127,7 @@ def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
         work.found(steps, 2)
         began = time.monotonic()
         supervisor.stop()
-        assert time.monotonic() - began < 6.0
+        assert time.monotonic() - began < 20.0
     assert {work.job(hanging).state, work.job(steps).state} <= {"queued", "done"}
     job = work.job(hanging)
     assert (job.state, job.worker, job.last_seq, job.losses) == ("queued", None, 1, 0)

@@ -1,0 +1,161 @@
+"""Children and workers that are killed or stopped at any moment: nothing that was said is lost, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
+from support.chain import gpipe
+from support.work import Work, alive, problem, sound, until
+from support.worker_process import LEASE_S, WorkerProcess, worker_process
+
+from optpipe import Result, family
+from optpipe_server.database import Database, Leases, reap
+from optpipe_server.database.tables import incumbents, jobs
+from optpipe_server.settings import LOCAL
+
+RECLAIMED_S = 20.0  # with leases of 15 s; these are shorter, and the machine may be busy
+ORPHANED_S = 5.0
+
+rounds = pytest.mark.parametrize("rounds", [2, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+
+
+@pytest.fixture
+def beside(database_url: str, tmp_path: Path) -> Iterator[Work]:
+    """A client's view of the database, beside the worker's process."""
+    writer = Database(database_url)
+    database = Database(database_url, beside=True)
+    writer.close()  # and with it SQLite's lock
+    yield Work(database, tmp_path)
+    database.close()
+
+
+@contextmanager
+def never_worse(work: Work) -> Iterator[None]:
+    """What was told before the block still holds after it: jobs, their incumbents, and how good their best is."""
+    before = sound(work.database)
+    yield
+    after = sound(work.database)
+    for job_id, rows in before.items():
+        assert after[job_id][: len(rows)] == rows
+
+
+@rounds
+def test_a_child_that_is_killed_costs_its_job_nothing(work: Work, rounds: int) -> None:
+    dice = random.Random(1)
+    with work.supervisor():
+        for _ in range(rounds):
+            job_id = work.submit("steps", problem(m=20))
+            time.sleep(dice.uniform(0.0, 1.5))
+            with never_worse(work):
+                for pid in family.members(family.OWN):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            job = work.ended(job_id)
+            assert (job.state, job.status) == ("done", "optimal")
+            assert job.crashes <= 1
+
+
+@rounds
+def test_a_worker_that_is_killed_costs_its_jobs_nothing(beside: Work, database_url: str, tmp_path: Path, rounds: int) -> None:
+    dice, submitted, waited_s = random.Random(2), [], [0.0]
+    for number in range(rounds):
+        submitted += [beside.submit("steps", problem(m=20)) for _ in range(2)]
+        with worker_process(database_url, f"worker {number}", tmp_path / "cache") as worker:
+            killed = time.monotonic()
+            until(lambda: [row for row in running(beside) if row.worker == f"worker {number}"])  # noqa: B023 (called at once)
+            if number:
+                waited_s.append(time.monotonic() - killed)
+            time.sleep(dice.uniform(0.0, 1.0))
+            with never_worse(beside):
+                worker.kill()
+            gone(worker)
+    with worker_process(database_url, "the last", tmp_path / "cache"):
+        for job_id in submitted:
+            job = beside.ended(job_id)
+            assert job.state == "done" or job.losses > 5
+            assert job.status == "optimal" or job.losses > 5
+    sound(beside.database)
+    assert max(waited_s) < RECLAIMED_S
+
+
+def running(work: Work) -> list[object]:
+    with work.database.read() as db:
+        return list(db.execute(select(jobs).where(jobs.c.state == "running")))
+
+
+def gone(worker: WorkerProcess) -> None:
+    """Soon after its worker's death none of the family lives."""
+    until(lambda: not worker.children, f"the end of {worker.children}", 4 * ORPHANED_S)
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["hears", "deaf"])
+def test_nobody_outlives_a_worker_stopped_or_not(beside: Work, database_url: str, tmp_path: Path, deaf: bool) -> None:
+    job_id = beside.submit("family")
+    with worker_process(database_url, "worker", tmp_path / "cache", deaf) as worker:
+        beside.found(job_id)
+        children = until(lambda: len(worker.children) >= 4 and worker.children)  # the last will, a solver, and what that started
+        for pid in children[1:]:  # all that solve: the will is the first one
+            os.kill(pid, signal.SIGSTOP)
+        worker.kill()
+        gone(worker)
+        until(lambda: not any(alive(pid) for pid in children))
+
+
+def test_who_was_stopped_for_longer_than_its_lease_writes_nothing(beside: Work, database_url: str, tmp_path: Path) -> None:
+    job_id = beside.submit("steps", problem(m=150))
+    with worker_process(database_url, "stopped", tmp_path / "cache") as worker:
+        beside.found(job_id, 3)
+        stop_outside_of_a_transaction(worker, beside.database)
+        until(lambda: reap(beside.database) == [job_id])
+        other = Leases(beside.database, "other", 60.0)
+        claim = other.claim()
+        assert claim is not None
+        assert (claim.job_id, claim.attempt, claim.best_version) == (job_id, 2, 1)
+        best = gpipe(claim.problem)
+        assert other.append(claim, Result("feasible", best))
+        before = rows(beside.database)
+        os.kill(worker.process.pid, signal.SIGCONT)
+        until(lambda: len(worker.children) <= 1)  # it has let go
+        time.sleep(LEASE_S)
+        assert rows(beside.database) == before
+        assert other.finish(claim, "done", Result("optimal", best, lower_bound_ms=best.makespan_ms), 1.0)
+    assert [row.attempt for row in sound(beside.database)[job_id]][-1] == 2
+
+
+def stop_outside_of_a_transaction(worker: WorkerProcess, database: Database) -> None:
+    """SQLite's lock is the process's that is stopped with it, as long as it is; PostgreSQL ends such a transaction after a while."""
+    while True:
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        try:
+            with database.write() as db:
+                db.execute(select(jobs))
+        except OperationalError:
+            os.kill(worker.process.pid, signal.SIGCONT)
+        else:
+            return
+
+
+def rows(database: Database) -> list[object]:
+    with database.read() as db:
+        return [*db.execute(select(jobs)), *db.execute(select(incumbents))]
+
+
+def test_a_worker_that_is_told_to_end_hands_its_jobs_back(beside: Work, database_url: str, tmp_path: Path) -> None:
+    job_id = beside.submit("hang")
+    with worker_process(database_url, "worker", tmp_path / "cache") as worker:
+        beside.found(job_id)
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(30) == 0
+        assert worker.children == []
+    job = beside.job(job_id)
+    assert (job.state, job.worker, job.losses, job.last_seq) == ("queued", None, 0, 1)
+    beside.jobs.cancel(LOCAL, job_id)

@@ -1,0 +1,86 @@
+"""A worker with a fake solver, in a process that tests kill and stop: `python -m support.worker_process URL NAME`.
+
+On PostgreSQL it is what `optpipe worker` runs, on SQLite what works within `optpipe serve`. It also ends when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import optpipe.anytime
+from optpipe import family
+from optpipe_server.caches import Caches
+from optpipe_server.database import Database
+from optpipe_server.settings import Settings
+from optpipe_server.work import Reaper, Supervisor
+from optpipe_server.worker import work
+
+LEASE_S, HEARTBEAT_S = 2.0, 0.3
+
+
+class WorkerProcess:
+    """Its processes carry `mark`."""
+
+    def __init__(self, url: str, name: str, cache: Path, deaf: bool = False) -> None:
+        self.mark = family.new_mark()
+        environment = {**family.environment(self.mark), "PYTHONPATH": str(Path(__file__).parents[1]), **({"DEAF": "1"} if deaf else {})}
+        command = [sys.executable, "-m", "support.worker_process", url, name, str(cache)]
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+
+    @property
+    def children(self) -> list[int]:
+        """All of its family but itself."""
+        return [pid for pid in family.members(self.mark) if pid != self.process.pid]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.kill()
+        family.end(self.mark)
+
+
+@contextmanager
+def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iterator[WorkerProcess]:
+    """It, and none of its family once the block is left."""
+    worker = WorkerProcess(url, name, cache, deaf)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def main(url: str, name: str, cache: str) -> None:
+    optpipe.anytime.SOLVER = "support.fake_solver"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    settings = Settings(database=url, cache=Path(cache), solves=2, threads=2, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S)
+    if url.startswith("postgresql"):
+        work(settings, name)
+        return
+    database = Database(url)
+    reaper, supervisor = Reaper(database, HEARTBEAT_S), Supervisor(settings, database, Caches(settings, database), name)
+    signal.signal(signal.SIGTERM, lambda *_: supervisor.stop() or os._exit(0))
+    reaper.start()
+    supervisor.start()
+    while True:
+        signal.pause()
+
+
+def _end_with_parent() -> None:
+    with suppress(OSError):
+        os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
