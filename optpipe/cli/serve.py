@@ -20,7 +20,7 @@ def serve(
     queue: Annotated[int, typer.Option(min=0, help="Jobs of a tenant that may wait.")] = 100,
     streams: Annotated[int, typer.Option(min=1, help="Clients that may follow jobs at a time.")] = 1000,
     shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Logs for machines, a line of JSON each.")] = False,
+    log_json: Annotated[bool | None, typer.Option(help="Lines of JSON, or for people; by default JSON unless on a terminal.")] = None,
 ) -> None:
     """Run the service that solves problems beside a training."""
     from optpipe.cli.extras import need
@@ -29,7 +29,7 @@ def serve(
     from optpipe_server import Settings, logs
     from optpipe_server import serve as run
 
-    logs.configure(json=log_json)
+    logs.configure(log_json)
     settings = Settings(database, shared_cache=shared_cache, solves=solves, memory_mib=memory_mib, queue=queue, streams=streams)
     if threads is not None:
         settings = replace(settings, threads=threads)
