@@ -1,0 +1,161 @@
+"""docs/service.md: its commands run, and its tables say what the code says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.deployment import ROOT, SERVICES
+from support.pages import DOCS, table
+from support.stack import free_port
+
+from optpipe_server import Settings, create_app
+from optpipe_server.database import jobs
+from optpipe_server.http import bodies, connections, limits, results, routes, tools
+from optpipe_server.metrics import REGISTRY
+
+PAGE = (DOCS / "service.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(sh[a-z-]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done; }"  # waits until it answers or has ended
+
+
+def script(ports: dict[str, int], database: str) -> str:
+    """All commands one after the other, servers in the background."""
+    lines = ["set -eu", "trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT", SERVER]
+    for kind, text in BLOCKS:
+        if kind != "sh":
+            continue
+        if text.startswith("optpipe serve"):
+            lines += ["kill $(jobs -p) 2> /dev/null && wait || true"]
+            lines += [f"{text.strip()} --port 8000 >> api.log 2>&1 &", "server http://127.0.0.1:8000/readyz"]
+        elif text.startswith("optpipe worker"):
+            lines += [f"{text.strip()} >> worker.log 2>&1 &", "server http://127.0.0.1:9101/healthz"]
+        else:
+            lines.append(text)
+    whole = "\n".join(lines).replace("postgresql://optpipe@db.example/optpipe", shlex.quote(database))
+    for port, free in ports.items():
+        whole = whole.replace(port, str(free))
+    return whole
+
+
+@pytest.fixture
+def ran(postgres_url: str, tmp_path: Path) -> Path:
+    """The folder in which they ran."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    if shutil.which("curl") is None:
+        (programs / "curl").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {ROOT / "tests" / "support" / "curl.py"} "$@"\n')
+        (programs / "curl").chmod(0o755)
+    path = f"{Path(sys.executable).parent}:{programs}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+    text = script({"8000": free_port(), "9101": free_port()}, postgres_url)
+    process = subprocess.Popen(
+        ["bash", "-c", text],
+        cwd=tmp_path,
+        env={"PATH": path, "HOME": str(tmp_path), "OPTPIPE_CACHE": str(tmp_path / "cache.sqlite")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=150)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+    assert process.returncode == 0, f"{said}\n{logs}"
+    (tmp_path / "said").write_text(said)
+    return tmp_path
+
+
+def test_its_commands_run(ran: Path) -> None:
+    """From a first job to workers on PostgreSQL; one test, as each command needs those before it."""
+
+    def read(name: str) -> Any:
+        return json.loads((ran / name).read_text())
+
+    said = (ran / "said").read_text()
+    assert read("reply.json")["best"]["seq"] == 1
+    assert (ran / "events.txt").read_text().startswith("id: 1\nevent: incumbent\ndata: {")
+    assert read("incumbent.json")["seq"] == 1
+    over = read("over.json")
+    assert over["state"] == "done"
+    assert read("best.json")["makespan_ms"] == over["best"]["makespan_ms"] <= read("reply.json")["best"]["makespan_ms"]
+    assert read("timeline.json").keys() >= {"devices", "ops"}
+    assert read("trace.json")["traceEvents"]
+    assert '"measured_iteration_ms":812.5' in said
+    posed = read("posed.json")
+    assert (posed["problem_version"], posed["best"]["problem_version"]) == (2, 2)
+    assert posed["problem_sha256"] != over["problem_sha256"]
+    assert '"valid":true' in said
+    assert read("simulated.json")["makespan_ms"] == over["best"]["makespan_ms"]
+    assert read("hit.json")["hit"]["makespan_ms"] > 0  # its job was deleted, what was found is known
+    assert '"found_by":"zb-h1"' in said
+    assert re.search(r"^[0-9a-f]{16} +me +submit read", said, re.MULTILINE) or "submit read" in said
+    assert "optpipe_solve_seconds" in (ran / "worker.txt").read_text()
+
+
+def test_the_compose_commands_are_of_what_there_is() -> None:
+    [text] = [text for kind, text in BLOCKS if kind == "sh-compose"]
+    asked = [shlex.split(line.partition(" > ")[0])[2:] for line in text.splitlines() if line.startswith("docker compose ")]
+    assert [words[0] for words in asked] == ["build", "run", "run", "up"]
+    for words in asked:
+        if words[0] == "run":
+            name, *command = [word for word in words[1:] if not word.startswith("-") or word.startswith("--t") or word == "--scope"]
+            assert name in SERVICES
+            assert command[:3] == ["optpipe", "keys", "create"]
+    for secret in ("postgres_password", "metrics_key"):
+        assert f"> deploy/secrets/{secret}\n" in text
+
+
+def test_the_table_of_metrics_is_that_of_the_registry() -> None:
+    told = {name.strip("`").removesuffix("_total"): text for name, text in table("service.md", "metric")}
+    counted = {family.name: family.documentation for family in REGISTRY.collect()}
+    assert told.keys() == counted.keys() | {"optpipe_jobs"}
+    for name, documentation in counted.items():
+        assert told[name].startswith(documentation)
+
+
+def test_the_table_of_limits_is_that_of_the_code() -> None:
+    told = {name.strip("`?="): value for name, value in table("service.md", "limit")}
+    settings = Settings()
+    assert told == {
+        "a request's body": f"{limits.LONGEST_BODY // 2**20} MiB of JSON, not compressed",
+        "a request's line and headers": f"{connections.LONGEST_HEAD // 2**10} KiB",
+        "a request's arrival, and a client's reading of a reply": f"{connections.ARRIVES_S:g} s",
+        "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}",
+        "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
+        "jobs of a tenant that wait": f"{settings.queue} (`--queue`)",
+        "clients of event streams, of one process": f"{settings.streams} (`--streams`)",
+        "other connections": f"{connections.OTHERS}; those that say nothing make room",
+        "jobs in one page of `GET /v1/jobs": f"{jobs.MOST_LISTED}",
+        "wait": f"{routes.LONGEST_WAIT_S} s",
+        "lines in one page of `/log": f"{results.MOST_LINES}",
+        "ops in `/timeline` and `/trace": f"{results.MOST_DRAWN:,}",
+        "time_limit_s` of `/v1/compare": f"{tools.LONGEST_COMPARED_S:g} s",
+        "the first schedule of a submission": f"{settings.first_schedule_s:g} s, then the job is taken in without one",
+    }
+    assert connections.ARRIVES_S == connections.TAKEN_S
+
+
+def test_the_table_of_errors_has_every_status(tmp_path: Path) -> None:
+    app = create_app(Settings(database=f"sqlite:///{tmp_path / 'jobs.sqlite'}"))
+    try:
+        paths = app.openapi()["paths"]
+    finally:
+        app.state.service.database.close()
+    described = {int(status) for methods in paths.values() for operation in methods.values() for status in operation["responses"]}
+    assert {int(row[0]) for row in table("service.md", "status")} == {status for status in described if status >= 400} | {405}

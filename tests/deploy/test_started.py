@@ -1,0 +1,123 @@
+"""What docker-compose.yml starts does what it is for: the same commands and environments, against a real PostgreSQL with a password."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from support.deployment import SCRAPED, SERVICES
+from support.postgres import Postgres
+from support.stack import PASSWORD, STARTS_S, Stack
+
+PROBLEM = Path(__file__).parents[2] / "examples" / "problems"
+WORKERS = [f"worker-{number + 1}" for number in range(SERVICES["worker"]["deploy"]["replicas"])]
+
+
+@pytest.fixture
+def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
+    """A database whose owner has to know the password, as in the image, and nothing started yet."""
+    rules = postgres.folder / "data" / "pg_hba.conf"
+    before = rules.read_text()
+    rules.write_text(f"local all optpipe scram-sha-256\n{before}")
+    postgres.run("select pg_reload_conf()")
+    postgres.run(f"create role optpipe login password '{PASSWORD}'")
+    with postgres.database() as url:
+        name = url.split("/")[3].partition("?")[0]
+        postgres.run(f"alter database {name} owner to optpipe")
+        made = Stack(tmp_path, postgres, name)
+        try:
+            yield made
+        finally:
+            made.close()
+    postgres.run("drop role optpipe")
+    rules.write_text(before)
+    postgres.run("select pg_reload_conf()")
+
+
+def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
+    """Waits for it to be true and returns it."""
+    until = time.monotonic() + limit_s
+    while not (found := true()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return found
+
+
+def key(stack: Stack, tenant: str, *scopes: str) -> str:
+    """By the command that docs/service.md names."""
+    made = stack.run("api", "optpipe", "keys", "create", "--tenant", tenant, *(word for scope in scopes for word in ("--scope", scope)))
+    assert (made.returncode, made.stderr) == (0, "")
+    return made.stdout.strip()
+
+
+def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack, postgres: Postgres) -> None:
+    with pytest.raises(psycopg.OperationalError, match="password"):
+        psycopg.connect(f"{postgres.url(stack.database)}".replace("postgres@", "optpipe@"), password="guessed").close()
+
+    # Others could reach it, and there is no key yet.
+    refused = stack.run("api", *stack.command("api"))
+    assert refused.returncode == 2
+    assert "optpipe keys create" in refused.stderr.splitlines()[-1]
+    (stack.secrets / "metrics_key").write_text(key(stack, "prometheus", "admin") + "\n")
+    mine = key(stack, "me", "submit", "read")
+
+    for name in ("api", *WORKERS):  # all at once, as compose does
+        stack.start(name)
+    for name in ("api", *WORKERS):
+        soon(lambda name=name: stack.healthy(name))
+
+    url = f"http://127.0.0.1:{stack.port('api', '8000')}"
+    with httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {mine}"}, trust_env=False) as client:
+        problem = json.loads((PROBLEM / "shared-pcie-4x8.json").read_text())
+        posted = client.post("/v1/jobs", json={"problem": problem, "time_limit_s": 2})
+        assert posted.status_code == 201, posted.text
+        job = posted.json()
+        assert job["best"]["makespan_ms"] > 0
+        ended = soon(lambda: (now := client.get(job["url"]).json())["state"] not in ("queued", "running") and now)
+        assert ended["state"] == "done"
+        taken = [line["text"] for line in client.get(f"{job['url']}/log").json()["lines"] if line["text"].startswith("taken by ")]
+        assert len(taken) == 1
+        assert client.get("/metrics").status_code == 403
+
+    counted = {name: scraped(stack, name) for name in ("api", *WORKERS)}
+    assert "optpipe_jobs_submitted_total 1.0" in counted["api"]
+    assert 'optpipe_jobs{state="done"} 1.0' in counted["api"]
+    assert sum('optpipe_solve_seconds_count{state="done"} 1.0' in counted[name] for name in WORKERS) == 1
+
+    passed_on = -signal.SIGTERM  # uvicorn, once all has ended
+    assert [stack.stop(name) for name in (*WORKERS, "api")] == [0, 0, passed_on]
+    for name in ("api", *WORKERS):
+        said = stack.log(name)
+        assert all({"time", "level", "event"} <= json.loads(line).keys() for line in said.splitlines())
+        assert PASSWORD not in said
+        assert mine not in said
+
+
+def scraped(stack: Stack, name: str) -> str:
+    """What Prometheus gets, asked as deploy/prometheus.yml says."""
+    [how] = [how for how in SCRAPED if how["job_name"] == name.partition("-")[0]]
+    headers = {}
+    if "authorization" in how:
+        credentials = Path(stack.mapped(name, how["authorization"]["credentials_file"])).read_text().strip()
+        headers = {"Authorization": f"Bearer {credentials}"}
+    inside = {"api": "8000", "worker": "9101"}[how["job_name"]]
+    reply = httpx.get(f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=30, trust_env=False)
+    assert reply.status_code == 200
+    return reply.text
+
+
+def test_the_database_is_healthy_when_it_answers(postgres: Postgres) -> None:
+    """By the check's own program; here it listens on a socket file only."""
+    check: list[str] = [*SERVICES["postgres"]["healthcheck"]["test"][1:]]
+    check[check.index("--host") + 1] = str(postgres.folder)
+    assert subprocess.run([str(postgres._programs / check[0]), *check[1:]], check=False).returncode == 0
+    check[check.index("--host") + 1] = str(postgres.folder / "data")
+    assert subprocess.run([str(postgres._programs / check[0]), *check[1:]], check=False).returncode == 2
