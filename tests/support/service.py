@@ -34,7 +34,7 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            assert ready.wait(30)
+            assert ready.wait(60)
             yield urls[0], server
         finally:
             server.should_exit = True
