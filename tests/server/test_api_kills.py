@@ -26,7 +26,7 @@ import sys, optpipe.anytime, optpipe_server.first
 optpipe.anytime.SOLVER, optpipe_server.first.MAKER = "support.fake_solver", "support.fake_maker"
 optpipe_server.serve(optpipe_server.Settings(sys.argv[1], queue=10_000), port=int(sys.argv[2]))
 """
-CLIENTS = 4
+CLIENTS = 2
 STARTS_S = 60.0
 
 
