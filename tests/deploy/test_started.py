@@ -85,11 +85,21 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         assert ended["state"] == "done"
         taken = [line["text"] for line in client.get(f"{job['url']}/log").json()["lines"] if line["text"].startswith("taken by ")]
         assert len(taken) == 1
+        assert client.put(f"{job['url']}/adoptions/1", json={"step": 7, "measured_iteration_ms": 500.0}).status_code == 200
         assert client.get("/metrics").status_code == 403
 
     counted = {name: scraped(stack, name) for name in ("api", *WORKERS)}
-    assert "optpipe_jobs_submitted_total 1.0" in counted["api"]
-    assert 'optpipe_jobs{state="done"} 1.0' in counted["api"]
+    for line in (
+        'optpipe_jobs{state="done"} 1.0',
+        'optpipe_jobs{state="queued"} 0.0',
+        "optpipe_jobs_submitted_total 1.0",
+        "optpipe_first_schedule_seconds_count 1.0",
+        "optpipe_incumbents_total 1.0",
+        'optpipe_cache_lookups_total{result="miss"} 1.0',
+        "optpipe_adoptions_total 1.0",
+        'optpipe_request_seconds_count{method="POST",route="/v1/jobs",status="201"} 1.0',
+    ):
+        assert line in counted["api"].splitlines()
     assert sum('optpipe_solve_seconds_count{state="done"} 1.0' in counted[name] for name in WORKERS) == 1
 
     passed_on = -signal.SIGTERM  # uvicorn, once all has ended

@@ -28,7 +28,7 @@ from optpipe_server.first import Desk
 from optpipe_server.http.bodies import Submission
 from optpipe_server.http.feed import Feed
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.metrics import FIRST, SUBMITTED
+from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
 from optpipe_server.work import Reaper, Supervisor
 
@@ -111,6 +111,7 @@ class Service:
             raise ReplyError(422, str(error)) from None
         if new:
             SUBMITTED.inc()
+            INCUMBENTS.inc(start.best.schedule is not None)
             self.supervisor.nudge()
             if start.best.schedule is None and start.state == "queued":  # then the search may have one within the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
@@ -147,6 +148,7 @@ class Service:
             raise self._full() from None
         except ConflictError as error:
             raise ReplyError(409, str(error)) from None
+        INCUMBENTS.inc(start.best.schedule is not None)
         return True
 
     def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:

@@ -1,0 +1,45 @@
+"""Workers count what they do where it happens; the service's own counts are in tests/deploy, of processes that serve."""
+
+from __future__ import annotations
+
+from sqlalchemy import update
+from support.work import Work, until
+
+from optpipe_server.database.tables import jobs
+from optpipe_server.metrics import REGISTRY
+from optpipe_server.work import Reaper
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"optpipe_{name}", labels) or 0.0
+
+
+def test_what_ended_and_how_far_from_the_optimum(work: Work) -> None:
+    before = {state: counted("solve_seconds_count", state=state) for state in ("done", "infeasible", "failed", "cancelled")}
+    found, gaps = counted("incumbents_total"), counted("gap_count")
+    with work.supervisor(solves=4):
+        for method in ("prove", "infeasible", "unknown"):
+            work.ended(work.submit(method))
+        cancelled = work.submit("hang")
+        work.found(cancelled)
+        work.jobs.cancel("local", cancelled)
+        work.ended(cancelled)
+    assert {state: counted("solve_seconds_count", state=state) - was for state, was in before.items()} == dict.fromkeys(before, 1.0)
+    assert counted("incumbents_total") - found == 3  # two that were proven step by step, one before the cancel
+    assert counted("gap_count") - gaps == 1
+
+
+def test_jobs_that_were_lost_and_that_were_found(work: Work) -> None:
+    lost, reaped = counted("lost_leases_total"), counted("reaped_jobs_total")
+    held = work.submit("hang")
+    with work.supervisor():
+        work.found(held)
+        with work.database.write() as db:  # as another worker's claim, after this one's lease
+            db.execute(update(jobs).where(jobs.c.id == held).values(worker="another", attempt=jobs.c.attempt + 1))
+        until(lambda: counted("lost_leases_total") == lost + 1)
+    reaper = Reaper(work.database, 0.05)
+    with work.database.write() as db:
+        db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
+    reaper.start()
+    until(lambda: counted("reaped_jobs_total") == reaped + 1)
+    reaper.stop()
