@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe
+from support.processes import over
 from support.strategies import problems
 
 from optpipe import Problem, check
@@ -132,20 +133,12 @@ def test_it_ends_with_its_parent():
     code = f"from optpipe.child import Child; import time; print(Child({MODULE!r}).pid, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout
-        maker = psutil.Process(int(parent.stdout.readline()))
+        maker = int(parent.stdout.readline())
         parent.kill()
     until = time.monotonic() + 30
     while not over(maker):
         assert time.monotonic() < until
         time.sleep(0.05)
-
-
-def over(process: psutil.Process) -> bool:
-    """Ended, be it that whoever inherited it has not read its exit code."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.parametrize("count", [90, pytest.param(5000, marks=pytest.mark.soak)])

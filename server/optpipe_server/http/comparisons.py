@@ -76,9 +76,9 @@ async def _answer(request: Request, asked: child.Request, longest_s: float) -> s
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(family.end, mark)  # first: `wait` waits for whoever has the process's output open, too
             await asyncio.wait({told, gone})
             await process.wait()
-            await anyio.to_thread.run_sync(family.end, mark)
 
 
 async def _told(process: asyncio.subprocess.Process, asked: child.Request) -> tuple[bytes, bytes]:

@@ -19,7 +19,7 @@ from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, names
 from optpipe_server.http.bodies import Adopt, parse
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text
+from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text, uses
 from optpipe_server.metrics import ADOPTIONS
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
@@ -128,17 +128,6 @@ async def show_timeline(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Resp
 
 def _timeline(incumbent: Row[Any]) -> str:
     schedule = _schedule(incumbent)
-    certificate = certify(schedule.problem, schedule)
-    devices = [
-        {
-            "peak_bytes": device.bytes,
-            "peak_at": device.at,
-            "memory_bytes": device.limit,
-            "host_peak_bytes": host.bytes,
-            "host_memory_bytes": host.limit,
-        }
-        for device, host in zip(certificate.device, certificate.host, strict=True)
-    ]
     return text(
         {
             "seq": incumbent.seq,
@@ -147,7 +136,7 @@ def _timeline(incumbent: Row[Any]) -> str:
             "span_ms": schedule.span_ms,
             "bubble": schedule.timeline.bubble,
             "ops": timed_ops(schedule),
-            "devices": devices,
+            "devices": uses(certify(schedule.problem, schedule)),
         }
     )
 

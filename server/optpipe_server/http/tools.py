@@ -17,7 +17,7 @@ from pydantic import Field
 from optpipe.child import Objective
 from optpipe.errors import InputError, ScheduleError
 from optpipe.files import ScheduleFile, TimedOp, timed_ops
-from optpipe.memory import Certificate, certify
+from optpipe.memory import certify
 from optpipe.problem import Items, Problem, Record
 from optpipe.schedule import Schedule
 from optpipe.validity import check
@@ -29,7 +29,7 @@ from optpipe_server.http.bodies import MOST_STAGES, Posed, parse
 from optpipe_server.http.comparisons import Comparisons
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.views import text
+from optpipe_server.http.views import text, uses
 
 router = APIRouter(prefix="/v1", tags=["tools"])
 
@@ -281,20 +281,6 @@ def _known(problem: Problem, hit: Hit) -> str:
     }
     document = ScheduleFile.of(schedule, hit.status, hit.lower_bound_ms).model_copy(update={"ops": None})
     return f'{text(figures)[:-1]},"schedule":{document.to_json()}}}'
-
-
-def uses(certificate: Certificate) -> list[dict[str, Any]]:
-    """`shapes.DeviceUse` of each device."""
-    return [
-        {
-            "peak_bytes": device.bytes,
-            "peak_at": device.at,
-            "memory_bytes": device.limit,
-            "host_peak_bytes": host.bytes,
-            "host_memory_bytes": host.limit,
-        }
-        for device, host in zip(certificate.device, certificate.host, strict=True)
-    ]
 
 
 def _json(content: str) -> Response:

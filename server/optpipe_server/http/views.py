@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
+from optpipe.memory import Certificate
 from optpipe_server.database.tables import OPEN
 
 _SHOWN = (
@@ -113,6 +114,20 @@ def listed_view(incumbent: Row[Any]) -> dict[str, Any]:
 
 def log_view(lines: Sequence[Row[Any]]) -> list[dict[str, Any]]:
     return [{name: getattr(line, name) for name in ("number", "at", "attempt", "level", "text")} for line in lines]
+
+
+def uses(certificate: Certificate) -> list[dict[str, Any]]:
+    """The most bytes that each device, and its host memory, holds, and what it may hold."""
+    return [
+        {
+            "peak_bytes": device.bytes,
+            "peak_at": device.at,
+            "memory_bytes": device.limit,
+            "host_peak_bytes": host.bytes,
+            "host_memory_bytes": host.limit,
+        }
+        for device, host in zip(certificate.device, certificate.host, strict=True)
+    ]
 
 
 def event(name: str, data: Mapping[str, Any], number: int | None = None) -> bytes:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe, one_by_one
+from support.processes import over, started_with
 from support.strategies import problems
 
 import optpipe_server.first
@@ -83,14 +83,7 @@ def odd(folder: Path, makers: int = 1) -> Iterator[Callable[[], Office]]:
         patched.setattr(optpipe_server.first, "MAKER", "support.odd_maker")
         with opened(folder, makers) as office:
             yield office
-        assert [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if str(folder / "log") in environment(pid)] == []
-
-
-def environment(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace") if pid != os.getpid() else ""
-    except OSError:  # it is over
-        return ""
+        assert started_with(str(folder / "log")) == []
 
 
 @pytest.fixture(scope="module")
@@ -238,14 +231,6 @@ def test_a_maker_that_takes_too_long_is_ended_with_all_it_started(office, monkey
         assert time.monotonic() < until
         time.sleep(0.02)
     assert office.start().best.schedule
-
-
-def over(pid: int) -> bool:
-    """Ended, be it that whoever inherited it has not read its exit code."""
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_what_a_maker_says_unasked_is_no_answer(office):

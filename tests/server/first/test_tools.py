@@ -1,0 +1,258 @@
+"""Answers without a job: /check, /simulate, /compare, /cache/lookup."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.chain import chain, gpipe, one_by_one
+from support.processes import over, started_with
+from support.service import running, settings_in, use_fake_solver
+
+from optpipe.files import ScheduleFile
+from optpipe.memory import certify
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe.validity import check
+from optpipe_server.http import comparisons, tools
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.serve import Server
+from optpipe_server.settings import LOCAL
+from optpipe_solver.systems import generate
+
+AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
+SOON_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+    """A server without keys and with fake solvers: what is asked here is no matter of its database."""
+    with pytest.MonkeyPatch.context() as patched:
+        use_fake_solver(patched)
+        with running(settings_in(tmp_path_factory.mktemp("tools"))) as serving:
+            yield serving
+
+
+@pytest.fixture
+def server(serving: tuple[str, Server]) -> Server:
+    return serving[1]
+
+
+@pytest.fixture
+def client(serving: tuple[str, Server]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serving[0], timeout=60, trust_env=False) as client:
+        yield client
+
+
+def body(problem: Problem, schedule: Schedule, **more: Any) -> dict[str, Any]:
+    return {"problem": problem.to_dict(), "schedule": json.loads(ScheduleFile.of(schedule).to_json()), **more}
+
+
+def refused(reply: httpx.Response, status: int) -> str:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["Content-Type"] == "application/problem+json"
+    return str(reply.json()["detail"])
+
+
+def test_a_valid_schedule_is_checked(client: httpx.Client) -> None:
+    reply = client.post("/v1/check", json=body(AMPLE, gpipe(AMPLE)))
+    assert reply.status_code == 200
+    checked = reply.json()
+    assert (checked["valid"], checked["wrong"]) == (True, [])
+    assert [device["peak_bytes"] for device in checked["devices"]] == [peak.bytes for peak in certify(AMPLE, gpipe(AMPLE)).device]
+
+
+def test_what_is_wrong_with_a_schedule_is_said_in_its_words(client: httpx.Client) -> None:
+    checked = client.post("/v1/check", json=body(TIGHT, gpipe(AMPLE))).json()
+    assert (checked["valid"], checked["wrong"]) == (False, check(TIGHT, gpipe(TIGHT)))
+    assert checked["devices"][0]["memory_bytes"] == 1000 < checked["devices"][0]["peak_bytes"]
+    checked = client.post("/v1/check", json=body(AMPLE, gpipe(chain(m=5)))).json()
+    assert (checked["valid"], checked["devices"]) == (False, None)
+    long = one_by_one(chain(m=200))
+    sent = body(chain(m=4000), long)
+    assert len(client.post("/v1/check", json=sent).json()["wrong"]) <= tools.MOST_WRONG
+
+
+def test_a_schedule_with_a_placement_is_one_of_the_placed_problem(client: httpx.Client) -> None:
+    problem = chain(m=4, memory=20)
+    interleaved = generate("interleaved", problem, "all")
+    assert interleaved.placement
+    sent = {**body(interleaved.problem, interleaved), "problem": problem.to_dict()}
+    assert client.post("/v1/check", json=sent).json()["valid"]
+    assert client.post("/v1/simulate", json=sent).json()["makespan_ms"] == interleaved.makespan_ms
+    layer = AMPLE.stages[0].model_dump(exclude={"device"}, exclude_none=True)
+    stages = [{**layer, "device": d} for d in range(64)]
+    wide = chain(m=4).replace(devices=[AMPLE.devices[0]] * 64, stages=stages, layers=[layer] * 512)
+    many = {"problem": wide.to_dict(), "schedule": {**sent["schedule"], "placement": {"chunks": 8, "shape": "looped"}}}
+    assert "stages" in refused(client.post("/v1/check", json=many), 422)
+
+
+def test_a_simulation_has_the_timeline_whether_it_fits_or_not(client: httpx.Client) -> None:
+    simulated = client.post("/v1/simulate", json=body(TIGHT, gpipe(AMPLE))).json()
+    timed = ScheduleFile.of(gpipe(TIGHT))
+    assert (simulated["makespan_ms"], simulated["span_ms"]) == (timed.makespan_ms, timed.span_ms)
+    assert simulated["bubble"] == gpipe(TIGHT).timeline.bubble
+    assert simulated["ops"] == [op.model_dump(exclude_none=True) for op in timed.ops or ()]
+    assert simulated["ops_total"] == len(simulated["ops"]) == 8
+    assert simulated["devices"][0]["peak_bytes"] == 2000
+
+
+def test_a_long_timeline_is_told_in_part(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MOST_OPS", 3)
+    simulated = client.post("/v1/simulate", json=body(AMPLE, gpipe(AMPLE))).json()
+    assert (len(simulated["ops"]), simulated["ops_total"]) == (3, 8)
+
+
+def test_what_cannot_run_is_refused_in_one_line(client: httpx.Client) -> None:
+    stuck = Schedule.parse(AMPLE, [["0BW0", "0F0", "0F1", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
+    document = {"problem": AMPLE.to_dict(), "devices": [{"program": program.texts()} for program in stuck.programs]}
+    sent = {"problem": AMPLE.to_dict(), "schedule": document}
+    detail = refused(client.post("/v1/simulate", json=sent), 422)
+    assert detail.startswith("simulate: schedule: deadlock")
+    assert "\n" not in detail
+    assert not client.post("/v1/check", json=sent).json()["valid"]
+    document["devices"][0]["program"][0] = "0X0"
+    for path in ("/v1/check", "/v1/simulate"):
+        assert "0X0" in refused(client.post(path, json=sent), 422)
+
+
+@pytest.mark.parametrize("path", ["check", "simulate", "compare", "cache/lookup"])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ("{}", 422),
+        ("[", 400),
+        ('{"problem": 1, "problem": 2}', 422),
+        ('{"problem": {}, "more": 1}', 422),
+        (json.dumps({**body(AMPLE, gpipe(AMPLE)), "more": 1}), 422),
+        (json.dumps(body(AMPLE, gpipe(AMPLE))).replace("1.0", "NaN"), 422),
+    ],
+)
+def test_a_wrong_body_is_refused(client: httpx.Client, path: str, sent: str, status: int) -> None:
+    refused(client.post(f"/v1/{path}", content=sent, headers={"Content-Type": "application/json"}), status)
+
+
+def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: Server) -> None:
+    def lookup(problem: Problem, **more: str) -> Any:
+        reply = client.post("/v1/cache/lookup", json={"problem": problem.to_dict(), **more})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["hit"]
+
+    best, near = gpipe(AMPLE), chain(memory=2, forward=1.5)
+    assert lookup(AMPLE) is None
+    server.service.caches.of("another").add(best, "feasible")
+    assert lookup(AMPLE) is None
+    server.service.caches.of(LOCAL).add(best, "optimal", best.makespan_ms)
+    hit = lookup(AMPLE)
+    assert (hit["exact"], hit["distance"], hit["status"]) == (True, 0.0, "optimal")
+    assert hit["makespan_ms"] == hit["lower_bound_ms"] == best.makespan_ms
+    assert ScheduleFile.model_validate(hit["schedule"]).schedule().programs == best.programs
+    hit = lookup(near)
+    assert (hit["exact"], hit["status"], hit["lower_bound_ms"], hit["makespan_ms"]) == (False, "feasible", None, gpipe(near).makespan_ms)
+    assert hit["distance"] > 0
+    assert lookup(AMPLE, objective="span") is None
+
+
+def test_methods_are_compared(client: httpx.Client) -> None:
+    problem = chain(m=4)
+    sent = {"problem": problem.to_dict(), "methods": ["gpipe", "1f1b", "naive", "dualpipe"], "time_limit_s": 1.0}
+    reply = client.post("/v1/compare", json=sent)
+    assert reply.status_code == 200, reply.text
+    rows = {row["method"]: row for row in reply.json()["rows"]}
+    assert set(rows) == {"gpipe", "1f1b", "naive", "dualpipe"}
+    assert rows["naive"]["fits"]
+    assert not rows["gpipe"]["fits"]
+    assert rows["gpipe"]["makespan_ms"] == gpipe(problem).makespan_ms
+    assert rows["dualpipe"]["reason"]
+    assert "nope" in refused(client.post("/v1/compare", json={**sent, "methods": ["nope"]}), 422)
+    assert "parts" in refused(client.post("/v1/compare", json={**sent, "problem": chain(m=4096).rechunk(32).to_dict()}), 422)
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Comparisons by `support.odd_comparing`; the file has the processes of the one that hangs, once it does. None of them is left."""
+    log = tmp_path / "log"
+    monkeypatch.setattr(comparisons, "COMPARING", "support.odd_comparing")
+    monkeypatch.setenv("ODD_COMPARING_LOG", str(log))
+    yield log
+    assert started_with(str(log)) == []
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("method", ["crashes", "babbles"])
+def test_a_comparison_that_fails_is_no_error_of_the_service(client: httpx.Client, odd: Path, method: str) -> None:
+    reply = client.post("/v1/compare", json={"problem": AMPLE.to_dict(), "methods": [method]})
+    assert "ended before" in refused(reply, 503)
+    assert int(reply.headers["Retry-After"]) > 0
+
+
+def test_a_comparison_ends_in_time(client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparisons, "SLACK_S", 1.0)
+    reply = client.post("/v1/compare", json={"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 0.1})
+    assert "not done" in refused(reply, 503)
+    assert started_with(str(odd)) == []
+
+
+def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
+    client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparisons, "AT_ONCE", 1)
+    sent = {"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 60.0}
+    with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
+        content = json.dumps(sent).encode()
+        head = f"POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        until(lambda: odd.exists() and len(odd.read_text().split()) == 2)
+        full = client.post("/v1/compare", json=sent)
+        assert "run already" in refused(full, 503)
+        assert int(full.headers["Retry-After"]) > 60
+    until(lambda: all(over(int(pid)) for pid in odd.read_text().split()))
+    monkeypatch.setattr(comparisons, "COMPARING", "support.fake_comparing")
+    until(lambda: client.post("/v1/compare", json=sent).status_code == 200)
+
+
+def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "MOST_WAITING", 2)
+    running, most, go_on = [0], [0], threading.Event()
+
+    def thought() -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        go_on.wait(SOON_S)
+        running[0] -= 1
+
+    async def all_at_once() -> list[Any]:
+        turns = tools.Turns()
+        asked = [asyncio.create_task(turns.compute(thought)) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        go_on.set()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(all_at_once())
+    assert [answer for answer in answers if answer is None] == [None] * 3
+    assert [answer.status for answer in answers if isinstance(answer, ReplyError)] == [503] * 2
+    assert most == [1]
+
+
+def test_the_examples_of_the_description_are_answered(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparisons, "COMPARING", "support.fake_comparing")
+    described = client.get("/openapi.json").json()["paths"]
+    for path in ("/v1/check", "/v1/simulate", "/v1/compare", "/v1/cache/lookup"):
+        example = described[path]["post"]["requestBody"]["content"]["application/json"]["example"]
+        if "schedule" in example:
+            del example["schedule"]["problem_sha256"]  # a made-up one
+        assert client.post(path, json=example).status_code == 200, path
