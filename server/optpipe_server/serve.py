@@ -55,10 +55,14 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise InputError(f"port = {port}: must be 0 to 65535")
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"host = {host!r}, port = {port}: {why or error}") from None
+    # Its connections inherit it. Without, a reply's body waits 40 ms for the client to acknowledge the head: asyncio sets it for sockets
+    # that name their protocol only.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def make_server(listener: socket.socket, settings: Settings, ready: Callable[[str], None]) -> Server:
