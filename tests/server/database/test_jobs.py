@@ -250,7 +250,11 @@ def test_another_problem_is_refused(jobs: Jobs, database: Database) -> None:
     assert claim is not None
     assert leases.finish(claim, "done", found(SLOW), 1.0)
     jobs.cancel(A, cancelled)
-    for job_id, error, seen in ((waits, StaleError, 0), (cancelled, ConflictError, 1), (over, QueueFullError, 1)):
+    to_be_cancelled = submit(database, priority=1)
+    assert leases.claim() is not None
+    jobs.cancel(A, to_be_cancelled)
+    refused = [(waits, StaleError, 0), (cancelled, ConflictError, 1), (to_be_cancelled, ConflictError, 1), (over, QueueFullError, 1)]
+    for job_id, error, seen in refused:
         before = row(database, job_id)
         with pytest.raises(error):
             jobs.pose(A, job_id, SLOWER, start(), seen=seen, queue=1)
