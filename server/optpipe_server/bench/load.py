@@ -204,13 +204,15 @@ class _Follower:
 
     async def follow(self) -> None:
         while True:
-            self.connection = await Connection.open(self._site.address, self._site.keys[0])
+            connection = self.connection = await Connection.open(self._site.address, self._site.keys[0])
             since = time.time()
-            with suppress(OSError, EOFError):
-                async for event in self.connection.events(f"{self.job}/events", self.last):
-                    if event.name == "incumbent" and event.number is not None:
-                        self._take(event.number, since, datetime.fromisoformat(event.data["found_at"]).timestamp())
-            self.connection.abort()
+            try:
+                with suppress(OSError, EOFError):
+                    async for event in connection.events(f"{self.job}/events", self.last):
+                        if event.name == "incumbent" and event.number is not None:
+                            self._take(event.number, since, datetime.fromisoformat(event.data["found_at"]).timestamp())
+            finally:
+                connection.abort()
             await asyncio.sleep(RECONNECT_S)
 
     def _take(self, number: int, since: float, found: float) -> None:

@@ -89,8 +89,11 @@ async def shutdown(site: Site, streams: int) -> float:
     async def follow() -> None:
         nonlocal begun
         connection = await Connection.open(site.address, site.keys[0])
-        async for _event in connection.events(f"{url}/events"):
-            begun += 1
+        try:
+            async for _event in connection.events(f"{url}/events"):
+                begun += 1
+        finally:
+            connection.abort()
 
     clients = [asyncio.create_task(follow()) for _ in range(streams)]
     while begun < streams:

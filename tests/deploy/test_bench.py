@@ -1,0 +1,46 @@
+"""`optpipe bench service` measures what it says; its figures are for quiet machines."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.postgres import Postgres
+
+from optpipe.cli.bench_service import Figure, measure
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "rate", "clients", "reconnects"),
+    [
+        ("sqlite", 1.0, 5.0, 20, 5),
+        pytest.param("sqlite", 20.0, 50.0, 500, 100, marks=pytest.mark.soak),
+        pytest.param("postgresql", 20.0, 50.0, 500, 100, marks=pytest.mark.soak),  # waits for a lease to end
+    ],
+)
+def test_what_does_not_depend_on_the_machine_holds(
+    kind: str, seconds: float, rate: float, clients: int, reconnects: int, postgres: Postgres
+) -> None:
+    """Nothing lost, nothing twice, no reply but the right ones; and with PostgreSQL a lease's time until another worker goes on."""
+    if kind == "sqlite":
+        figures = asyncio.run(measure(None, rate, seconds, clients, reconnects, None))
+    else:
+        with postgres.database() as url:
+            figures = asyncio.run(measure(url, rate, seconds, clients, reconnects, lambda: restarted(postgres)))
+    by_name = {figure.what: figure for figure in figures}
+    counts = [figure for figure in figures if figure.target == 0]
+    assert len(counts) == (4 if kind == "sqlite" else 6)
+    assert [figure for figure in counts if not figure.held] == []
+    assert any(f"by clients cut off {reconnects} times" in name for name in by_name)
+    slow = [figure for figure in figures if figure.unit == "s"]
+    assert len(slow) == (2 if kind == "sqlite" else 3)
+    assert [figure for figure in slow if not figure.held] == []
+
+
+async def restarted(postgres: Postgres) -> None:
+    await asyncio.to_thread(postgres.stop)
+    await asyncio.to_thread(postgres.start)
+
+
+def test_a_figure_holds_up_to_its_target() -> None:
+    assert [Figure("", target, 2.0, "s").held for target in (None, 1.0, 2.0)] == [None, False, True]
