@@ -72,15 +72,18 @@ def run(plan: Plan, folder: Path) -> Outcome:
 
     ranks = max(2, min(4, os.cpu_count() or 1))
     plan.save(folder / "plan.json")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(folder / "cache.db")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(folder / "cache.db"), "OPTPIPE_KEY": ""}  # its own service
     with _service(folder, environment) as (url, pid):
         typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
         torchrun(ranks, "optpipe_runtime.demo.train", folder / "plan.json", url, folder / "told.json", environment=environment)
+        adopted = _adopted(url)
     told = Told.load(folder / "told.json")
     typer.echo(_why_not_interleaved(told))
     typer.echo("the same steps in one plain process, to compare the losses")
     plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
     _print_table(told)
+    for line in adopted:
+        typer.echo(line)
     limits = [device["memory_bytes"] for device in told.problem["devices"]]
     best = _best(told)
     outcome = Outcome(
@@ -96,19 +99,42 @@ def run(plan: Plan, folder: Path) -> Outcome:
 
 
 @contextlib.contextmanager
-def _service(folder: Path, environment: dict[str, str]) -> Iterator[tuple[str, int]]:
+def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterator[tuple[str, int]]:
     """The service as a process of its own, on a free port and an embedded database; ended at the end."""
-    command = [sys.executable, "-m", "optpipe", "serve", "--port", "0", "--database", f"sqlite:///{folder / 'optpipe.db'}"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "optpipe", "serve", "--port", str(port), "--database", f"sqlite:///{folder / 'optpipe.db'}"]
+    with (
+        (folder / "service.log").open("ab") as log,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line.startswith("listening on "):
             process.kill()
+            typer.echo((folder / "service.log").read_text(errors="replace"), err=True)
             raise OptPipeError("the service did not start; what it said stands above")
         try:
             yield line.removeprefix("listening on ").strip(), process.pid
         finally:
             process.terminate()
+
+
+def _adopted(url: str) -> list[str]:
+    """What the service was told that the training swapped in, beside what it had predicted; nothing, if it has died."""
+    import httpx
+
+    lines = []
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.Client(base_url=url, trust_env=False) as http,
+    ):
+        for job in http.get("/v1/jobs").raise_for_status().json()["jobs"]:
+            for found in http.get(f"{job['url']}/incumbents").raise_for_status().json()["incumbents"]:
+                if told := found["adoption"]:
+                    measured = told["measured_iteration_ms"]
+                    took = "not measured" if measured is None else f"measured {measured:.0f} ms"
+                    says = f"predicted {found['makespan_ms']:.0f} ms, {took}"
+                    lines.append(f"the service's books: {found['method']} adopted at step {told['step']}, {says}")
+    return lines
 
 
 def _why_not_interleaved(told: Told) -> str:

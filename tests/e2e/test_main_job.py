@@ -4,10 +4,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 
+import httpx
 import pytest
+from support.following import free_port, until
 
 from optpipe.cli import demo
+from optpipe.cli.launch import torchrun
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import Plan, Told
 
@@ -41,6 +45,7 @@ def test_the_main_job(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "optpipe cache lookup problem.json: exact hit" in printed
     assert "interleaved 1F1B does not fit: interleaved gives no schedule: device 0 needs" in printed
+    assert "the service's books: " in printed
 
 
 @pytest.mark.parametrize("after_s", [0.0, 6.0])
@@ -62,3 +67,44 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
     assert outcome.loss_difference <= 1e-5
     assert outcome.within_memory
     assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"
+
+
+def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tmp_path):
+    """With kill -9, in the middle of the search and of the training. At the end the service knows what was adopted and what that gained."""
+    port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
+    SMALL.save(tmp_path / "plan.json")
+
+    def ask(path):
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).json()
+
+    def searching():
+        return [job for job in (ask("/v1/jobs?state=running") or {"jobs": []})["jobs"] if job["method"] == "auto"]
+
+    with contextlib.ExitStack() as services:
+        url, pid = services.enter_context(demo._service(tmp_path, environment, port))
+
+        def kill_and_start_again():
+            until(searching, within_s=120)
+            time.sleep(1)
+            os.kill(pid, signal.SIGKILL)
+            services.enter_context(demo._service(tmp_path, environment, port))
+
+        killer = threading.Thread(target=kill_and_start_again)
+        killer.start()
+        torchrun(2, "optpipe_runtime.demo.train", tmp_path / "plan.json", url, tmp_path / "told.json", environment=environment)
+        killer.join()
+        jobs = ask("/v1/jobs")["jobs"]
+        log, found = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "incumbents"))
+
+    told = Told.load(tmp_path / "told.json")
+    assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], "nothing was submitted again"
+    assert jobs[0]["attempt"] == 2, log
+    adopted = [incumbent for incumbent in found["incumbents"] if incumbent["adoption"]]
+    predicted = [schedule["predicted_ms"] for schedule in told.schedules[1:]]
+    assert predicted
+    assert [incumbent["makespan_ms"] for incumbent in adopted] == pytest.approx(predicted)
+    for version, incumbent in enumerate(adopted, 1):
+        adoption = incumbent["adoption"]
+        assert adoption["step"] == next(k for k, step in enumerate(told.steps) if step.version == version)
+        assert adoption["measured_iteration_ms"] > 0

@@ -12,13 +12,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from optpipe import Problem, Schedule, ScheduleFile, certify
-from optpipe_runtime.client import ScheduleClient
+from optpipe_runtime.client import Offer, ScheduleClient
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.follow import one_at_a_time
@@ -143,31 +144,47 @@ def train(plan: Plan, url: str) -> Told:
         training.pipe.load(start)
         client = ScheduleClient(url, problem, time_limit_s=plan.solve_s, warm_start=start) if training.rank == 0 else None
         try:
-            _live(training, client)
+            offers = _live(training, client)
+            best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
+            for _ in range(plan.rounds):
+                for schedule in (training.schedules[0], best):
+                    training.pipe.load(schedule)
+                    for _ in range(plan.turn + 1):
+                        training.step(live=False)
+            if client:
+                _tell(training, client, offers)
         finally:
             if client:
                 client.close()
-        best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
-        for _ in range(plan.rounds):
-            for schedule in (training.schedules[0], best):
-                training.pipe.load(schedule)
-                for _ in range(plan.turn + 1):
-                    training.step(live=False)
     return Told(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
 
 
-def _live(training: Training, client: ScheduleClient | None) -> None:
-    """Trains while the service solves. A schedule runs for a block of steps before the next one is taken."""
-    swapped_at = 0
+def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:
+    """Trains while the service solves; returns what it offered. A schedule runs for a block of steps before the next one is taken."""
+    swapped_at, offers = 0, []
     while training.agreed(client is None or not client.ended) and len(training.steps) < training.plan.most_live_steps:
         if client and len(training.steps) - swapped_at >= training.plan.block and (offer := client.poll()):
             training.pipe.offer(offer.schedule)
+            offers.append(offer)
             swapped_at = len(training.steps)
         training.step(live=True)
     if client and (offer := client.poll()):
         training.pipe.offer(offer.schedule)
+        offers.append(offer)
     for _ in range(training.plan.block):
         training.step(live=False)
+    return offers
+
+
+def _tell(training: Training, client: ScheduleClient, offers: list[Offer]) -> None:
+    """The service hears which of its schedules were swapped in, and what a step took: while the machine was quiet, if it ran then."""
+    for offer in offers:
+        if offer.schedule in training.schedules:
+            version = training.schedules.index(offer.schedule)
+            steps = [(k, step) for k, step in enumerate(training.steps) if step.version == version]
+            settled = [step for _, step in steps if step.settled]
+            quiet = [step.ms for step in settled if not step.live] or [step.ms for step in settled]
+            client.adopted(offer, steps[0][0], median(quiet) if quiet else None)
 
 
 def _start(url: str, problem: Problem, first_s: float) -> Schedule:
