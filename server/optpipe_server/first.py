@@ -10,8 +10,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -32,7 +30,7 @@ from optpipe_server.settings import Settings
 log = structlog.get_logger("optpipe.server")
 
 MAKER = "optpipe_solver.first"
-ALONE_S, CROWDED_S = 0.5, 0.001  # when a maker that has a schedule stops looking for a better one: at once where others wait
+PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
 LARGE = 2**16  # parts of activations: such a problem takes seconds and has a process of its own, so that others need not wait behind it
 CHECKED_S = 5e-6  # for a part of an activation, to read and check it here
 KEPT = 3  # incumbents of an answer; the last one is the best
@@ -49,9 +47,8 @@ class Desk:
         for maker in self._makers:
             self._idle.put(maker)
         self._alone = threading.Lock()  # of whoever asks about something large
-        self._lock = threading.Lock()  # over the three below
+        self._lock = threading.Lock()  # over the two below
         self._large: Maker | None = None
-        self._asking = 0
         self._closed = False
         _warm_up()
 
@@ -82,7 +79,7 @@ class Desk:
                 to_repair = Programs.of(retimed)
             else:
                 start = _better(start, Start(Result("feasible", retimed, objective, method=retimed.method), source))
-        request = Request(problem=problem, method=method, objective=objective, time_limit_s=ALONE_S, warm_start=to_repair)
+        request = Request(problem=problem, method=method, objective=objective, time_limit_s=PUBLISHED_S, warm_start=to_repair)
         return _better(start, Start(self._made(request, deadline), "heuristic"))
 
     def _cached(self, tenant: str, problem: Problem, objective: Objective) -> Result:
@@ -101,18 +98,15 @@ class Desk:
         """What a maker knows; `unknown` where none is free in time."""
         if size(request.problem) > LARGE:
             return self._made_alone(request, deadline)
-        with self._counted() as crowded:
-            if crowded:
-                request = request.model_copy(update={"time_limit_s": CROWDED_S})
-            try:
-                maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return _judged(request, Answer())
-            try:
-                answer = maker.ask(request, deadline)
-            finally:
-                maker.running()  # another process where this one had to be ended, ready for the next submission
-                self._idle.put(maker)
+        try:
+            maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return _judged(request, Answer())
+        try:
+            answer = maker.ask(request, deadline)
+        finally:
+            maker.running()  # another process where this one had to be ended, ready for the next submission
+            self._idle.put(maker)
         return _judged(request, answer)
 
     def _made_alone(self, request: Request, deadline: float) -> Result:
@@ -129,18 +123,6 @@ class Desk:
                     maker.close()
         finally:
             self._alone.release()
-
-    @contextmanager
-    def _counted(self) -> Iterator[bool]:
-        """Among those that ask; whether there are more of them than makers."""
-        with self._lock:
-            self._asking += 1
-            crowded = self._asking > len(self._makers)
-        try:
-            yield crowded
-        finally:
-            with self._lock:
-                self._asking -= 1
 
 
 @dataclass

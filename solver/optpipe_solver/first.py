@@ -1,6 +1,6 @@
 """`python -m optpipe_solver.first`: what is known of a problem at once, for one request after the other (`optpipe.child.requests`).
 
-An answer is the beginning of the real search (`optpipe_solver.portfolio`): the bounds, the warm start, and the best of the heuristics, in a
+An answer is the beginning of the real search (`optpipe_solver.portfolio`): the bounds, the warm start and the first of the heuristics, in a
 process that has paid for its imports. It ends with `End`, or with `Refused` for a method that is none or none for the problem.
 """
 
@@ -17,8 +17,7 @@ from optpipe.jit import compile_at_once
 from optpipe.problem import Problem
 from optpipe_solver.portfolio import OPS_PER_S, Emit, Portfolio
 
-QUICK_S = 0.02  # for heuristics, and what one schedule takes on top
-WORTHWHILE_S = 0.5  # where list scheduling needs longer for one schedule, naive and what is published have to do
+WORTHWHILE_S = 0.5  # for one schedule by list scheduling
 MOST_BYTES = 2**32  # of this process; what needs more is no first schedule
 
 
@@ -35,10 +34,10 @@ def main() -> None:
 
 
 def answer(request: Request, emit: Emit) -> None:
-    """Tells the frames of one answer; the request's time limit is when the first schedule is enough, for others may wait."""
-    one_s = 3 * len(request.problem.stages) * request.problem.microbatches / OPS_PER_S  # for one schedule by list scheduling
-    large = one_s > WORTHWHILE_S
-    enough = time.monotonic() + min(request.time_limit_s, WORTHWHILE_S if large else QUICK_S + one_s)
+    """Tells the frames of one answer. What list scheduling finds first is enough; where it would take too long there is naive at once, and
+    what is published is tried for the request's time limit."""
+    large = 3 * len(request.problem.stages) * request.problem.microbatches / OPS_PER_S > WORTHWHILE_S
+    enough = time.monotonic() + (min(request.time_limit_s, WORTHWHILE_S) if large else 0.0)
     try:
         search = Portfolio(request.model_copy(update={"time_limit_s": 2 * WORTHWHILE_S}), emit)
     except InputError as error:

@@ -67,7 +67,7 @@ def test_an_answer_is_valid_or_says_why_there_is_none(maker, objective, problem,
 
 
 @pytest.mark.parametrize("name", ["fastlink-4x8", "fastlink-8x16"])
-def test_in_a_crowd_too_a_small_problem_has_more_than_naive(maker, name):
+def test_a_small_problem_has_more_than_naive(maker, name):
     problem = Problem.load(EXAMPLES / f"{name}.json")
     *_, last = schedules(list(maker.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
     assert last.method == "adaoffload"
