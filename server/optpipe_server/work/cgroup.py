@@ -28,7 +28,7 @@ class Group:
         self._folder.mkdir()
         self._set("memory.max", memory_mib * MIB)
         self._set("memory.swap.max", 0, if_there=True)  # a kernel without swap accounting has none
-        self._set("memory.oom.group", 1)  # all of it or nothing: half a solver is none
+        self._set("memory.oom.group", 1, if_there=True)  # all of it or nothing: half a solver is none
         self._set("pids.max", MOST_PIDS)
 
     def _set(self, name: str, value: int, if_there: bool = False) -> None:
@@ -65,14 +65,13 @@ def delegated(mounts: Path = Path("/proc/self/mounts"), own: Path = Path("/proc/
         group = _of_this_process(mounts, own)
         if group is None or not set((group / "cgroup.controllers").read_text().split()) >= CONTROLLERS:
             return None
-        if set((group / "cgroup.subtree_control").read_text().split()) >= CONTROLLERS:
-            return group
-        aside = group / OWN
-        aside.mkdir(exist_ok=True)
-        (aside / "cgroup.procs").write_text(str(os.getpid()))
-        (group / "cgroup.subtree_control").write_text(
-            " ".join(f"+{name}" for name in sorted(CONTROLLERS))
-        )  # refused while others are in it
+        if not set((group / "cgroup.subtree_control").read_text().split()) >= CONTROLLERS:
+            aside = group / OWN
+            aside.mkdir(exist_ok=True)
+            (aside / "cgroup.procs").write_text(str(os.getpid()))
+            everything = " ".join(f"+{name}" for name in sorted(CONTROLLERS))
+            (group / "cgroup.subtree_control").write_text(everything)  # refused while other processes are in the group
+        Group(group, 1).remove()  # as proof
     except OSError:
         return None
     return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,11 @@ def fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def work(database: Database, tmp_path: Path) -> Work:
     return Work(database, tmp_path)
+
+
+@pytest.fixture
+def local(sqlite_url: str, tmp_path: Path) -> Iterator[Work]:
+    """On SQLite alone, for what the database has no part in."""
+    database = Database(sqlite_url)
+    yield Work(database, tmp_path)
+    database.close()

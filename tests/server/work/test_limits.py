@@ -1,0 +1,175 @@
+"""Time in three layers, each tried with a solver that ignores the one before; memory; threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.chain import chain
+from support.fake_solver import SLEEP
+from support.work import Work, alive, problem, sound, until
+
+from optpipe import anytime, family
+from optpipe_server.work import solve
+from optpipe_server.work.cgroup import OWN, Group, delegated
+from optpipe_server.work.room import Kept, resident_bytes
+from optpipe_server.work.threads import Threads
+
+NEVER_S = 1000.0
+
+
+@pytest.mark.parametrize(
+    ("method", "deaf", "grace_s", "late_s"),
+    [
+        ("auto", False, NEVER_S, NEVER_S),  # the real solver ends itself
+        ("hang", False, 0.2, NEVER_S),  # this one does not: `improve` ends it
+        ("hang", True, 0.2, NEVER_S),  # nor does it hear that its input closes
+        ("escaped", True, 0.2, 1.0),  # it ends, and what it started keeps the pipe open: the watch ends the family
+    ],
+)
+def test_a_search_ends_in_time(
+    local: Work, monkeypatch: pytest.MonkeyPatch, method: str, deaf: bool, grace_s: float, late_s: float
+) -> None:
+    if method == "auto":
+        monkeypatch.setattr(anytime, "SOLVER", "optpipe_solver")
+    if deaf:
+        monkeypatch.setenv("DEAF", "1")
+    monkeypatch.setattr(anytime, "GRACE_S", grace_s)
+    monkeypatch.setattr(solve, "LATE_S", late_s)
+    posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # which nobody proves in that time
+    job_id = local.submit(method, posed, time_limit_s=2.0)
+    with local.supervisor():
+        job = local.ended(job_id)
+        assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
+        assert family.members(family.OWN) == []
+
+
+def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
+    job_id, other = local.submit("bomb"), local.submit("prove")
+    with local.supervisor(memory_mib=256):
+        job = local.ended(job_id)
+        assert (job.state, job.crashes, job.last_seq) == ("done", 2, 1)
+        assert "memory_mib" in job.reason
+        assert local.ended(other).status == "optimal"
+    sound(local.database)
+
+
+def test_what_a_process_holds_is_counted_with_all_that_it_started() -> None:
+    mark = family.new_mark()
+    start = "subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    code = f"import subprocess, sys; held = bytearray(b'x') * 2**25; {start}"
+    inner = "import time; held = bytearray(b'x') * 2**25; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, inner], env=family.environment(mark)):
+        until(lambda: sum(map(resident_bytes, family.members(mark))) > 2**26)
+        assert len(family.members(mark)) == 2
+        assert family.end(mark) == 2
+    assert family.members(mark) == []
+
+
+def test_a_family_is_ended_however_it_hides() -> None:
+    mark, others = family.new_mark(), family.new_mark()
+    orphan = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)"
+    subprocess.run([sys.executable, "-c", orphan], env=family.environment(mark), check=True)
+    with subprocess.Popen(SLEEP, env=family.environment(others)) as stranger:
+        (pid,) = until(lambda: family.members(mark))
+        os.kill(pid, 19)  # SIGSTOP
+        assert family.end(mark) == 1
+        until(lambda: not alive(pid))
+        assert alive(stranger.pid)
+        family.end(others)
+
+
+def test_threads_are_shared_out() -> None:
+    threads = Threads(8, 3)
+    first = threads.take()
+    assert (first, threads.take(), threads.take()) == (6, 1, 1)
+    threads.give_back(first)
+    assert threads.take() == 6
+    few = Threads(2, 4)
+    assert [few.take() for _ in range(4)] == [1, 1, 1, 1]
+
+
+class Kernel:
+    """A folder that answers like cgroup v2's: groups come with their files, and go with them."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        make = Path.mkdir
+
+        def mkdir(path: Path, *arguments: object, **options: bool) -> None:
+            there = path.exists()
+            make(path, *arguments, **options)  # type: ignore[arg-type]
+            if root in path.parents and not there:
+                for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cgroup.procs", "cgroup.kill"):
+                    (path / name).write_text("")
+                (path / "memory.events").write_text("low 0\noom_kill 0\n")
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+        own = root / "service"
+        own.mkdir(parents=True)
+        (own / "cgroup.controllers").write_text("cpu memory pids\n")
+        (own / "cgroup.subtree_control").write_text("")
+        self.own = own
+        self.mounts, self.cgroup = root / "mounts", root / "cgroup"
+        self.mounts.write_text(f"proc /proc proc rw 0 0\ncgroup2 {root} cgroup2 rw 0 0\n")
+        self.cgroup.write_text("0::/service\n")
+
+
+def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(tmp_path / "fs", monkeypatch)
+    groups = delegated(kernel.mounts, kernel.cgroup)
+    assert groups == kernel.own
+    assert (kernel.own / OWN / "cgroup.procs").read_text() == str(os.getpid())
+    assert (kernel.own / "cgroup.subtree_control").read_text() == "+memory +pids"
+    room = Kept(100, groups)
+    room.admit(4711)
+    (group,) = [folder for folder in kernel.own.iterdir() if folder.is_dir() and folder.name != OWN]
+    limits = {
+        name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cgroup.procs")
+    }
+    assert limits == {
+        "memory.max": str(100 * 2**20),
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": "1024",
+        "cgroup.procs": "4711",
+    }
+    (group / "memory.events").write_text("low 0\noom_kill 3\n")
+    assert room.close() == "the solver needed more memory than memory_mib, which is 100"
+    assert not group.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("mounts", "cgroup /sys/fs/cgroup/memory cgroup rw 0 0\n"),
+        ("cgroup", "4:memory:/service\n"),
+        ("service/cgroup.controllers", "cpu\n"),
+    ],
+)
+def test_where_nothing_is_delegated_memory_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str) -> None:
+    kernel = Kernel(tmp_path / "fs", monkeypatch)
+    (kernel.root / file).write_text(text)
+    assert delegated(kernel.mounts, kernel.cgroup) is None
+
+
+def test_a_solver_within_its_group_is_there_before_it_is_asked(local: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(tmp_path / "fs", monkeypatch)
+    admitted: list[tuple[int, int]] = []
+    admit = Group.admit
+    monkeypatch.setattr(Group, "admit", lambda group, pid: (admit(group, pid), admitted.append((pid, threading.get_ident())))[0])
+    file = tmp_path / "pid"
+    job_id = local.submit("pid", problem(name=str(file)), time_limit_s=30.0)
+    monkeypatch.setattr("optpipe_server.work.supervisor.delegated", lambda: delegated(kernel.mounts, kernel.cgroup))
+    with local.supervisor(memory_mib=500):
+        local.found(job_id)
+        assert [pid for pid, _ in admitted] == [int(file.read_text())]
+        time.sleep(0.1)
+    assert [folder.name for folder in kernel.own.iterdir() if folder.is_dir()] == [OWN]
