@@ -31,9 +31,17 @@ CHECKS: list[Callable[..., Any]] = [
 LONGEST_ERROR = 2**14  # bytes
 
 
+many = [pytest.mark.soak, pytest.mark.timeout(7200)]
+
+
 @pytest.mark.parametrize(
-    ("examples", "least"),
-    [pytest.param(5, 150, id="few"), pytest.param(300, 10_000, id="many", marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+    ("taking", "examples", "least"),
+    [
+        pytest.param("sqlite", 8, 250, id="sqlite-few"),
+        pytest.param("sqlite", 300, 10_000, id="sqlite-many", marks=many),
+        pytest.param("postgresql", 300, 10_000, id="postgresql-many", marks=many),
+    ],
+    indirect=["taking"],
 )
 def test_it_does_what_it_says(examples: int, least: int, taking: httpx.Client, over: str) -> None:
     described = schemathesis.openapi.from_dict(taking.get("/openapi.json").json())
