@@ -22,7 +22,7 @@ from optpipe_server.bench.wire import Connection, Connections
 MS = 1e3
 WARM_UP_S = 2.0  # of load that does not count: processes import, connections open
 STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
-GETS_PER_POST = 4
+GETS_PER_POST = 1
 JOBS = 10  # that are followed
 RECONNECT_S = 0.05  # how long a client that was cut off stays away
 ARRIVES_S = 10.0  # for the last events
