@@ -68,7 +68,8 @@ class Desk:
         return self._start(tenant, problem, method, objective, best, "carried")
 
     def _start(self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source) -> Start:
-        deadline = time.monotonic() + self._settings.first_schedule_s - CHECKED_S * size(problem)
+        patience_s = self._settings.first_schedule_s
+        deadline = time.monotonic() + max(patience_s / 2, patience_s - CHECKED_S * size(problem))
         start = Start(self._cached(tenant, problem, objective), "cache")
         if start.best.status == "optimal" and method == "auto":  # another name may be none, which a maker knows
             return start
