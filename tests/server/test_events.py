@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.chain import chain
 from support.rest import submit, until_over
 from support.service import events, running
 
@@ -118,6 +119,24 @@ def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fa
             server.should_exit = True
             assert list(stream) == [], "no `end`: the job is not over because the service is"
             assert time.monotonic() - began < GRACE_S
+
+
+def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings, fake_solver: None) -> None:
+    replies: list[httpx.Response] = []
+    with running(settings) as (url, server), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        body = {"problem": chain().to_dict(), "method": "asleep"}
+        waiting = threading.Thread(target=lambda: replies.append(client.post("/v1/jobs", json=body)))
+        waiting.start()
+        while not server.server_state.tasks:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        began = time.monotonic()
+        server.should_exit = True
+        waiting.join(30)
+        assert time.monotonic() - began < GRACE_S
+    assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), "it is stored, and searched when the service is back"
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        assert until_over(client, replies[0].json())["best"]["method"] == "gpipe"
 
 
 def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:

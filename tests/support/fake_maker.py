@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pydantic import ValidationError
 
 from optpipe.child import End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
@@ -16,6 +18,8 @@ def main() -> None:
         if request.method == "none":
             write_frame(Refused(reason="method = 'none': the methods are others"))
             continue
+        if request.method == "asleep":
+            time.sleep(600)
         if request.method == "infeasible":
             write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"))
         elif request.method not in FINDS_NONE:

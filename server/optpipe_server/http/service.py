@@ -62,13 +62,15 @@ class Service:
         self._feeding = asyncio.create_task(self.feed.run())
 
     def closing(self) -> None:
-        """Those who wait are told to go; from the loop, before `close`."""
-        self.feed.close()
+        """Those who wait, for news or for a first schedule, are told to go; from the loop, before `close`."""
+        if not self.feed.closing:
+            self.feed.close()
+            self._desk_closed = asyncio.ensure_future(self.ask(self.desk.close))
 
     async def close(self) -> None:
         self.closing()
-        await self._feeding
-        for stop in (self.desk.close, self.supervisor.stop, self.reaper.stop):
+        await asyncio.gather(self._feeding, self._desk_closed)
+        for stop in (self.supervisor.stop, self.reaper.stop):
             await self.ask(stop)
         self.database.close()
 
