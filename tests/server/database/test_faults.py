@@ -188,8 +188,11 @@ def test_a_database_that_is_read_only(postgres: Postgres, postgres_url: str) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["ended", "crashed"])
 def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url: str, how: signal.Signals) -> None:
-    """Three threads submit all the time; what was acknowledged is there when it is back, and the first to ask then is answered."""
-    database = Database(postgres_url)
+    """Three threads submit all the time; what was acknowledged is there when it is back, and the first to ask then is answered.
+
+    Also where that one has slept through it all.
+    """
+    database, asleep = Database(postgres_url), Database(postgres_url)
     job_id = submit(database)
     claim = Leases(database, "w").claim()
     assert claim is not None
@@ -230,7 +233,8 @@ def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url:
     finally:
         over.set()
         postgres.start()
-    assert {*Jobs(database).versions(acknowledged)} == acknowledged
+    assert {*Jobs(asleep).versions(acknowledged)} == {*Jobs(database).versions(acknowledged)} == acknowledged
+    asleep.close()
     assert Leases(database, "w").append(claim, found(FAST)), "the lease outlived it"
     assert row(database, job_id).last_seq == 2
     submit(database)

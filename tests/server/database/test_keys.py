@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from sqlalchemy import select
 
+from optpipe.cli.main import main
 from optpipe.errors import InputError
 from optpipe_server.database import Database
 from optpipe_server.database import keys as module
@@ -109,11 +107,16 @@ def test_a_name_or_scope_that_there_is_not_is_refused(database: Database, tenant
     assert not Keys(database).any()
 
 
-def test_the_commands_work_beside_a_running_service(database: Database, database_url: str, tmp_path: Path) -> None:
-    def optpipe(*arguments: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "optpipe", "keys", *arguments, "--database", database_url]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "120"})
-        return ended.returncode, ended.stdout, ended.stderr
+def test_the_commands_work_beside_a_running_service(
+    database: Database, database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def optpipe(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["optpipe", "keys", *arguments, "--database", database_url])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
 
     code, key, _ = optpipe("create", "--tenant", "a", "--scope", "submit", "--scope", "read")
     assert code == 0
