@@ -128,12 +128,11 @@ def _adopted(url: str) -> list[str]:
         httpx.Client(base_url=url, trust_env=False) as http,
     ):
         for job in http.get("/v1/jobs").raise_for_status().json()["jobs"]:
-            for found in http.get(f"{job['url']}/incumbents").raise_for_status().json()["incumbents"]:
-                if told := found["adoption"]:
-                    measured = told["measured_iteration_ms"]
-                    took = "not measured" if measured is None else f"measured {measured:.0f} ms"
-                    says = f"predicted {found['makespan_ms']:.0f} ms, {took}"
-                    lines.append(f"the service's books: {found['method']} adopted at step {told['step']}, {says}")
+            for told in http.get(f"{job['url']}/adoptions").raise_for_status().json()["adoptions"]:
+                measured = told["measured_iteration_ms"]
+                took = "not measured" if measured is None else f"measured {measured:.0f} ms"
+                says = f"predicted {told['predicted_ms']:.0f} ms, {took}"
+                lines.append(f"the service was told: its schedule {told['seq']} runs since step {told['step']}, {says}")
     return lines
 
 

@@ -45,7 +45,7 @@ def test_the_main_job(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "optpipe cache lookup problem.json: exact hit" in printed
     assert "interleaved 1F1B does not fit: interleaved gives no schedule: device 0 needs" in printed
-    assert "the service's books: " in printed
+    assert "the service was told: its schedule " in printed
 
 
 @pytest.mark.parametrize("after_s", [0.0, 6.0])
@@ -95,16 +95,14 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         torchrun(2, "optpipe_runtime.demo.train", tmp_path / "plan.json", url, tmp_path / "told.json", environment=environment)
         killer.join()
         jobs = ask("/v1/jobs")["jobs"]
-        log, found = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "incumbents"))
+        log, adoptions = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
     told = Told.load(tmp_path / "told.json")
     assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], "nothing was submitted again"
     assert jobs[0]["attempt"] == 2, log
-    adopted = [incumbent for incumbent in found["incumbents"] if incumbent["adoption"]]
     predicted = [schedule["predicted_ms"] for schedule in told.schedules[1:]]
     assert predicted
-    assert [incumbent["makespan_ms"] for incumbent in adopted] == pytest.approx(predicted)
-    for version, incumbent in enumerate(adopted, 1):
-        adoption = incumbent["adoption"]
-        assert adoption["step"] == next(k for k, step in enumerate(told.steps) if step.version == version)
-        assert adoption["measured_iteration_ms"] > 0
+    assert [adopted["predicted_ms"] for adopted in adoptions["adoptions"]] == pytest.approx(predicted)
+    for version, adopted in enumerate(adoptions["adoptions"], 1):
+        assert adopted["step"] == next(k for k, step in enumerate(told.steps) if step.version == version)
+        assert adopted["measured_iteration_ms"] > 0
