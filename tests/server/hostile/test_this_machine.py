@@ -1,0 +1,42 @@
+"""A service without keys, as it runs: no web page, and nobody behind a proxy that says so, is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from support.requests import CALLS, Call
+from support.service import running, settings_in
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _), httpx.Client(base_url=url, trust_env=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.scope], ids=lambda call: f"{call.method} {call.path}")
+def test_no_page_is_answered(call: Call, client: httpx.Client) -> None:
+    pages = [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"},
+        {"Origin": "http://evil.example"},
+    ]
+    for headers in (*pages, {"X-Forwarded-For": "203.0.113.5"}):
+        reply = call.ask(client, "0" * 32, headers)
+        assert reply.status_code == 403
+        assert not any(name.startswith("access-control-") for name in reply.headers)
+
+
+def test_no_page_may_ask_whether_it_may(client: httpx.Client) -> None:
+    """A browser asks before it sends JSON, or anything by PUT, PATCH and DELETE, to another origin."""
+    wanted = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    reply = client.options("/v1/jobs", headers=wanted)
+    assert reply.status_code == 403
+    assert not any(name.startswith("access-control-") for name in reply.headers)
+
+
+def test_this_machine_is(client: httpx.Client) -> None:
+    assert client.get("/v1/jobs").status_code == 200
+    assert client.get("/v1/jobs", headers={"X-Forwarded-For": "127.0.0.1"}).status_code == 200
