@@ -6,10 +6,14 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
-from support.service import running, settings_in
+from support.requests import PROBLEM
+from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.http import connections
 from optpipe_server.serve import Server
@@ -201,3 +205,34 @@ def test_too_much_is_read_to_its_end_and_told(server: tuple[str, Server]) -> Non
         )
         assert reply.status_code == 413
         assert len(reply.content) < 1000
+
+
+@pytest.mark.parametrize("most", [pytest.param(50, id="few"), pytest.param(1000, id="many", marks=pytest.mark.soak)])
+def test_streams_that_nobody_reads_stop_nobody(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be, beside requests that do not end."""
+    use_fake_solver(monkeypatch)
+    with (
+        running(replace(settings_in(tmp_path), streams=most)) as (url, _),
+        httpx.Client(base_url=url, timeout=20, trust_env=False) as client,
+    ):
+        job = client.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"}).json()["url"]
+        ask = f"GET {job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        with ExitStack() as stack:
+            connect = partial(socket.create_connection, (client.base_url.host, client.base_url.port or 0), timeout=20)
+            streams = [stack.enter_context(connect()) for _ in range(most)]
+            for stream in streams:
+                stream.sendall(ask)
+            for stream in streams:
+                assert stream.recv(12) == b"HTTP/1.1 200"
+            refused = client.get(f"{job}/events")
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            halves = [stack.enter_context(connect()) for _ in range(200)]
+            for half in halves:
+                half.sendall(HEAD)
+            answers(url)
+            assert client.get(job).json()["state"] == "running"
+        until = time.monotonic() + 20
+        while client.get(job, params={"wait": 0.01}).status_code == 503:  # until it has noticed that they are gone
+            assert time.monotonic() < until
+        assert client.post(f"{job}/cancel").status_code == 202
