@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
+import anyio
 from fastapi import Depends, Path, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
@@ -27,6 +29,21 @@ class Asked:
     def __init__(self, request: Request) -> None:
         self.service: Service = request.app.state.service
         self.tenant: str = request.state.caller.tenant
+        self._request = request
+
+    @asynccontextmanager
+    async def while_there(self) -> AsyncIterator[None]:
+        """What is awaited in the block ends when the client hangs up; its body has been read."""
+
+        async def hung_up() -> None:
+            while (await self._request.receive())["type"] != "http.disconnect":
+                pass
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(hung_up)
+            yield
+            group.cancel_scope.cancel()
 
     def head(self, job_id: str) -> Job:
         """The tenant's job; anybody else's is none."""

@@ -16,7 +16,7 @@ from optpipe.schedule import Schedule
 from optpipe.show.trace import trace
 from optpipe_server.http import examples, shapes
 from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, names
-from optpipe_server.http.bodies import Adopt, parse
+from optpipe_server.http.bodies import Adopt
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text, uses
@@ -78,7 +78,7 @@ def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> R
 )
 async def adopt(job_id: JobId, seq: Seq, request: Request, asked: Ask) -> Response:
     """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces what was said."""
-    said = parse(Adopt, await request.body(), "adoption")
+    said = await asked.service.read(Adopt, await request.body(), "adoption")
     adopted = await asked.of_job(job_id, lambda job: _adopt(asked, job, seq, said))
     ADOPTIONS.inc()
     return json_reply(text(adopted))

@@ -13,7 +13,7 @@ from optpipe_server.database.jobs import MOST_LISTED, ConflictError, StaleError
 from optpipe_server.database.tables import State
 from optpipe_server.http import examples, shapes
 from optpipe_server.http.asked import Ask, Job, JobId, names
-from optpipe_server.http.bodies import MoreTime, Posed, Submission, parse
+from optpipe_server.http.bodies import MoreTime, Posed, Submission
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.events import EventStream
 from optpipe_server.http.replies import ReplyError
@@ -45,7 +45,7 @@ async def submit(
     if idempotency_key is not None:
         job_id = await asked.service.submitted(asked.tenant, idempotency_key, sent)
     if job_id is None:
-        job_id, new = await asked.service.submit(asked.tenant, parse(Submission, sent, "job"), idempotency_key, sent)
+        job_id, new = await asked.service.submit(asked.tenant, await asked.service.read(Submission, sent, "job"), idempotency_key, sent)
     return await asked.shown(job_id, 201 if new else 200, {"Location": job_url(job_id)})
 
 
@@ -83,7 +83,7 @@ async def show_job(
     if wait:
         job = await asked.of_job(job_id, lambda job: job)
         if not over(job) if if_none_match is None else names(if_none_match, job.version):
-            async with asked.service.feed.watching(job.id, job.version) as topic:
+            async with asked.service.feed.watching(job.id, job.version) as topic, asked.while_there():
                 await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, wait)
     return await asked.of_job(job_id, lambda job: _unless_known(asked, job, if_none_match))
 
@@ -130,7 +130,7 @@ async def extend(
     job_id: JobId, request: Request, asked: Ask, if_match: Annotated[str | None, Header(description="The job's ETag.")] = None
 ) -> Response:
     """More time for a job that is not over."""
-    wanted = parse(MoreTime, await request.body(), "job")
+    wanted = await asked.service.read(MoreTime, await request.body(), "job")
     await asked.of_job(job_id, lambda job: _extend(asked, job, wanted.time_limit_s, if_match))
     return await asked.shown(job_id)
 
@@ -154,7 +154,7 @@ def _extend(asked: Ask, job: Job, time_limit_s: float, if_match: str | None) -> 
 )
 async def pose(job_id: JobId, request: Request, asked: Ask) -> Response:
     """The same problem with other costs: the job goes on with it, from its best schedule, and its whole time limit counts anew."""
-    posed = parse(Posed, await request.body(), "job")
+    posed = await asked.service.read(Posed, await request.body(), "job")
     await asked.of_job(job_id, lambda job: None)
     try:
         await asked.service.pose(asked.tenant, job_id, posed.problem)

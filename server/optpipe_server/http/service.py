@@ -25,7 +25,7 @@ from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
 from optpipe_server.database.keys import Keys
 from optpipe_server.first import Desk
-from optpipe_server.http.bodies import Submission
+from optpipe_server.http.bodies import Model, Submission, parse
 from optpipe_server.http.feed import Feed
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 QUESTIONS = 16  # to the database, at a time
 THINKERS = 32  # submissions that wait for their first schedule at a time
-DRAWINGS = 1  # traces and timelines at a time: they take a moment of one core
+SMALL_BODY = 2**15  # bytes, which are read in a millisecond
 REAP_S = 5.0  # how often jobs are looked for whose worker is gone
 TRIES = 5  # at a problem that is posed while incumbents come in
 SHORTLY = {"Retry-After": "10"}
@@ -53,7 +53,8 @@ class Service:
         self.feed = Feed(self.jobs, settings.streams)
 
     async def open(self) -> None:
-        self._questions, self._thinkers, self._drawings = (anyio.CapacityLimiter(n) for n in (QUESTIONS, THINKERS, DRAWINGS))
+        self._questions, self._thinkers = anyio.CapacityLimiter(QUESTIONS), anyio.CapacityLimiter(THINKERS)
+        self._readers, self._drawings = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self.desk = Desk(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, f"{socket.gethostname()}:{os.getpid()}")
         self.reaper = Reaper(self.database, REAP_S)
@@ -78,8 +79,14 @@ class Service:
         """The answer of the database, which may take its time; the loop goes on."""
         return await anyio.to_thread.run_sync(question, limiter=self._questions)
 
+    async def read(self, model: type[Model], body: bytes, what: str) -> Model:
+        """What a body says (`parse`); what is large is read beside the loop, one at a time. Raises `InputError` and `ReplyError`."""
+        if len(body) <= SMALL_BODY:
+            return parse(model, body, what)
+        return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._readers)
+
     async def draw(self, picture: Callable[[], T]) -> T:
-        """What takes a moment of computing."""
+        """What takes a moment of computing, one at a time."""
         return await anyio.to_thread.run_sync(picture, limiter=self._drawings)
 
     async def _think(self, thought: Callable[[], T]) -> T:
