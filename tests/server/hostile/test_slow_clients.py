@@ -236,3 +236,16 @@ def test_streams_that_nobody_reads_stop_nobody(most: int, tmp_path: Path, monkey
         while client.get(job, params={"wait": 0.01}).status_code == 503:  # until it has noticed that they are gone
             assert time.monotonic() < until
         assert client.post(f"{job}/cancel").status_code == 202
+
+
+def test_who_hangs_up_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place among those who follow jobs is free again at once, not when the wait would have been over."""
+    use_fake_solver(monkeypatch)
+    with running(replace(settings_in(tmp_path), streams=1)) as (url, _), httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+        job = client.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"}).json()["url"]
+        with pytest.raises(httpx.ReadTimeout):
+            client.get(job, params={"wait": 60}, timeout=0.5)
+        until = time.monotonic() + 20
+        while client.get(job, params={"wait": 0.01}).status_code == 503:
+            assert time.monotonic() < until
+        assert client.post(f"{job}/cancel").status_code == 202
