@@ -30,8 +30,8 @@ from optpipe_runtime.wire import AwayError, Backoff, ClosedError, DeniedError, O
 
 log = logging.getLogger("optpipe.client")
 
-TELL_S = 1.0  # a close waits no longer until the service has heard of adoptions,
-CLOSE_S = 5.0  # nor for the thread; it is a daemon
+TELL_S = 3.0  # a close waits no longer until the service has heard of adoptions,
+CLOSE_S = 6.0  # nor for the thread; it is a daemon
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -72,7 +73,7 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
 def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tmp_path):
     """With kill -9, in the middle of the search and of the training. At the end the service knows what was adopted and what that gained."""
     port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
-    SMALL.save(tmp_path / "plan.json")
+    replace(SMALL, most_live_steps=10**6).save(tmp_path / "plan.json")  # it trains until the search is over
 
     def ask(path):
         with contextlib.suppress(httpx.HTTPError):

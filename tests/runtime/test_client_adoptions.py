@@ -84,7 +84,8 @@ def test_what_the_service_will_not_hear_is_given_up(answer: Answer, caplog: pyte
     assert line.startswith("the adoption of schedule 1 of job a1 was not taken: ")
 
 
-def test_a_close_does_not_wait_for_a_service_that_is_away() -> None:
+def test_a_close_does_not_wait_for_a_service_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optpipe_runtime.client.TELL_S", 0.3)
     with fake_service(by_path({**FOUND, "/adoptions/1": fake.silent})) as (url, asked):
         client = ScheduleClient(url, chain())
         client.adopted(until(client.poll), 3)
