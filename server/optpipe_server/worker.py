@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -57,7 +57,7 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
             return
         supervisor = Supervisor(settings, database, Caches(settings, database), name)
         reaper = Reaper(database, REAP_S)
-        with _answering(supervisor, metrics_host, metrics_port):
+        with closing(database), _answering(supervisor, metrics_host, metrics_port):
             reaper.start()
             supervisor.start()
             log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
@@ -65,7 +65,6 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
                 time.sleep(LOOK_S)
             supervisor.stop()
             reaper.stop()
-        database.close()
         log.info("ended", worker=name)
 
 

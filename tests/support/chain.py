@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 
@@ -42,15 +40,3 @@ def one_by_one(problem: Problem) -> Schedule:
     return Schedule.parse(
         problem, [[f"{s}{kind}{j}" for j in range(problem.microbatches) for kind in ("F", "BW")] for s in range(2)], method="naive"
     )
-
-
-def step_by_step(problem: Problem) -> Iterator[Schedule]:
-    """From one by one to gpipe, each shorter than the one before: the last `together` micro-batches go together."""
-    m = problem.microbatches
-    for together in range(1, m + 1):
-        alone, group = range(m - together), range(m - together, m)
-        programs = [
-            [f"{s}{kind}{j}" for j in alone for kind in ("F", "BW")] + [f"{s}F{j}" for j in group] + [f"{s}BW{j}" for j in group]
-            for s in range(2)
-        ]
-        yield Schedule.parse(problem, programs, method=f"{together} together")

@@ -1,55 +1,98 @@
-"""A solver that does what the method of the request says, in a process like the real one."""
+"""A solver that does what the method of the request says, in a process like the real one, for the problems of `support.chain`.
+
+It speaks the protocol of `optpipe.child` in plain JSON and imports what takes time only where it must, because tests start hundreds of it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-
-from optpipe.child import Bound, End, Incumbent, Infeasible, Note, Programs, Refused, Request, read_request, write_frame
-from optpipe.schedule import Schedule
-from support.chain import gpipe, one_by_one, step_by_step
+from contextlib import suppress
+from typing import Any
 
 STEP_S = 0.03
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
-def write(schedule: Schedule) -> None:
-    write_frame(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
+def end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    with suppress(OSError):
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def frame(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def incumbent(method: str, programs: list[str]) -> None:
+    frame(type="incumbent", method=method, schedule={"programs": programs})
+
+
+def bound(problem: dict[str, Any], share: float = 1.0) -> None:
+    """Of the makespan of all forwards, then all backwards, which is the shortest there is."""
+    from optpipe.problem import Problem
+    from support.chain import gpipe  # here, for it takes a while
+
+    frame(type="bound", method="fake", lower_bound_ms=share * gpipe(Problem.from_dict(problem)).makespan_ms)
+
+
+def together(m: int, last: int) -> list[str]:
+    """One micro-batch at a time, but for the last ones, of which all forwards come before all backwards."""
+    alone, group = range(m - last), range(m - last, m)
+    return [" ".join([f"{s}F{j} {s}BW{j}" for j in alone] + [f"{s}F{j}" for j in group] + [f"{s}BW{j}" for j in group]) for s in range(2)]
+
+
+def steps(m: int, start: list[str] | None) -> Iterator[tuple[str, list[str]]]:
+    """From where the request starts to the shortest, a little at a time."""
+    all_of_them = [together(m, last) for last in range(1, m + 1)]
+    first = all_of_them.index(start) if start in all_of_them else 0
+    for last in range(first, m):
+        yield f"{last + 1} together", all_of_them[last]
 
 
 def main() -> None:
-    request = deaf_request() if os.environ.get("DEAF") else read_request()
-    problem, method = request.problem, request.method
+    request = json.loads(sys.stdin.buffer.readline())
+    if not os.environ.get("DEAF"):  # else it never hears that nobody wants an answer
+        threading.Thread(target=end_with_parent, daemon=True).start()
+    problem, method = request["problem"], request["method"]
+    m = problem["microbatches"]
     if method == "crash":
         sys.exit("boom")
     if method == "silent":
         time.sleep(600)
     if method == "unknown":
-        write_frame(Refused(reason="method = 'unknown': there is none of that name"))
+        frame(type="refused", reason="method = 'unknown': there is none of that name")
         return
     if method == "infeasible":
-        write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"))
-        write_frame(End())
+        frame(type="infeasible", reason="device 0 needs 2000 bytes and has 1000")
+        frame(type="end")
         return
     if method == "pid":
-        print(os.getpid(), file=open(problem.name, "w"))  # noqa: SIM115
+        print(os.getpid(), file=open(problem["name"], "w"))  # noqa: SIM115
     if method == "invalid":
-        write_frame(Incumbent(method="liar", schedule=Programs(programs=("0F0", "1F0"))))
+        incumbent("liar", ["0F0", "1F0"])
     if method == "tells":
-        write_frame(Note(text=f"threads {request.threads}, memory {request.memory_mib}, nice {os.nice(0)}, {request.time_limit_s:.0f} s"))
+        limits = f"threads {request['threads']}, memory {request.get('memory_mib')}, nice {os.nice(0)}, {request['time_limit_s']:.0f} s"
+        frame(type="note", text=limits)
     if method == "steps":
-        for schedule in better(request):
-            write(schedule)
+        for name, programs in steps(m, request.get("warm_start", {}).get("programs")):
+            incumbent(name, programs)
             time.sleep(STEP_S)
-        write_frame(Bound(method="fake", lower_bound_ms=gpipe(problem).makespan_ms))
-        write_frame(End())
+        bound(problem)
+        frame(type="end")
         return
     if method == "worse":
-        write(gpipe(problem))
-    write(one_by_one(problem))
+        incumbent("gpipe", together(m, m))
+    incumbent("naive", together(m, 0))
     if method == "escaped":  # its own session, and it holds the pipe on which the answer is awaited
         subprocess.Popen(SLEEP, start_new_session=True, stdin=subprocess.DEVNULL)
     if method == "family":
@@ -74,26 +117,13 @@ def main() -> None:
         os.abort()
     if method == "slow":
         time.sleep(0.3)
-    write(gpipe(problem))
+    incumbent("gpipe", together(m, m))
     if method == "bound":  # a little below the best there is
-        write_frame(Bound(method="fake", lower_bound_ms=0.95 * gpipe(problem).makespan_ms))
+        bound(problem, 0.95)
         time.sleep(600)
     if method == "prove":
-        write_frame(Bound(method="fake", lower_bound_ms=gpipe(problem).makespan_ms))
-    write_frame(End())
-
-
-def deaf_request() -> Request:
-    """Without ever hearing that nobody wants an answer."""
-    return Request.model_validate_json(sys.stdin.buffer.readline())
-
-
-def better(request: Request) -> Iterator[Schedule]:
-    """From where the request starts to the shortest, a little at a time."""
-    start = request.warm_start.schedule(request.problem, "") if request.warm_start else None
-    for schedule in step_by_step(request.problem):
-        if start is None or schedule.makespan_ms < start.makespan_ms:
-            yield schedule
+        bound(problem)
+    frame(type="end")
 
 
 if __name__ == "__main__":

@@ -97,13 +97,13 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     assert metrics.CRASHES._value.get() - before == 4
 
 
-def test_what_is_no_better_schedule_is_rejected_and_counted(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "LONGEST_LINE", 2**20)
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
     before = metrics.REJECTED._value.get()
-    ids = {method: work.submit(method) for method in methods}
-    with work.supervisor():
-        ends = {method: work.ended(job_id) for method, job_id in ids.items()}
+    ids = {method: local.submit(method) for method in methods}
+    with local.supervisor():
+        ends = {method: local.ended(job_id) for method, job_id in ids.items()}
     assert {method: (job.state, job.crashes) for method, job in ends.items()} == {
         "invalid": ("done", 0),
         "worse": ("done", 0),
@@ -111,13 +111,13 @@ def test_what_is_no_better_schedule_is_rejected_and_counted(work: Work, monkeypa
         "half a frame": ("done", 2),
         "endless line": ("done", 2),
     }
-    assert {method: sum("rejected, of what" in line for line in work.lines(job_id)) for method, job_id in ids.items()} == {
+    assert {method: sum("rejected, of what" in line for line in local.lines(job_id)) for method, job_id in ids.items()} == {
         method: max(1, job.crashes) for method, job in ends.items()
     }
-    assert "a schedule of liar was rejected: 0F1 is missing" in work.lines(ids["invalid"])
-    assert sum("wrote a line of more than 1048576 bytes" in line for line in work.lines(ids["endless line"])) == 3  # and why it ended
+    assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
+    assert sum("wrote a line of more than 1048576 bytes" in line for line in local.lines(ids["endless line"])) == 3  # and why it ended
     assert metrics.REJECTED._value.get() - before == 9  # `worse` writes two that are no better
-    sound(work.database)
+    sound(local.database)
 
 
 def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
@@ -165,9 +165,9 @@ def test_what_another_attempt_has_taken_is_let_go(work: Work) -> None:
     sound(work.database)
 
 
-def test_threads_memory_and_time_reach_the_solver(work: Work) -> None:
-    alone = work.submit("tells", time_limit_s=20.0)
-    with work.supervisor(solves=3, threads=8, memory_mib=800):
-        work.ended(alone)
+def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
+    alone = local.submit("tells", time_limit_s=20.0)
+    with local.supervisor(solves=3, threads=8, memory_mib=800):
+        local.ended(alone)
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    assert f"threads 6, memory 700, nice {nice}, 20 s" in work.lines(alone)
+    assert f"threads 6, memory 700, nice {nice}, 20 s" in local.lines(alone)
