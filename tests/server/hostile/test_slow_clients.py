@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -249,3 +251,16 @@ def test_who_hangs_up_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         while client.get(job, params={"wait": 0.01}).status_code == 503:
             assert time.monotonic() < until
         assert client.post(f"{job}/cancel").status_code == 202
+
+
+@pytest.mark.parametrize(("soft", "hard", "most"), [(256, 4096, 1500), (256, 1024, 724), (256, 256, 1)])
+def test_as_many_connections_as_there_are_files(soft: int, hard: int, most: int) -> None:
+    """Where the system's limit can be raised it is; the rest of the process keeps some files for itself."""
+    script = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from optpipe_server.http.connections import connections
+print(connections(500).most, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert said == [str(most), str(min(hard, 1800))]
