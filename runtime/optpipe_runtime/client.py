@@ -112,7 +112,9 @@ class ScheduleClient:
     def adopted(self, offer: Offer, step: int, measured_iteration_ms: float | None = None) -> None:
         """Tells the service that the training runs an offer since `step`; said again, with the time measured, it replaces what was said.
         Never blocks: told when the service is there, given up where it has purged the job."""
-        content = {"step": step} if measured_iteration_ms is None else {"step": step, "measured_iteration_ms": measured_iteration_ms}
+        content: dict[str, Any] = {"step": int(step)}
+        if measured_iteration_ms is not None:
+            content["measured_iteration_ms"] = float(measured_iteration_ms)  # no longer numpy's, if it was
         self._leave_word(self._adopt, (offer.job, offer.seq), content)
 
     @property
@@ -190,6 +192,8 @@ class ScheduleClient:
                     self._outages.begin("closed", closed)
                 except (WrongError, DeniedError) as refusal:
                     log.warning("the adoption of schedule %d of job %s was not taken: %s", incumbent[1], incumbent[0], refusal)
+                except Exception:
+                    log.exception("the client of the solver service failed to tell an adoption")
                 backoff.forget()
                 if self._adoptions[incumbent] is content:
                     del self._adoptions[incumbent]

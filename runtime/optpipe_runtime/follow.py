@@ -28,7 +28,7 @@ from optpipe_runtime.client import ScheduleClient
 from optpipe_runtime.drift import WINDOW, Profiler, drift, retimed
 from optpipe_runtime.executor import StepReport
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.wire import base_url
+from optpipe_runtime.wire import api_key, base_url
 
 log = logging.getLogger("optpipe.follow")
 
@@ -48,7 +48,7 @@ class Follower:
     A pipeline that has been profiled goes on from there, with the schedule that it has; else `memory_bytes` and `offload_parts` go to
     `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss, step_ms of the slowest rank, schedule (how many
     were swapped in) and peak_bytes of each rank; and, whenever the ranks meet, predicted_ms and certified_bytes. `search` goes to
-    `ScheduleClient`: method, objective, time_limit_s. Raises `InputError` for arguments that make no sense.
+    `ScheduleClient`: method, objective, time_limit_s, key. Raises `InputError` for arguments that make no sense.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Follower:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
         if unknown := sorted(search.keys() - OF_SEARCH):
             raise InputError(f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes {', '.join(OF_SEARCH)}")
+        api_key(search.get("key"))  # what is wrong with it is said here, not in the first step
         self._pipe, self._url, self._search = pipe, base_url(url), search
         self._memory_bytes, self._offload_parts = memory_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold

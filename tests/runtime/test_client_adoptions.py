@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe
@@ -33,7 +34,7 @@ def test_an_adoption_is_told_and_told_again_with_what_was_measured(caplog: pytes
         until(lambda: client.ended)
         client.adopted(offer, 12)
         until(lambda: told(asked))
-        client.adopted(offer, 12, 7.25)
+        client.adopted(offer, np.int64(12), np.float32(7.25))  # type: ignore[arg-type]
     path = "/v1/jobs/a1/adoptions/1"
     assert told(asked) == [(path, {"step": 12}), (path, {"step": 12, "measured_iteration_ms": 7.25})], "the last one while it closed"
     assert warnings(caplog) == []

@@ -160,6 +160,12 @@ def test_an_address_that_is_none_is_said_at_once() -> None:
         Follower(nothing, "localhost")
 
 
+def test_a_key_that_is_none_is_said_at_once() -> None:
+    nothing: Any = None
+    with pytest.raises(InputError, match=r"^key: must be an API key of the service"):
+        Follower(nothing, NOWHERE, key="two words")
+
+
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0)])
 def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple[int, ...]) -> None:
     problem = rank_cases.problem(placement, M)
