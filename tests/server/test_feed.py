@@ -14,16 +14,27 @@ from typing import Any
 
 import httpx
 import pytest
-from support.chain import chain, step_by_step
+from support.chain import chain
 from support.rest import submit
 from support.service import running, settings_in
 
 from optpipe.anytime import Result
+from optpipe.schedule import Schedule
 from optpipe_server.database import Database, Leases
 from optpipe_server.serve import Server
 
-PROBLEM = chain(m=12, memory=12)
-BETTER = list(step_by_step(PROBLEM))[1:]  # the first is the maker's
+M = 12
+PROBLEM = chain(m=M, memory=M)
+
+
+def together(last: int) -> Schedule:
+    """One micro-batch at a time, but the last ones together: the more, the shorter."""
+    alone, group = range(M - last), range(M - last, M)
+    words = " ".join([*(f"F{j} BW{j}" for j in alone), *(f"F{j}" for j in group), *(f"BW{j}" for j in group)]).split()
+    return Schedule.parse(PROBLEM, [[f"{s}{word}" for word in words] for s in range(2)], method=f"{last} together")
+
+
+BETTER = [together(last) for last in range(2, M + 1)]
 
 Shared = tuple[str, Server]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.chain import chain, gpipe, one_by_one
-from support.rest import submit, until_over, until_running
+from support.rest import submit, until_cached, until_over, until_running
 
 from optpipe.files import ScheduleFile
 from optpipe.problem import Problem
@@ -139,7 +139,7 @@ def test_a_full_queue_refuses(serving: Serving, settings: Settings, fake_solver:
 
 
 def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
-    solved = until_over(client, submit(client))
+    solved = until_cached(client, submit(client))
     again = submit(client, method="silent")
     assert (again["best"]["seq"], again["best"]["source"]) == (1, "cache")
     assert again["best"]["schedule"]["devices"] == solved["best"]["schedule"]["devices"]
@@ -149,7 +149,7 @@ def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
 
 
 def test_a_proven_schedule_is_not_searched_again(client: httpx.Client) -> None:
-    until_over(client, submit(client, method="prove"))
+    until_cached(client, submit(client, method="prove"))
     job = submit(client, method="crash")
     assert (job["state"], job["status"], job["best"]["source"]) == ("done", "optimal", "cache")
 

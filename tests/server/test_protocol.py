@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.chain import chain, gpipe
-from support.rest import submit, until_over, until_running
+from support.rest import submit, until_cached, until_over, until_running
 
 from optpipe.files import ScheduleFile
 from optpipe.memory import certify
@@ -113,7 +113,7 @@ def test_more_time(client: httpx.Client) -> None:
 
 
 def test_other_costs(client: httpx.Client) -> None:
-    job = until_over(client, submit(client))
+    job = until_cached(client, submit(client))
     slower = chain(forward=1.5)
     reply = client.post(f"{job['url']}/problem", json={"problem": slower.to_dict()})
     assert reply.status_code == 200, reply.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -36,3 +37,14 @@ def until_running(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
         assert reply.status_code == 200, "nothing changed for long"
     shown: dict[str, Any] = reply.json()
     return shown
+
+
+def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
+    """The job once it is over and its schedule is in the cache, which is moments later."""
+    over = until_over(client, job)
+    body = {"problem": over["best"]["schedule"]["problem"], "objective": over["objective"]}
+    until = time.monotonic() + 30
+    while not ((hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"]):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return over
