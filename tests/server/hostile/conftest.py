@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from support.requests import PROBLEM
+from support.requests import PROBLEM, SCHEDULE
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.database.keys import SCOPES
@@ -32,7 +32,7 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def over(taking: httpx.Client) -> str:
     """The id of a job that is over and has an incumbent."""
-    reply = taking.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"})
+    reply = taking.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang", "warm_start": SCHEDULE})
     assert reply.json()["best"]["seq"] == 1
     job_id: str = reply.json()["id"]
     assert taking.post(f"/v1/jobs/{job_id}/cancel").json()["state"] == "cancelled"
