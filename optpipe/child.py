@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from optpipe import family
 from optpipe.errors import FrameError, SolverError, input_error
+from optpipe.niceness import group_as_nice
 from optpipe.placement import Placement
 from optpipe.problem import Problem, Record, TotalMs
 from optpipe.schedule import Schedule
@@ -159,6 +160,7 @@ class Child:
             except BaseException:
                 self.close()
                 raise
+        group_as_nice(self._process.pid)
         if request is not None:
             threading.Thread(target=self._send, args=(request,), daemon=True).start()
 

@@ -13,6 +13,7 @@ from optpipe.child import read_request
 from optpipe.cli.compare import content
 from optpipe.comparison import compare
 from optpipe.errors import InputError
+from optpipe.niceness import group_as_nice
 
 NICER = 10
 
@@ -20,6 +21,7 @@ NICER = 10
 def main() -> None:
     request = read_request()
     os.nice(NICER)
+    group_as_nice(os.getpid())
     try:
         found = compare(
             request.problem,
