@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -109,9 +107,9 @@ def test_who_drips_is_ended(server: tuple[str, Server], connect: Connect, after:
 
 def test_a_connection_serves_again_and_again(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time counts for each request anew."""
-    monkeypatch.setattr(connections, "ARRIVES_S", 2.0)
+    monkeypatch.setattr(connections, "ARRIVES_S", 1.2)
     client = connect()
-    for _ in range(5):
+    for _ in range(3):
         client.sendall(b"GET /healthz HTTP/1.1\r\n")
         time.sleep(0.5)
         client.sendall(b"Host: localhost\r\n\r\n")
@@ -252,13 +250,10 @@ def test_who_hangs_up_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("soft", "hard", "most"), [(256, 4096, 1500), (256, 1024, 724), (256, 256, 1)])
-def test_as_many_connections_as_there_are_files(soft: int, hard: int, most: int) -> None:
+def test_as_many_connections_as_there_are_files(soft: int, hard: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system's limit can be raised it is; the rest of the process keeps some files for itself."""
-    script = f"""
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from optpipe_server.http.connections import connections
-print(connections(500).most, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-"""
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert said == [str(most), str(min(hard, 1800))]
+    asked = []
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert connections.connections(500).most == most
+    assert asked == [(min(hard, 1800), hard)]
