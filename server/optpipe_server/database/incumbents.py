@@ -39,7 +39,7 @@ def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], a
     if last is not None and row[f"{job.objective}_ms"] >= last:
         return
     of_job = {"job": job.id, "seq": job.last_seq + 1, "problem_version": job.problem_version, "attempt": attempt}
-    db.execute(insert(incumbents).values(**of_job, **row, found_at=now()))
+    db.execute(insert(incumbents), {**of_job, **row, "found_at": now()})
     change(db, job, last_seq=job.last_seq + 1, **known(result, job.lower_bound_ms))
 
 
@@ -63,7 +63,7 @@ def known(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]
 
 def note(db: Connection, job_id: str, attempt: int, text: str, level: Level = "info") -> None:
     """A line of the job's log."""
-    db.execute(insert(log).values(job=job_id, at=now(), attempt=attempt, level=level, text=plain(text)))
+    db.execute(insert(log), {"job": job_id, "at": now(), "attempt": attempt, "level": level, "text": plain(text)})
 
 
 def plain(text: str) -> str:

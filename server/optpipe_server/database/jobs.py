@@ -85,27 +85,26 @@ class Jobs:
             state, at = start.state, at or now()
             if state == "queued" and _count(db, tenant, "queued") >= queue:
                 raise QueueFullError
-            db.execute(
-                insert(jobs).values(
-                    id=job_id,
-                    tenant=tenant,
-                    state=state,
-                    reason=_reason(start),
-                    problem_name=plain(job.problem.name),
-                    problem_sha256=job.problem.sha256,
-                    method=job.method,
-                    objective=job.objective,
-                    time_limit_s=job.time_limit_s,
-                    gap_limit=job.gap,
-                    priority=job.priority,
-                    created_at=at,
-                    ended_at=None if state == "queued" else at,
-                    **known(start.best),
-                )
+            row = dict(
+                id=job_id,
+                tenant=tenant,
+                state=state,
+                reason=_reason(start),
+                problem_name=plain(job.problem.name),
+                problem_sha256=job.problem.sha256,
+                method=job.method,
+                objective=job.objective,
+                time_limit_s=job.time_limit_s,
+                gap_limit=job.gap,
+                priority=job.priority,
+                created_at=at,
+                ended_at=None if state == "queued" else at,
+                **known(start.best),
             )
-            db.execute(insert(problems).values(job=job_id, version=1, problem=posed, sha256=job.problem.sha256, created_at=at))
+            db.execute(insert(jobs), row)  # values apart from the statement, which is then the same every time and costs little
+            db.execute(insert(problems), {"job": job_id, "version": 1, "problem": posed, "sha256": job.problem.sha256, "created_at": at})
             if key is not None:
-                db.execute(insert(idempotency).values(tenant=tenant, key=key, body_sha256=body_sha256, job=job_id))
+                db.execute(insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id})
             note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
             if first is not None:
                 append(db, _held(db, tenant, job_id), start.best, first, 0)
