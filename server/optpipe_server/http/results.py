@@ -40,7 +40,7 @@ def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
 @router.get("/incumbents", responses=replies(200, shapes.Incumbents, examples.INCUMBENTS, 404, 422))
 async def list_incumbents(job_id: JobId, asked: Ask, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0) -> Response:
     """The incumbents numbered above `after`, in short. Reading takes none away."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id, after))
+    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id, min(after, job.last_seq)))
     return json_reply(text({"incumbents": [listed_view(incumbent) for incumbent in found]}))
 
 

@@ -187,6 +187,22 @@ def test_queries(call: Call, few: int, taking: httpx.Client, over: str) -> None:
             sound(taking.get(httpx.URL(f"{path}?{query}={value}&{query}={value}")))
 
 
+@pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**53, 2**63, 2**64])
+def test_numbers_for_which_a_column_is_too_small(number: int, taking: httpx.Client, over: str) -> None:
+    for path in (
+        f"incumbents?after={number}",
+        f"log?after={number}",
+        f"trace?seq={number}",
+        f"timeline?seq={number}",
+        f"incumbents/{number}",
+    ):
+        sound(taking.get(f"/v1/jobs/{over}/{path}"))
+    sound(taking.put(f"/v1/jobs/{over}/adoptions/{number}", json={"step": 1}))
+    sound(taking.put(f"/v1/jobs/{over}/adoptions/1", json={"step": number}))
+    sound(taking.patch(f"/v1/jobs/{over}", json={"time_limit_s": 1.0}, headers={"If-Match": f'"{number}"'}))
+    sound(taking.get(f"/v1/jobs/{over}/events", headers={"Last-Event-ID": str(number)}))
+
+
 @few
 @pytest.mark.parametrize("call", [call for call in CALLS if "{" in call.path], ids=name)
 def test_paths(call: Call, few: int, taking: httpx.Client, over: str) -> None:
