@@ -89,15 +89,15 @@ class Work:
         return [row.text for row in self.jobs.log(job_id, 0, 1000)]
 
 
-def sound(database: Database) -> dict[str, list[Any]]:
-    """What must hold of all jobs at any time; returns the rows of each one's incumbents in order.
+def sound(database: Database, newest: int = 1_000_000) -> dict[str, list[Any]]:
+    """What must hold of all jobs at any time, or of the newest ones; returns the rows of each one's incumbents in order.
 
     Numbered without a gap, valid for the problem that they say, of one problem each better than the one before, and none written by an
     attempt that another one had followed.
     """
     with database.read() as db:  # in this order: on PostgreSQL each statement sees what has been committed meanwhile
-        of_job: dict[str, list[Any]] = {row.id: [] for row in db.execute(select(jobs.c.id))}
-        for row in db.execute(select(incumbents).order_by(incumbents.c.job, incumbents.c.seq)):
+        of_job: dict[str, list[Any]] = {row.id: [] for row in db.execute(select(jobs.c.id).order_by(jobs.c.number.desc()).limit(newest))}
+        for row in db.execute(select(incumbents).where(incumbents.c.job.in_(of_job)).order_by(incumbents.c.job, incumbents.c.seq)):
             of_job[row.job].append(row)
         last = {row.id: (row.last_seq, row.attempt) for row in db.execute(select(jobs))}
         known = {(row.job, row.version): Problem.model_validate_json(row.problem) for row in db.execute(select(problems))}
