@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+IDLE_S = 2.0  # the service closes connections that say nothing for longer
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ class Connections:
 
     def __init__(self, address: tuple[str, int], key: str) -> None:
         self.address, self._key = address, key
-        self._free: list[Connection] = []
+        self._free: list[tuple[Connection, float]] = []  # and since when; the last one to be free is the next to be used
 
     async def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Reply:
         """Raises `OSError` or `EOFError`."""
-        connection = self._free.pop() if self._free else await Connection.open(self.address, self._key)
+        connection = await self._any()
         try:
             reply = await connection.request(method, path, body, key)
         except BaseException:
@@ -97,10 +99,16 @@ class Connections:
         if reply.headers.get("connection") == "close":
             connection.abort()
         else:
-            self._free.append(connection)
+            self._free.append((connection, time.monotonic()))
         return reply
 
+    async def _any(self) -> Connection:
+        if self._free and time.monotonic() - self._free[-1][1] < IDLE_S:
+            return self._free.pop()[0]
+        self.close()
+        return await Connection.open(self.address, self._key)
+
     def close(self) -> None:
+        """Those that are free."""
         while self._free:
-            with suppress(OSError):
-                self._free.pop().abort()
+            self._free.pop()[0].abort()
