@@ -22,6 +22,7 @@ from optpipe.validity import check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is ended
 MOST_NOTES = 200  # a solver that tells more is not heard
+PROVEN = 1e-9  # a gap that is rounding
 SOLVER = "optpipe_solver"
 
 
@@ -76,6 +77,19 @@ class Result:
         if value is None or self.lower_bound_ms is None:
             return None
         return max(0.0, 1.0 - self.lower_bound_ms / value) if value else 0.0
+
+
+def merged(best: Result, new: Result) -> Result:
+    """The better schedule of two results for one problem, with the better bound that it does not disprove; the rest is the new one's."""
+    value, other = best.objective_ms, new.objective_ms
+    kept = best if other is None or (value is not None and value <= other) else new
+    most = float("inf") if kept.objective_ms is None else kept.objective_ms * (1 + PROVEN) + PROVEN
+    bounds = [b.lower_bound_ms for b in (best, new) if b.lower_bound_ms is not None and b.lower_bound_ms <= most]
+    result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=max(bounds, default=None))
+    if result.schedule is None:
+        return result
+    proven = result.gap is not None and result.gap <= PROVEN
+    return replace(result, status="optimal" if proven else "feasible", reason=None)
 
 
 class Search:

@@ -27,7 +27,8 @@ def worker(
     need("server")
     from optpipe_server import logs
     from optpipe_server.settings import Settings
-    from optpipe_server.worker import own_name, work
+    from optpipe_server.work import own_name
+    from optpipe_server.worker import work
 
     logs.configure(log_json)
     settings = Settings(database=database, solves=solves, threads=threads, memory_mib=memory_mib, shared_cache=shared_cache)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from optpipe.anytime import Result
+from optpipe.anytime import Result, merged
 from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Objective, Programs, Refused, Request
 from optpipe.errors import InputError, OptPipeError, SolverError
 from optpipe.jit import compile_at_once
@@ -34,7 +34,6 @@ PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large 
 LARGE = 2**16  # parts of activations: such a problem takes seconds and has a process of its own, so that others need not wait behind it
 CHECKED_S = 5e-6  # for a part of an activation, to read and check it here
 KEPT = 3  # incumbents of an answer; the last one is the best
-PROVEN = 1e-9  # a gap that is rounding
 
 
 class Desk:
@@ -207,19 +206,6 @@ def _heard(child: Child, request: Request, left_s: float, answer: Answer) -> boo
 def size(problem: Problem) -> int:
     """Parts of activations: what time and memory for a schedule, and for checking one, grow with."""
     return sum(stage.offload_parts for stage in problem.stages) * problem.microbatches
-
-
-def merged(best: Result, new: Result) -> Result:
-    """The better schedule of two results for one problem, with the better bound that it does not disprove; the rest is the new one's."""
-    value, other = best.objective_ms, new.objective_ms
-    kept = best if other is None or (value is not None and value <= other) else new
-    most = float("inf") if kept.objective_ms is None else kept.objective_ms * (1 + PROVEN) + PROVEN
-    bounds = [b.lower_bound_ms for b in (best, new) if b.lower_bound_ms is not None and b.lower_bound_ms <= most]
-    result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=max(bounds, default=None))
-    if result.schedule is None:
-        return result
-    proven = result.gap is not None and result.gap <= PROVEN
-    return replace(result, status="optimal" if proven else "feasible", reason=None)
 
 
 def _better(known: Start, new: Start) -> Start:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +29,6 @@ LOOK_S = 0.1  # how soon a signal is seen
 REAP_S = 2.0  # between looks for jobs whose worker is gone
 
 Ended = Callable[[], bool]
-
-
-def own_name() -> str:
-    """What this process is called where nobody gave it a name."""
-    return f"{socket.gethostname()}-{os.getpid()}"[:128]
 
 
 def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics_port: int | None = None) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +28,7 @@ from optpipe_server.http.feed import Feed
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
-from optpipe_server.work import Reaper, Supervisor
+from optpipe_server.work import Reaper, Supervisor, own_name
 
 T = TypeVar("T")
 
@@ -56,7 +54,7 @@ class Service:
         self._questions, self._thinkers = anyio.CapacityLimiter(QUESTIONS), anyio.CapacityLimiter(THINKERS)
         self._readers, self._drawings = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self.desk = Desk(self.settings, self.caches)
-        self.supervisor = Supervisor(self.settings, self.database, self.caches, f"{socket.gethostname()}:{os.getpid()}")
+        self.supervisor = Supervisor(self.settings, self.database, self.caches, own_name())
         self.reaper = Reaper(self.database, REAP_S)
         await self.ask(self.reaper.start)
         self.supervisor.start()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from optpipe_server.work.reaper import Reaper
-from optpipe_server.work.supervisor import Supervisor
+from optpipe_server.work.supervisor import Supervisor, own_name
 
-__all__ = ["Reaper", "Supervisor"]
+__all__ = ["Reaper", "Supervisor", "own_name"]

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import structlog
 
 from optpipe import family
-from optpipe.anytime import Result, Search, improve
+from optpipe.anytime import PROVEN, Result, Search, improve, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.files import Found
 from optpipe_server import metrics
@@ -29,7 +29,6 @@ from optpipe_server.work.room import Anything, Room, room, told_mib
 
 log = structlog.get_logger("optpipe.work")
 
-PROVEN = 1e-9  # a gap that is rounding
 NICER = 10  # than the process that answers requests
 FIRST_TO_GO = 500  # added to what the kernel holds against a process when memory is out
 LATE_S = 5.0  # a search that still runs so long after its time is ended with all its family: its own clock and `improve`'s have failed
@@ -275,15 +274,3 @@ class Solve:
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, self._crew.stopping)
-
-
-def merged(best: Result, new: Result) -> Result:
-    """The better schedule of two results for one problem, with the better bound; the rest is the new one's."""
-    value, other = best.objective_ms, new.objective_ms
-    kept = best if other is None or (value is not None and value <= other) else new
-    bound = max((b.lower_bound_ms for b in (best, new) if b.lower_bound_ms is not None), default=None)
-    result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=bound)
-    if result.schedule is None:
-        return result
-    proven = result.gap is not None and result.gap <= PROVEN
-    return replace(result, status="optimal" if proven else "feasible", reason=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 
@@ -24,6 +26,11 @@ LOOK_S = 0.5  # between two looks for a job that waits, where nobody nudges
 STOPPING_S = 5.0  # for the solves to hand their jobs back
 HANGS_S = 60.0  # a thread that has not come round for so long; the database may take some ten seconds to say that it is away
 AWAY_S = 5.0  # the database has not answered for so long
+
+
+def own_name() -> str:
+    """What this process is called where nobody gave it a name."""
+    return f"{socket.gethostname()}-{os.getpid()}"[:128]
 
 
 class Supervisor:
