@@ -69,6 +69,7 @@ class Database:
         self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
         self._lock_file = _only_writer(str(parsed.database), beside) if self.sqlite else None
         self.engine = _engine(parsed, self.sqlite)
+        self._reading = self.engine.execution_options(**({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"}))
         try:
             self._migrate()
         except BaseException as error:
@@ -86,8 +87,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
-        with self.engine.connect().execution_options(reads_only=True) as connection:
+        """Statements that only read; one transaction with SQLite, none with PostgreSQL, where each sees what is there by then anyway."""
+        with self._reading.connect() as connection:
             yield connection
 
     @contextmanager

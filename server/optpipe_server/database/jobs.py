@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, text
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, text
 
 from optpipe.anytime import Result
 from optpipe.child import Objective
@@ -97,6 +97,7 @@ class Jobs:
                 time_limit_s=job.time_limit_s,
                 gap_limit=job.gap,
                 priority=job.priority,
+                last_seq=1 if first else 0,
                 created_at=at,
                 ended_at=None if state == "queued" else at,
                 **known(start.best),
@@ -107,7 +108,7 @@ class Jobs:
                 db.execute(insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id})
             note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
             if first is not None:
-                append(db, _held(db, tenant, job_id), start.best, first, 0)
+                db.execute(insert(incumbents), {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first})
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
@@ -118,14 +119,18 @@ class Jobs:
     def job(self, tenant: str, job_id: str) -> Row[Any] | None:
         """A job with the problem that counts, as `problem`."""
         with self._database.read() as db:
-            joined = jobs.join(problems, (problems.c.job == jobs.c.id) & (problems.c.version == jobs.c.problem_version))
-            query = select(jobs, problems.c.problem).select_from(joined).where(jobs.c.id == job_id, jobs.c.tenant == tenant)
-            return db.execute(query).one_or_none()
+            return db.execute(_POSED, {"job": job_id, "tenant": tenant}).one_or_none()
 
     def head(self, tenant: str, job_id: str) -> Row[Any] | None:
         """A job without its problem."""
         with self._database.read() as db:
-            return db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant)).one_or_none()
+            return db.execute(_HEAD, {"job": job_id, "tenant": tenant}).one_or_none()
+
+    def shown(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Row[Any] | None]:
+        """A job without its problem, and its last `incumbent`, at once."""
+        with self._database.read() as db:
+            job = db.execute(_HEAD, {"job": job_id, "tenant": tenant}).one_or_none()
+            return job, db.execute(_WHOLE, {"job": job_id, "seq": job.last_seq}).one_or_none() if job and job.last_seq else None
 
     def news(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
         """A job, whoever's it is, and its incumbents numbered above `after` without their programs; of those that it says there are, none
@@ -146,23 +151,13 @@ class Jobs:
 
     def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
         """The incumbents numbered above `after`, in order, each with its adoption, without their programs."""
-        return self._incumbents(incumbents.c.job == job_id, incumbents.c.seq > after, whole=False)
+        with self._database.read() as db:
+            return db.execute(_LISTED, {"job": job_id, "after": after}).all()
 
     def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
         """One incumbent with its programs and the problem it is for."""
-        found = self._incumbents(incumbents.c.job == job_id, incumbents.c.seq == seq, whole=True)
-        return found[0] if found else None
-
-    def _incumbents(self, *where: Any, whole: bool) -> Sequence[Row[Any]]:
-        columns = [column for column in incumbents.c if whole or column.name != "programs"]
-        adopted = [adoptions.c.step, adoptions.c.measured_iteration_ms, adoptions.c.adopted_at]
-        of_job = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
-        joined = incumbents.join(problems, of_job).outerjoin(
-            adoptions, (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
-        )
-        posed = [problems.c.sha256.label("problem_sha256"), *([problems.c.problem] if whole else [])]
         with self._database.read() as db:
-            return db.execute(select(*columns, *adopted, *posed).select_from(joined).where(*where).order_by(incumbents.c.seq)).all()
+            return db.execute(_WHOLE, {"job": job_id, "seq": seq}).one_or_none()
 
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
         """The versions of these jobs; one that is not there has been purged."""
@@ -264,6 +259,28 @@ class Jobs:
 
 
 CANCELLED = "the job was cancelled"
+
+
+def _incumbents(*more: Any) -> Any:
+    """Incumbents without their programs, each with its adoption and its problem's hash, and `more` columns."""
+    columns = [column for column in incumbents.c if column.name != "programs"]
+    adopted = [adoptions.c.step, adoptions.c.measured_iteration_ms, adoptions.c.adopted_at]
+    posed = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
+    adoption = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
+    joined = incumbents.join(problems, posed).outerjoin(adoptions, adoption)
+    query = select(*columns, *adopted, problems.c.sha256.label("problem_sha256"), *more).select_from(joined)
+    return query.where(incumbents.c.job == bindparam("job"))
+
+
+# Statements that are asked for often, made once: making one costs more than asking it.
+_HEAD = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
+_POSED = (
+    select(jobs, problems.c.problem)
+    .select_from(jobs.join(problems, (problems.c.job == jobs.c.id) & (problems.c.version == jobs.c.problem_version)))
+    .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
+)
+_LISTED = _incumbents().where(incumbents.c.seq > bindparam("after")).order_by(incumbents.c.seq)
+_WHOLE = _incumbents(incumbents.c.programs, problems.c.problem).where(incumbents.c.seq == bindparam("seq"))
 
 
 def _held(db: Connection, tenant: str, job_id: str) -> Row[Any]:

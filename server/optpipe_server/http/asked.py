@@ -21,6 +21,7 @@ Job = Row[Any]
 
 LARGEST = 2**53  # of numbers that the database is asked for
 MISSING = "There is no such job."
+ID = re.compile("[0-9a-f]{32}")
 
 
 class Asked:
@@ -47,10 +48,7 @@ class Asked:
 
     def head(self, job_id: str) -> Job:
         """The tenant's job; anybody else's is none."""
-        job = self.service.jobs.head(self.tenant, job_id) if re.fullmatch("[0-9a-f]{32}", job_id) else None
-        if job is None:
-            raise ReplyError(404, MISSING)
-        return job
+        return _there(self.service.jobs.head(self.tenant, job_id) if ID.fullmatch(job_id) else None)
 
     async def of_job(self, job_id: str, question: Callable[[Job], T]) -> T:
         """What the database says of the job; 404 where it is purged before the answer."""
@@ -65,17 +63,25 @@ class Asked:
 
     async def shown(self, job_id: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
         """The job with its best schedule."""
-        return await self.of_job(job_id, lambda job: self.job_reply(job, status, headers))
 
-    def job_reply(self, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-        best = self.best(job)
-        content = job_text(job, incumbent_text(best) if best else None)
-        return Response(content, status, {"ETag": etag(job.version), **(headers or {})}, "application/json")
+        def reply() -> Response:
+            job, last = self.service.jobs.shown(self.tenant, job_id) if ID.fullmatch(job_id) else (None, None)
+            job = _there(job)
+            best = incumbent_text(last) if last is not None and is_best(job, last) else None
+            return Response(job_text(job, best), status, {"ETag": etag(job.version), **(headers or {})}, "application/json")
+
+        return await self.service.ask(reply)
 
     def best(self, job: Job) -> Row[Any] | None:
         """The best schedule for the problem that counts."""
         last = self.service.jobs.incumbent(job.id, job.last_seq) if job.last_seq else None
         return last if last is not None and is_best(job, last) else None
+
+
+def _there(job: Job | None) -> Job:
+    if job is None:
+        raise ReplyError(404, MISSING)
+    return job
 
 
 def names(header: str | None, number: int) -> bool:

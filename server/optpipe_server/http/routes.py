@@ -85,11 +85,11 @@ async def show_job(
         if not over(job) if if_none_match is None else names(if_none_match, job.version):
             async with asked.service.feed.watching(job.id, job.version) as topic, asked.while_there():
                 await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, wait)
-    return await asked.of_job(job_id, lambda job: _unless_known(asked, job, if_none_match))
-
-
-def _unless_known(asked: Ask, job: Job, known: str | None) -> Response:
-    return Response(status_code=304, headers={"ETag": etag(job.version)}) if names(known, job.version) else asked.job_reply(job)
+    if if_none_match is not None:
+        job = await asked.of_job(job_id, lambda job: job)
+        if names(if_none_match, job.version):
+            return Response(status_code=304, headers={"ETag": etag(job.version)})
+    return await asked.shown(job_id)
 
 
 @router.get(

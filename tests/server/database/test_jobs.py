@@ -159,7 +159,7 @@ def test_cancel(jobs: Jobs, database: Database, state: str) -> None:
 def test_extend(jobs: Jobs, database: Database) -> None:
     job_id = submit(database, time_limit_s=10.0)
     with pytest.raises(StaleError):
-        jobs.extend(A, job_id, 20.0, 1)
+        jobs.extend(A, job_id, 20.0, 2)
     version = row(database, job_id).version
     with pytest.raises(ConflictError, match="has 10 s already"):
         jobs.extend(A, job_id, 10.0, version)

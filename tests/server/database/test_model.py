@@ -153,6 +153,7 @@ class Model(RuleBasedStateMachine):
         job.learn(start.best)
         if start.best.schedule is not None:
             job.add(start.best)
+        job.changes = 0  # since it is there
         self.known[job_id] = job
         self.first_problem[job_id] = problem.sha256
         return job_id
