@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
 import anyio
-from fastapi import Depends, Path, Request
+from fastapi import Depends, Header, Path, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
+from starlette.types import Receive
 
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.service import Service
@@ -36,13 +37,12 @@ class Asked:
     async def while_there(self) -> AsyncIterator[None]:
         """What is awaited in the block ends when the client hangs up; its body has been read."""
 
-        async def hung_up() -> None:
-            while (await self._request.receive())["type"] != "http.disconnect":
-                pass
+        async def until_hung_up() -> None:
+            await hung_up(self._request.receive)
             group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            group.start_soon(hung_up)
+            group.start_soon(until_hung_up)
             yield
             group.cancel_scope.cancel()
 
@@ -84,6 +84,12 @@ def _there(job: Job | None) -> Job:
     return job
 
 
+async def hung_up(receive: Receive) -> None:
+    """Until the client of a request whose body has been read hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def names(header: str | None, number: int) -> bool:
     """Whether If-None-Match names this version."""
     return header is not None and (header.strip() == "*" or etag(number) in (tag.strip().removeprefix("W/") for tag in header.split(",")))
@@ -95,3 +101,4 @@ async def _asked(request: Request) -> Asked:  # what is no coroutine would be ca
 
 Ask = Annotated[Asked, Depends(_asked)]
 JobId = Annotated[str, Path(description="Of a job, 32 hexadecimal digits.", examples=["0" * 32])]
+Tags = Annotated[str | None, Header(description="ETags of what is known.")]

@@ -17,6 +17,7 @@ from fastapi import Request
 
 from optpipe import child, family
 from optpipe.problem import Problem
+from optpipe_server.http.asked import hung_up
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import Settings
 
@@ -62,7 +63,7 @@ async def _answer(request: Request, asked: child.Request, longest_s: float) -> s
         env=family.environment(mark),
         start_new_session=True,
     )
-    told, gone = asyncio.create_task(_told(process, asked)), asyncio.create_task(_gone(request))
+    told, gone = asyncio.create_task(_told(process, asked)), asyncio.create_task(hung_up(request.receive))
     try:
         done, _ = await asyncio.wait({told, gone}, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
         if told in done:
@@ -91,12 +92,6 @@ async def _told(process: asyncio.subprocess.Process, asked: child.Request) -> tu
         await process.stdin.drain()
     written, complaints = await asyncio.gather(process.stdout.read(), process.stderr.read())
     return written, complaints
-
-
-async def _gone(request: Request) -> None:
-    """Until the client hangs up; its body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _read(written: bytes, complaints: bytes) -> str:

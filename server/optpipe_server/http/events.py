@@ -6,6 +6,7 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from optpipe_server.http.asked import hung_up
 from optpipe_server.http.feed import Feed, Topic
 from optpipe_server.metrics import STREAMS
 
@@ -26,13 +27,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._feed.watching(self._job_id, self._version) as topic, anyio.create_task_group() as group:
 
-            async def hung_up() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
+            async def until_hung_up() -> None:
+                await hung_up(receive)
                 group.cancel_scope.cancel()
 
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            group.start_soon(hung_up)
+            group.start_soon(until_hung_up)
             with STREAMS.track_inprogress():
                 await self._tell(topic, send)
             await send({"type": "http.response.body", "body": b""})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
 
@@ -15,7 +15,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.show.trace import trace
 from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, names
+from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, Tags, names
 from optpipe_server.http.bodies import Adopt
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
@@ -29,7 +29,6 @@ MOST_DRAWN = 100_000  # ops in a trace or timeline: they are written out in this
 NONE, NO_SUCH = "The job has no schedule for its problem.", "The job has no such incumbent."
 
 Seq = Annotated[int, Path(ge=1, le=LARGEST, description="The number of an incumbent.", examples=[1])]
-Tags = Annotated[str | None, Header(description="ETags of what is known.")]
 WhichSeq = Annotated[int | None, Query(ge=1, le=LARGEST, description="The number of an incumbent; the best by default.")]
 
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from optpipe_server.database.jobs import MOST_LISTED, ConflictError, StaleError
 from optpipe_server.database.tables import State
 from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import Ask, Job, JobId, names
+from optpipe_server.http.asked import Ask, Job, JobId, Tags, names
 from optpipe_server.http.bodies import MoreTime, Posed, Submission
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.events import EventStream
@@ -22,7 +22,6 @@ from optpipe_server.http.views import cursor, etag, from_cursor, job_url, job_vi
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 LONGEST_WAIT_S = 60
-Tags = Annotated[str | None, Header(description="ETags of what is known.")]
 LastEventId = Annotated[str | None, Header(description="The number of an incumbent.")]
 IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
 
@@ -101,9 +100,7 @@ async def show_job(
         200: {"description": "A stream that ends with `end`", "content": {"text/event-stream": {"example": examples.EVENTS}}},
     },
 )
-async def follow(
-    job_id: JobId, asked: Ask, last_event_id: Annotated[str | None, Header(description="The number of an incumbent.")] = None
-) -> Response:
+async def follow(job_id: JobId, asked: Ask, last_event_id: LastEventId = None) -> Response:
     """Server-sent events: every incumbent after Last-Event-ID, then those to come, then `end`."""
     if last_event_id and not re.fullmatch(r"[0-9]{1,15}", last_event_id):
         raise ReplyError(400, "Last-Event-ID must be the number of an incumbent.")
@@ -126,9 +123,7 @@ async def cancel(job_id: JobId, asked: Ask) -> Response:
     openapi_extra=body(MoreTime, {"time_limit_s": 600.0}),
     responses=replies(200, shapes.Job, examples.JOB, 404, 409, 412, 422),
 )
-async def extend(
-    job_id: JobId, request: Request, asked: Ask, if_match: Annotated[str | None, Header(description="The job's ETag.")] = None
-) -> Response:
+async def extend(job_id: JobId, request: Request, asked: Ask, if_match: IfMatch = None) -> Response:
     """More time for a job that is not over."""
     wanted = await asked.service.read(MoreTime, await request.body(), "job")
     await asked.of_job(job_id, lambda job: _extend(asked, job, wanted.time_limit_s, if_match))
