@@ -18,11 +18,10 @@ from optpipe_server.database.engine import Database, clock_s, now
 from optpipe_server.database.incumbents import append, best_ms, change, known, note, plain, state_of_work, written
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.tables import Level, State, jobs
+from optpipe_server.settings import Settings
 
 FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
 ROUNDING = 1e-9
-LEASE_S = 15.0
-HEARTBEAT_S = 5.0
 MOST_CRASHES = 1  # of solver processes, after which a job goes on once more
 MOST_LOSSES = 5  # of workers: a job that takes its worker down each time ends at last
 
@@ -64,7 +63,7 @@ class Orders:
 class Leases:
     """The leases of one worker process, which is known to the others by its name."""
 
-    def __init__(self, database: Database, worker: str, lease_s: float = LEASE_S) -> None:
+    def __init__(self, database: Database, worker: str, lease_s: float = Settings.lease_s) -> None:
         self._database, self._worker, self._lease_s = database, worker, lease_s
 
     def claim(self) -> Claim | None:
