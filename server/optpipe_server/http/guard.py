@@ -128,8 +128,9 @@ class _Callers:
     async def expected(self) -> bool:
         """Whether there are keys. Once there are, this process does without none, whatever becomes of them."""
         if not self._expected and time.monotonic() >= self._look_again:
-            self._look_again = time.monotonic() + REMEMBERED_S
-            self._expected = await self._ask(self._keys.any)
+            until = time.monotonic() + REMEMBERED_S
+            there_are = await self._ask(self._keys.any)
+            self._expected, self._look_again = self._expected or there_are, until  # not before: whoever comes meanwhile waits, too
         return self._expected
 
     async def _ask(self, question: Callable[[], T]) -> T:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from sqlalchemy.exc import OperationalError
 
 import optpipe_server.http.guard as guard
 from optpipe_server.database import Database
@@ -112,6 +115,40 @@ def test_once_there_is_a_key_one_is_wanted(client: Local, keys: Keys, monkeypatc
     assert reply.headers["content-type"] == "application/problem+json"
     keys.revoke(key.split("_")[1])
     assert client.get("/v1/jobs").status_code == 401  # a service that had keys does not open
+
+
+def test_whoever_comes_while_it_is_not_known_whether_there_are_keys_waits_for_that(app: FastAPI, keys: Keys) -> None:
+    keys.create("acme", ["read"])
+    known = keys.any
+    asked = threading.Event()
+
+    def slowly() -> bool:
+        asked.set()
+        time.sleep(0.2)
+        return known()
+
+    keys.any = slowly  # type: ignore[method-assign]
+
+    async def both() -> list[int]:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            first = asyncio.create_task(client.get("/v1/jobs"))
+            await asyncio.to_thread(asked.wait)
+            return [(await client.get("/v1/jobs")).status_code, (await first).status_code]
+
+    assert asyncio.run(both()) == [401, 401]
+
+
+def test_nobody_passes_without_a_key_because_the_database_was_away(client: Local, keys: Keys) -> None:
+    keys.create("acme", ["read"])
+    known = keys.any
+
+    def away() -> bool:
+        keys.any = known  # type: ignore[method-assign]
+        raise OperationalError("", None, Exception("away"))
+
+    keys.any = away  # type: ignore[method-assign]
+    assert [client.get("/v1/jobs").status_code for _ in range(2)] == [503, 401]
 
 
 def test_a_wrong_key_is_refused_where_none_is_wanted(client: Local) -> None:
