@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +18,8 @@ from support.rest import submit, until_over
 from support.service import events, running
 
 from optpipe_server import Settings
+from optpipe_server.http.events import PING, EventStream
+from optpipe_server.http.feed import Feed, Topic
 from optpipe_server.serve import GRACE_S
 
 Serving = Callable[[Settings], httpx.Client]
@@ -148,3 +152,31 @@ def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
         assert client.get(f"{jobs[0]['url']}/incumbents/best").json()["method"] == "naive"
         client.post(f"{jobs[0]['url']}/cancel")
         assert until_over(client, jobs[0])["state"] == "cancelled"
+
+
+class Interrupted(list[bytes]):
+    """Events that are read at the moment before the last one comes in, and with it the job's end."""
+
+    def __init__(self, topic: Topic, job: Any) -> None:
+        self._topic, self._job = topic, job
+
+    def __getitem__(self, what: Any) -> Any:
+        known = list(self)[what]
+        if not self:
+            self._topic.events.append(b"the last incumbent\n\n")
+            self._topic.end, self._topic.job = b"end\n\n", self._job
+        return known
+
+
+def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
+    """A thread brings a topic up to date while the loop reads it."""
+    topic, sent = Topic(), b""
+    topic.events = Interrupted(topic, SimpleNamespace(state="done"))
+    stream = EventStream(Feed(None, 1), "", 0, 0, 0.01)  # type: ignore[arg-type]
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += message["body"]
+
+    asyncio.run(stream._tell(topic, send))
+    assert sent.removeprefix(PING) == b"the last incumbent\n\nend\n\n"

@@ -41,11 +41,11 @@ class EventStream(Response):
     async def _tell(self, topic: Topic, send: Send) -> None:
         sent = self._after
         while not topic.closing:
-            fresh = topic.events[sent : sent + AT_ONCE]
+            over, fresh = topic.over, topic.events[sent : sent + AT_ONCE]  # in this order: what comes in between is sent before the end
             sent += len(fresh)
             if fresh:
                 await send({"type": "http.response.body", "body": b"".join(fresh), "more_body": True})
-            elif topic.over:
+            elif over:
                 await send({"type": "http.response.body", "body": topic.end, "more_body": True})
                 return
             elif not await topic.change(self._ping_s):
