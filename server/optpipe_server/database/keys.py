@@ -76,6 +76,8 @@ class Keys:
 
     def revoke(self, key_id: str) -> None:
         """From now on the key opens nothing; said again it changes nothing. Raises `InputError` where there is no such key."""
+        if _KEY.fullmatch(key_id):  # not shown: it is a secret
+            raise InputError("id: this is a whole key; its id, the middle of op_<id>_<secret>, would be right")
         with self._database.write() as db:
             known = db.execute(select(keys).where(keys.c.id == key_id).with_for_update()).one_or_none()
             if known is None:

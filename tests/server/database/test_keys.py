@@ -71,6 +71,9 @@ def test_a_revoked_key_opens_nothing_and_no_one_is_let_in_without(database: Data
     assert keys.any(), "a service that asked for keys does not open when the last one goes"
     with pytest.raises(InputError, match="id = 'nobody': no key has it"):
         keys.revoke("nobody")
+    with pytest.raises(InputError, match="id: this is a whole key") as refused:
+        keys.revoke(key)
+    assert key.split("_")[2] not in str(refused.value)
 
 
 def test_a_key_is_compared_in_constant_time_also_where_there_is_none(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
