@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,11 +55,19 @@ def input_error(error: ValidationError, what: str) -> InputError:
     elif first["type"] == "value_error":
         message += f": {first['msg'].removeprefix('Value error, ')}"
     else:
-        text = first["msg"][0].lower() + first["msg"][1:]
-        message += f" = {_shown(first['input'])}: {text}" if path else f": {text}"
+        message = complained(first, message) if path else f"{what}: {_told(first)}"
     if len(complaints) > 1:
         message += f" (and {len(complaints) - 1} more)"
     return InputError(message)
+
+
+def complained(complaint: Mapping[str, Any], field: str) -> str:
+    """One of pydantic's complaints about a value: the field, the value, and what would be right."""
+    return f"{field} = {_shown(complaint['input'])}: {_told(complaint)}"
+
+
+def _told(complaint: Mapping[str, Any]) -> str:
+    return str(complaint["msg"][0].lower() + complaint["msg"][1:])
 
 
 def _shown(value: Any) -> str:

@@ -189,7 +189,7 @@ class Jobs:
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
             if time_limit_s <= job.time_limit_s:
-                raise ConflictError(f"The job has {job.time_limit_s:g} s already; time_limit_s extends it.")
+                raise ConflictError(f"time_limit_s = {time_limit_s:g}: the job has {job.time_limit_s:g} s already; more would be right.")
             change(db, job, time_limit_s=time_limit_s)
             note(db, job_id, job.attempt, f"its time limit is {time_limit_s:g} s now")
 

@@ -6,7 +6,7 @@ import hashlib
 import ipaddress
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -142,9 +142,16 @@ def _wanted(method: str, path: str) -> str:
     for pattern, methods in _PATHS:
         if pattern.fullmatch(path):
             if method not in methods:
-                raise ReplyError(405, "Method Not Allowed.", {"Allow": ", ".join(methods)})
+                raise _other_method(methods)
             return methods[method]
-    raise ReplyError(404, "Not Found.")
+    if path in WITHOUT_KEY:
+        raise _other_method(("GET",))
+    raise ReplyError(404, "There is no such route; GET /openapi.json describes those there are.")
+
+
+def _other_method(methods: Iterable[str]) -> ReplyError:
+    right = ", ".join(methods)
+    return ReplyError(405, f"The route does not have this method; {right} would be right.", {"Allow": right})
 
 
 def _unauthorized(status: int, detail: str, why: str = "") -> ReplyError:

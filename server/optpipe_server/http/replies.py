@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from optpipe.errors import InputError, field_path
+from optpipe.errors import InputError, complained, field_path
 
 log = logging.getLogger("optpipe.server")
 
@@ -52,8 +52,7 @@ def _http(_request: Request, error: Exception) -> JSONResponse:
 def _parameter(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     complaint: Any = error.errors()[0]
-    text = complaint["msg"][0].lower() + complaint["msg"][1:]
-    return problem_document(422, f"{field_path(complaint['loc'][1:])}: {text}")
+    return problem_document(422, complained(complaint, field_path(complaint["loc"][1:])))
 
 
 def _database(_request: Request, error: Exception) -> JSONResponse:

@@ -106,6 +106,21 @@ def test_another_scope_opens_nothing(call: Call, anybody: httpx.Client, keys: Ke
         assert f'scope="{call.scope}"' in reply.headers["www-authenticate"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "detail", "allow"),
+    [
+        ("GET /v1", 404, "There is no such route; GET /openapi.json describes those there are.", None),
+        ("PUT /v1/jobs", 405, "The route does not have this method; GET, POST would be right.", "GET, POST"),
+        ("POST /healthz", 405, "The route does not have this method; GET would be right.", "GET"),
+        ("GET /v1/jobs?limit=0", 422, "limit = '0': input should be greater than or equal to 1", None),
+        ("GET /v1/jobs?cursor=" + "1" * 99, 422, f"cursor = '{'1' * 56}...: string should have at most 40 characters", None),
+    ],
+)
+def test_what_would_be_right_is_said(tenant: Callable[[], httpx.Client], asked: str, status: int, detail: str, allow: str | None) -> None:
+    reply = tenant().request(*asked.split())
+    assert (reply.status_code, reply.json()["detail"], reply.headers.get("allow")) == (status, detail, allow)
+
+
 def test_another_tenants_job_is_none(tenant: Callable[[], httpx.Client]) -> None:
     """What is answered does not tell it from one that does not exist, and nothing happens to it."""
     own, other = tenant(), tenant()
