@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,17 @@ def test_an_open_database_is_as_it_was_left(database_url: str) -> None:
     again = Database(database_url)
     assert row(again, job_id) == before
     again.close()
+
+
+def test_what_sqlite_acknowledges_is_on_the_disk_and_who_will_write_has_the_lock_at_once(sqlite_url: str) -> None:
+    database = Database(sqlite_url)
+    with database.read() as db:
+        told = [db.execute(text(f"pragma {name}")).scalar_one() for name in ("journal_mode", "synchronous", "foreign_keys")]
+    assert told == ["wal", 2, 1], "2 is FULL"
+    other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), timeout=0, isolation_level=None)
+    with closing(other), database.write(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("begin immediate")
+    database.close()
 
 
 def test_tables_of_a_newer_release_are_refused_and_let_go(database_url: str) -> None:
