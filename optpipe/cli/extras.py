@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from optpipe.errors import InputError
 
-NEEDS = {"runtime": ("torch", "httpx"), "server": ("fastapi", "uvicorn", "sqlalchemy")}
+NEEDS = {"runtime": ("torch", "httpx"), "server": ("alembic", "fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn")}
 
 
 def need(extra: str, *packages: str) -> None:
