@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from support.chain import chain
+from support.chain import chain, one_by_one
 from support.fake_solver import SLEEP
-from support.work import Work, alive, problem, sound, until
+from support.jobs import start
+from support.processes import over
+from support.work import Work, problem, sound, until
 
 from optpipe import anytime, family
 from optpipe_server.work import solve
@@ -43,7 +45,7 @@ def test_a_search_ends_in_time(
     monkeypatch.setattr(anytime, "GRACE_S", grace_s)
     monkeypatch.setattr(solve, "LATE_S", late_s)
     posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # which nobody proves in that time
-    job_id = local.submit(method, posed, time_limit_s=2.0)
+    job_id = local.submit(method, posed, time_limit_s=2.0, start=start(one_by_one(posed)))  # on a busy machine a search may find none
     with local.supervisor():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
@@ -80,8 +82,8 @@ def test_a_family_is_ended_however_it_hides() -> None:
         (pid,) = until(lambda: family.members(mark))
         os.kill(pid, 19)  # SIGSTOP
         assert family.end(mark) == 1
-        until(lambda: not alive(pid))
-        assert alive(stranger.pid)
+        until(lambda: over(pid))
+        assert not over(stranger.pid)
         family.end(others)
 
 
