@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from support.chain import chain
+from support.fake_solver import together
 from support.rest import submit
 from support.service import running, settings_in
 
@@ -26,15 +27,10 @@ from optpipe_server.serve import Server
 M = 12
 PROBLEM = chain(m=M, memory=M)
 
-
-def together(last: int) -> Schedule:
-    """One micro-batch at a time, but the last ones together: the more, the shorter."""
-    alone, group = range(M - last), range(M - last, M)
-    words = " ".join([*(f"F{j} BW{j}" for j in alone), *(f"F{j}" for j in group), *(f"BW{j}" for j in group)]).split()
-    return Schedule.parse(PROBLEM, [[f"{s}{word}" for word in words] for s in range(2)], method=f"{last} together")
-
-
-BETTER = [together(last) for last in range(2, M + 1)]
+# The more micro-batches together, the shorter.
+BETTER = [
+    Schedule.parse(PROBLEM, [program.split() for program in together(M, last)], method=f"{last} together") for last in range(2, M + 1)
+]
 
 Shared = tuple[str, Server]
 

@@ -43,6 +43,10 @@ class Call:
         return client.request(self.method, path, headers={**kind, **self.headers, **(headers or {})}, content=content)
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 CALLS = [
     Call("GET", "/healthz", None, 200),
     Call("GET", "/readyz", None, 200),

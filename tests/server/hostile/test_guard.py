@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from sqlalchemy.exc import OperationalError
+from support.requests import bearer
 
 import optpipe_server.http.guard as guard
 from optpipe_server.database import Database
@@ -67,10 +68,6 @@ class Local:
 def client(app: FastAPI) -> Iterator[Local]:
     with asyncio.Runner() as runner:
         yield Local(app, runner.run)
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 def test_without_keys_this_machine_may_do_everything(client: Local) -> None:

@@ -7,7 +7,7 @@ from itertools import count
 
 import httpx
 import pytest
-from support.requests import CALLS, IF_MATCH, PROBLEM, Call, job, routes
+from support.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
 from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http import guard
@@ -47,10 +47,6 @@ def tenant(shared: tuple[str, Server], keys: Keys) -> Iterator[Callable[[], http
     yield made
     for client in clients:
         client.close()
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 def name(call: Call) -> str:
