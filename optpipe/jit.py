@@ -30,6 +30,9 @@ class LazyJit:
         if not self._compiled and (_eager or self._work > ENOUGH):
             import numba
 
-            self._function = numba.njit(cache=True)(self._function)
+            try:
+                self._function = numba.njit(cache=True)(self._function)
+            except RuntimeError:  # no folder that can be written, neither beside the source nor at home: compiled anew in each process
+                self._function = numba.njit(self._function)
             self._compiled = True
         return self._function(*args)

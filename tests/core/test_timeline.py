@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,6 +8,7 @@ from support.strategies import AMPLE, problems_with_schedules
 
 from optpipe import DeadlockError, Device, Op, Problem, Schedule, ScheduleError, Stage, check, simulate
 from optpipe import timeline as timeline_module
+from optpipe.jit import ENOUGH, LazyJit
 from optpipe.ops import Kind
 from optpipe.program import KIND
 
@@ -52,6 +55,14 @@ def test_compiled_and_plain_loops_are_one(pair):
 
 _compiled = timeline_module.LazyJit(timeline_module.longest_path)
 _compiled._work = 10**9
+
+
+def test_where_nothing_can_be_written_a_loop_is_compiled_all_the_same():
+    here: dict[str, Any] = {}
+    exec("def twice(number):\n    return 2 * number", here)  # of no file: numba finds no folder to keep what it compiles
+    loop = LazyJit(here["twice"])
+    assert loop(ENOUGH + 1, 21) == 42
+    assert loop._function is not here["twice"]
 
 
 def test_by_hand():
