@@ -123,17 +123,25 @@ class Supervisor:
         threads = self._threads.take()
         solve = Solve(self._crew, claim, threads)
 
+        def over() -> None:
+            self._threads.give_back(threads)
+            with self._lock:
+                del self._solves[solve]
+
         def run() -> None:
             try:
                 solve.run()
             finally:
-                self._threads.give_back(threads)
-                with self._lock:
-                    del self._solves[solve]
+                over()
                 self._news.set()
 
         thread = threading.Thread(target=run, name=f"solve {claim.number}", daemon=True)
         log.info("claimed", job=claim.job_id, attempt=claim.attempt, worker=self._name, threads=threads, spent_s=round(claim.spent_s, 3))
         with self._lock:
             self._solves[solve] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads now
+            over()
+            self._leases.give_back(claim, claim.spent_s)
+            raise

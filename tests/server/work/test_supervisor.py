@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.chain import gpipe, one_by_one
-from support.work import PATIENCE_S, Work, alive, problem, sound, until
+from support.processes import over
+from support.work import PATIENCE_S, Work, problem, sound, until
 
 from optpipe import Result, anytime, child
 from optpipe_server import metrics
@@ -148,7 +150,7 @@ def test_a_purged_job_is_let_go(work: Work, tmp_path: Path) -> None:
         pid = int(file.read_text())
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
         work.jobs.purge(LOCAL, job_id)
-        until(lambda: not supervisor.running() and not alive(pid))
+        until(lambda: not supervisor.running() and over(pid))
     assert work.jobs.job(LOCAL, job_id) is None
 
 
@@ -171,3 +173,20 @@ def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
         local.ended(alone)
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert f"threads 6, memory 700, nice {nice}, 20 s" in local.lines(alone)
+
+
+def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as where the system lets a process have no more of them: the place is free again, and the job waits."""
+    start, refused = threading.Thread.start, []
+
+    def sometimes(thread: threading.Thread) -> None:
+        if thread.name.startswith("solve") and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    first = work.submit("prove")
+    with work.supervisor(solves=1):
+        job = work.ended(first)
+    assert (job.state, job.attempt, job.losses, len(refused)) == ("done", 2, 0, 1)
