@@ -39,7 +39,10 @@ class Reaper:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
-            self._reap()
+            try:
+                self._reap()
+            except Exception:
+                log.exception("a look for lost jobs failed")
 
     def _reap(self, everything: bool = False) -> None:
         try:

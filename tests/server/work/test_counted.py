@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from sqlalchemy import update
 from support.work import Work, until
 
+import optpipe_server.work.reaper
+from optpipe_server.database import Leases, reap
 from optpipe_server.database.tables import jobs
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.work import Reaper
@@ -42,4 +47,23 @@ def test_jobs_that_were_lost_and_that_were_found(work: Work) -> None:
         db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
     reaper.start()
     until(lambda: counted("reaped_jobs_total") == reaped + 1)
+    reaper.stop()
+
+
+def test_a_reaper_outlives_whatever_goes_wrong_in_it(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks after its thread, and without it no job of a lost worker goes on."""
+    failures = [ValueError("unheard of")]
+
+    def in_the_end(*asked: Any) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return reap(*asked)
+
+    reaper = Reaper(work.database, 0.05)
+    reaper.start()
+    monkeypatch.setattr(optpipe_server.work.reaper, "reap", in_the_end)
+    until(lambda: not failures)
+    lost = work.submit("hang")
+    assert Leases(work.database, "lost", 0.1).claim() is not None
+    until(lambda: work.job(lost).state == "queued", patience_s=20.0)
     reaper.stop()
