@@ -56,7 +56,6 @@ class Orders:
     """What the client wants of a job that runs."""
 
     cancelled: bool
-    time_limit_s: float
     problem_version: int
 
 
@@ -104,12 +103,10 @@ class Leases:
 
     def orders(self, attempts: Mapping[str, int]) -> dict[str, Orders]:
         """What is wanted of these jobs (id -> attempt); one that is not there is this worker's no more."""
-        columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested, jobs.c.time_limit_s, jobs.c.problem_version
+        columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested, jobs.c.problem_version
         with self._database.read() as db:
             rows = db.execute(select(*columns).where(jobs.c.id.in_(list(attempts)), jobs.c.state == "running")).all()
-        return {
-            row.id: Orders(row.cancel_requested, row.time_limit_s, row.problem_version) for row in rows if row.attempt == attempts[row.id]
-        }
+        return {row.id: Orders(row.cancel_requested, row.problem_version) for row in rows if row.attempt == attempts[row.id]}
 
     def append(self, claim: Claim, result: Result) -> bool:
         """Commits a verified schedule, unless it is no better than the last one; said again it changes nothing.
