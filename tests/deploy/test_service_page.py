@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.deployment import ROOT, SERVICES
 from support.pages import DOCS, table
-from support.stack import free_port
+from support.ports import free_port
 
 from optpipe_server import Settings, create_app
 from optpipe_server.database import jobs
@@ -149,6 +149,12 @@ def test_the_table_of_limits_is_that_of_the_code() -> None:
         "the first schedule of a submission": f"{settings.first_schedule_s:g} s, then the job is taken in without one",
     }
     assert connections.ARRIVES_S == connections.TAKEN_S
+
+
+def test_the_times_that_it_names_are_those_of_the_settings() -> None:
+    settings = Settings()
+    assert f"lease of {settings.lease_s:g} s that it renews every {settings.heartbeat_s:g} s" in PAGE
+    assert f"A comment every {settings.ping_s:g} s shows that the connection lives" in PAGE
 
 
 def test_the_table_of_errors_has_every_status(tmp_path: Path) -> None:

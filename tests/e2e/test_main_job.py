@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from support.following import free_port, until
+from support.following import until
+from support.ports import free_port
 
 from optpipe.cli import demo
 from optpipe.cli.launch import torchrun

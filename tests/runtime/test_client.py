@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from support.chain import chain, gpipe, one_by_one
-from support.following import QUICK, free_port, news, until, warnings
+from support.following import QUICK, news, until, warnings
+from support.ports import free_port
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe_runtime.client import ScheduleClient

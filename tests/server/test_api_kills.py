@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from support.chain import chain
-from support.stack import free_port
+from support.ports import free_port
 
 from optpipe.files import ScheduleFile
 from optpipe.validity import check

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,9 +29,3 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def news(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "optpipe.client" and record.levelno == logging.INFO]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

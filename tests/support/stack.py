@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,15 +13,11 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from support.deployment import ROOT, SERVICES, image_environment, image_packages
+from support.ports import free_port
 from support.postgres import Postgres
 
 PASSWORD = "not a default: pass/word@1"  # with all that a URL would read otherwise
 STARTS_S = 60.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Stack:

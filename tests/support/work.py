@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 from sqlalchemy import select
 
-import optpipe.anytime
 from optpipe import Problem, check, family
 from optpipe.child import Programs
 from optpipe_server.caches import Caches
@@ -24,18 +21,12 @@ from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.work import Supervisor
 from support.chain import chain
 
-TESTS = Path(__file__).parents[1]
 PATIENCE_S = 60.0  # of a test, on a busy machine
 
 
 def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
     """Memory for everything, so that all of `chain`'s schedules are valid."""
     return chain(memory=m, m=m, scale=scale).model_copy(update={"name": name})
-
-
-def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
 
 
 def until(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> Any:
@@ -115,11 +106,3 @@ def sound(database: Database, newest: int = 1_000_000) -> dict[str, list[Any]]:
                 assert after.makespan_ms < before.makespan_ms
                 assert after.attempt >= before.attempt
     return of_job
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.work import Work, use_fake_solver
+from support.service import use_fake_solver
+from support.work import Work
 
 from optpipe_server.database import Database
 

@@ -14,7 +14,8 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from support.chain import gpipe
-from support.work import Work, alive, problem, sound, until
+from support.processes import over
+from support.work import Work, problem, sound, until
 from support.worker_process import LEASE_S, WorkerProcess, worker_process
 
 from optpipe import Result, family
@@ -108,7 +109,7 @@ def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(beside: Work, da
             os.kill(pid, signal.SIGSTOP)
         worker.kill()
         gone(worker)
-        until(lambda: not any(alive(pid) for pid in children))
+        until(lambda: all(over(pid) for pid in children))
 
 
 def test_who_was_stopped_for_longer_than_its_lease_writes_nothing(beside: Work, database_url: str, tmp_path: Path) -> None:
