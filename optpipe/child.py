@@ -154,6 +154,7 @@ class Child:
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
         self._stopped = threading.Event()
+        self._gone = threading.Event()  # with its group: from then on their number may be a stranger's
         if admit is not None:
             try:
                 admit(self._process.pid)
@@ -229,9 +230,11 @@ class Child:
     def stop(self) -> None:
         """Ends the child and all that it started."""
         self._stopped.set()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if not self._gone.is_set():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._gone.set()
 
     def close(self) -> None:
         """`stop`, and the pipes closed; not while another thread reads `frames`."""

@@ -105,6 +105,17 @@ def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeyp
     assert time.monotonic() - began < 30  # the solver would have slept for 60
 
 
+def test_a_solver_that_is_gone_is_not_killed_again(problem, monkeypatch):
+    """The number of its group may be a stranger's by then."""
+    killed, kill = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda *what: (killed.append(what), kill(*what)))
+    search = improve(problem, method="good", time_limit=20)
+    list(search)
+    search.cancel()
+    search._child.close()
+    assert len(killed) == 1
+
+
 def test_cancel_keeps_the_best_so_far(problem):
     search = improve(problem, method="sleep", time_limit=50)
     assert next(search).method == "slow"
