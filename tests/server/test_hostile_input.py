@@ -100,6 +100,18 @@ def test_a_missing_problem(client: httpx.Client) -> None:
     assert detail(post(client, "{}")) == "job: problem is missing"
 
 
+def test_a_problem_has_a_size_that_the_service_takes(client: httpx.Client) -> None:
+    problem = chain().to_dict()
+    many = {**problem, "stages": [problem["stages"][0]] * 257}
+    for path in ("/v1/jobs", "/v1/compare", "/v1/cache/lookup"):
+        reply = client.post(path, json={"problem": many})
+        assert (reply.status_code, "problem.stages are 257: the service takes up to 256" in detail(reply)) == (422, True)
+        reply = client.post(path, json={"problem": {**problem, "microbatches": 4097}})
+        assert (reply.status_code, "problem.microbatches = 4097: the service takes up to 4096" in detail(reply)) == (422, True)
+    largest = {**many, "stages": many["stages"][:256], "microbatches": 4096}
+    assert parse(Submission, json.dumps({"problem": largest}).encode(), "job").problem.microbatches == 4096
+
+
 def test_too_long_a_body(client: httpx.Client) -> None:
     assert post(client, b" " * (LONGEST_BODY + 1)).status_code == 413
 
