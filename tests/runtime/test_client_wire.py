@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from email.utils import formatdate
@@ -16,7 +17,7 @@ from support.following import QUICK, news, until, warnings
 from optpipe.errors import InputError
 from optpipe_runtime.client import Offer, ScheduleClient
 from optpipe_runtime.search import longest_answer
-from optpipe_runtime.wire import LONGEST_WAIT_S, _seconds, api_key, base_url
+from optpipe_runtime.wire import LONGEST_WAIT_S, Backoff, _seconds, api_key, base_url
 
 GOOD_FILE = fake.document(gpipe(chain()))
 TOO_BIG = fake.document(gpipe(chain()))  # for two activations; the problem asked has memory for one
@@ -236,6 +237,29 @@ def test_retry_after_is_waited_for() -> None:
     with fake_service(by_path({"/jobs": full, "/events": ENDS, "/1": GOOD})) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
         until(client.poll)
     assert times[1] - times[0] >= 1.0
+
+
+def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    async def fail() -> None:
+        for _ in range(20):
+            backoff = Backoff(0.5, 30.0)
+            for _ in range(10):
+                await backoff.wait()
+            backoff.forget()
+            await backoff.wait()
+            await backoff.wait(40.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", sleep)
+        asyncio.run(fail())
+    for seconds, most in zip(waited, [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 0.5, 48] * 20, strict=True):
+        assert (40 if most == 48 else most / 2) <= seconds <= most
+    assert len({*waited}) == len(waited), "clients that were sent away together come back apart"
 
 
 def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
