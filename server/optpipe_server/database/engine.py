@@ -130,8 +130,8 @@ def _parsed(url: str) -> URL:
 
 
 def _shown(url: URL) -> str:
-    """Without the password, wherever it stands."""
-    return url.difference_update_query(("password", "passfile", "sslpassword")).render_as_string()
+    """As whoever gave it would write it, without the password, wherever it stands."""
+    return url.set(drivername=url.get_backend_name()).difference_update_query(("password", "passfile", "sslpassword")).render_as_string()
 
 
 def _only_writer(file: str, beside: bool) -> int | None:

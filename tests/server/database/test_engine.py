@@ -80,6 +80,11 @@ def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
         database.close()
 
 
+def test_a_database_that_is_away_is_named_as_it_was_given_without_the_password() -> None:
+    with pytest.raises(engine.AwayError, match=r"^database = 'postgresql://me:\*\*\*@127\.0\.0\.1:1/name': .*Connection refused$"):
+        Database("postgresql://me:secret@127.0.0.1:1/name")
+
+
 def test_a_migration_may_take_its_time(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[str] = []
 
