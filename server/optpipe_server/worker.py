@@ -117,8 +117,9 @@ def _answering(supervisor: Supervisor, host: str, port: int | None) -> Iterator[
 
     try:
         server = make_server(host, port, answer, _Server, _Quiet)
-    except OSError as error:
-        raise InputError(f"metrics_port = {port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"metrics_host = {host!r}, metrics_port = {port}: {why or error}") from None
     with server:
         threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         log.info("metrics", port=server.server_port)

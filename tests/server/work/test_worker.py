@@ -41,9 +41,10 @@ def test_what_is_no_database_is_refused(database: str, sentence: str) -> None:
         run(Settings(database=database), "worker")
 
 
-def test_a_port_that_is_taken_is_refused(postgres_url: str) -> None:
-    with pytest.raises(InputError, match="metrics_port = 1"):
-        run(Settings(database=postgres_url), "worker", "192.0.2.1", 1)
+@pytest.mark.parametrize("host", ["192.0.2.1", "no..host"])
+def test_an_address_that_cannot_be_had_is_refused(postgres_url: str, host: str) -> None:
+    with pytest.raises(InputError, match=f"metrics_host = '{host}', metrics_port = 1: "):
+        run(Settings(database=postgres_url), "worker", host, 1)
 
 
 @contextmanager
