@@ -14,7 +14,7 @@ def worker(
     threads: Annotated[
         int, typer.Option(min=1, max=1024, help="Of all searches together; one less than there are cores by default.")
     ] = max(1, (os.cpu_count() or 1) - 1),
-    memory_mib: Annotated[int | None, typer.Option(min=256, help="Of one search's processes together; no limit by default.")] = None,
+    memory_mib: Annotated[int | None, typer.Option(min=64, help="Of one search's processes together; no limit by default.")] = None,
     name: Annotated[str | None, typer.Option(help="In the database and the logs; host and process by default.")] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of /metrics and /healthz.")] = "127.0.0.1",
     metrics_port: Annotated[int | None, typer.Option(min=0, max=65535, help="Their port; 0 is a free one, none without.")] = None,
