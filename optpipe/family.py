@@ -18,9 +18,21 @@ from itertools import count
 from uuid import uuid4
 
 VARIABLE = "OPTPIPE_FAMILY"
-OWN = f"/{uuid4().hex}."  # what the marks of all children of this process begin with
 ENDING_S = 5.0  # for how long a family is looked for, that begets while it is ended
 _numbers = count()
+
+
+OWN: str  # what the marks of all children of this process begin with
+
+
+def _begin() -> None:
+    """Gives this process marks of its own; again after a fork, whose two processes would end each other's children else."""
+    global OWN
+    OWN = f"/{uuid4().hex}."
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
 
 
 def new_mark() -> str:
