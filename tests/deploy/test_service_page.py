@@ -134,7 +134,7 @@ def test_the_table_of_limits_is_that_of_the_code() -> None:
     settings = Settings()
     assert told == {
         "a request's body": f"{limits.LONGEST_BODY // 2**20} MiB of JSON, not compressed",
-        "a request's line and headers": f"{connections.LONGEST_HEAD // 2**10} KiB",
+        "a request's line and headers, where they do not arrive at once": f"{connections.LONGEST_HEAD // 2**10} KiB",
         "a request's arrival, and a client's reading of a reply": f"{connections.ARRIVES_S:g} s",
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}",
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any
@@ -138,6 +138,8 @@ def _only_writer(file: str, beside: bool) -> int | None:
     """Holds the lock beside the file, which ends with the process however it ends; None where another has it and that is no harm."""
     try:
         lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with suppress(FileExistsError):  # a new one is the user's alone, as SQLite would not make it
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise InputError(f"database = 'sqlite:///{file}': {error.strerror or error}") from None
     try:

@@ -204,8 +204,8 @@ class Jobs:
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
             job = _held(db, tenant, job_id)
-            if job.state == "cancelled" or job.cancel_requested:
-                raise ConflictError("The job is cancelled; submit the problem as another job.")
+            if is_cancelled(job):
+                raise ConflictError(GONE_ON)
             if job.last_seq != seen:
                 raise StaleError
             state = start.state
@@ -223,6 +223,7 @@ class Jobs:
                 problem_version=version,
                 problem_name=plain(problem.name),
                 problem_sha256=problem.sha256,
+                cancel_requested=False,  # of one that was over before it heard of it
                 spent_s=0.0,
                 crashes=0,
                 losses=0,
@@ -259,6 +260,12 @@ class Jobs:
 
 
 CANCELLED = "the job was cancelled"
+GONE_ON = "The job is cancelled; submit the problem as another job."
+
+
+def is_cancelled(job: Row[Any]) -> bool:
+    """Whether it is, or will be as soon as its worker hears of it; not where the job's end came first."""
+    return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
 def _incumbents(*more: Any) -> Any:

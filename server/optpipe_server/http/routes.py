@@ -133,7 +133,7 @@ async def extend(job_id: JobId, request: Request, asked: Ask, if_match: IfMatch 
 def _extend(asked: Ask, job: Job, time_limit_s: float, if_match: str | None) -> None:
     seen = re.fullmatch(r'"([0-9]{1,9})"', if_match.strip()) if if_match else None
     if seen is None:
-        raise ReplyError(412, 'If-Match: the ETag of the job as you know it, such as "3", is missing.')
+        raise ReplyError(412, 'If-Match: the ETag of the job as you know it, such as "3", would be right.')
     try:
         asked.service.jobs.extend(asked.tenant, job.id, time_limit_s, int(seen[1]))
     except StaleError:

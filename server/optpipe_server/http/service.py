@@ -20,7 +20,7 @@ from optpipe.schedule import Schedule
 from optpipe_cache.features import shape
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob
-from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
+from optpipe_server.database.jobs import GONE_ON, ConflictError, QueueFullError, StaleError, is_cancelled
 from optpipe_server.database.keys import Keys
 from optpipe_server.first import Desk
 from optpipe_server.http.bodies import Model, Submission, parse
@@ -163,8 +163,8 @@ class Service:
         job = self.jobs.job(tenant, job_id)
         if job is None:
             raise LookupError(job_id)
-        if job.state == "cancelled" or job.cancel_requested:
-            raise ReplyError(409, "The job is cancelled; submit the problem as another job.")
+        if is_cancelled(job):
+            raise ReplyError(409, GONE_ON)
         if shape(Problem.from_json(job.problem)) != shape(problem):
             raise ReplyError(409, "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.")
         last = self.jobs.incumbent(job_id, job.last_seq)

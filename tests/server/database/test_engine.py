@@ -113,6 +113,14 @@ def test_a_file_has_one_process(tmp_path: Path, sqlite_url: str) -> None:
     assert subprocess.run([sys.executable, "-c", OPEN, sqlite_url], capture_output=True, text=True).stdout == "opened\n"
 
 
+def test_a_new_file_is_the_users_alone(tmp_path: Path, sqlite_url: str) -> None:
+    Database(sqlite_url).close()
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
+        "service.sqlite": 0o600,
+        "service.sqlite.lock": 0o600,
+    }
+
+
 def test_beside_the_process_that_has_it(sqlite_url: str) -> None:
     database = Database(sqlite_url)
     beside = Database(sqlite_url, beside=True)

@@ -170,6 +170,19 @@ def test_extend(jobs: Jobs, database: Database) -> None:
         jobs.extend(A, job_id, 30.0, version + 2)
 
 
+def test_a_cancel_that_came_too_late_does_not_keep_another_problem_away(jobs: Jobs, database: Database) -> None:
+    job_id = submit(database)
+    leases = Leases(database, "w")
+    claim = leases.claim()
+    assert claim is not None
+    jobs.cancel(A, job_id)
+    with pytest.raises(ConflictError, match="The job is cancelled"):
+        jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
+    leases.finish(claim, "done", found(SLOW), 1.0)  # its proof came before it had heard
+    jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
+    assert (row(database, job_id).state, row(database, job_id).cancel_requested) == ("queued", False)
+
+
 def test_more_time_while_it_runs_goes_on(jobs: Jobs, database: Database) -> None:
     job_id = submit(database, time_limit_s=10.0)
     leases = Leases(database, "w")

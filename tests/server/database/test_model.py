@@ -331,7 +331,7 @@ class Model(RuleBasedStateMachine):
         try:
             self.jobs.pose(job.tenant, job_id, problem, start, seen=seen, queue=QUEUE)
         except ConflictError:
-            assert job.state == "cancelled" or job.cancel
+            assert job.state == "cancelled" or (job.cancel and job.state in OPEN)
             return
         except StaleError:
             assert stale
@@ -342,7 +342,9 @@ class Model(RuleBasedStateMachine):
             assert self.queued(job.tenant) >= QUEUE
             return
         assert not stale
-        assert not job.cancel
+        assert job.state != "cancelled"
+        assert not (job.cancel and job.state in OPEN)
+        job.cancel = False
         assert start.state != "queued" or job.state in OPEN or self.queued(job.tenant) < QUEUE
         job.state = "running" if start.state == "queued" and job.state == "running" else start.state
         job.worker = job.worker if job.state == "running" else None
