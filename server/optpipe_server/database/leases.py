@@ -85,11 +85,6 @@ class Leases:
             work = state_of_work(db, job)
         return _claim(job, job.attempt + 1, *work)
 
-    def waiting(self) -> int:
-        """How many jobs wait, counted up to a hundred."""
-        with self._database.read() as db:
-            return len(db.execute(select(jobs.c.number).where(jobs.c.state == "queued").limit(100)).all())
-
     def beat(self, spent_s: Iterable[tuple[Claim, float]]) -> set[str]:
         """Renews the leases of these claims, with the seconds spent; returns the ids of jobs that are this worker's no more."""
         lost = set()

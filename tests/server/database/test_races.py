@@ -40,9 +40,9 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
     return answers
 
 
-def claims(leases: Leases) -> list[str]:
-    taken = []
-    while leases.waiting():
+def claims(database: Database, worker: str) -> list[str]:
+    leases, taken = Leases(database, worker), []
+    while Jobs(database).count().get("queued"):
         if claim := leases.claim():
             taken.append(claim.job_id)
     return taken
@@ -50,19 +50,19 @@ def claims(leases: Leases) -> list[str]:
 
 def test_no_job_is_claimed_twice(database: Database) -> None:
     ids = [submit(database) for _ in range(40)]
-    taken = at_once(*(partial(claims, Leases(database, f"w{k}")) for k in range(8)))
+    taken = at_once(*(partial(claims, database, f"w{k}") for k in range(8)))
     assert sorted(job_id for each in taken for job_id in each) == sorted(ids)  # type: ignore[attr-defined]
     assert {row(database, job_id).attempt for job_id in ids} == {1}
 
 
 CLAIM_ALL = """
 import sys
-from optpipe_server.database import Database, Leases
+from optpipe_server.database import Database, Jobs, Leases
 database = Database(sys.argv[1])
 leases = Leases(database, sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
-while leases.waiting():
+while Jobs(database).count().get("queued"):
     if claim := leases.claim():
         print(claim.job_id, flush=True)
 database.close()
