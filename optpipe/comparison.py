@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from optpipe.anytime import solve
 from optpipe.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
 from optpipe.errors import InputError, OptPipeError, input_error
 from optpipe.memory import Certificate, Peak, certify
+from optpipe.offload import offload_ratio
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.validity import check
@@ -64,6 +66,26 @@ class Row:
         """The device whose memory is fullest, and its peak."""
         return _fullest(self.certificate.device) if self.certificate else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """For programs, as JSON takes it; what is not known is None."""
+        schedule, certificate = self.schedule, self.certificate
+        placement = schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
+        return {
+            "method": self.method,
+            "placements": self.placements,
+            "found_by": schedule.method if schedule else None,
+            "fits": self.fits,
+            "makespan_ms": self.makespan_ms,
+            "span_ms": self.span_ms,
+            "bubble": self.bubble,
+            "lower_bound_ms": self.lower_bound_ms,
+            "gap": self.gap,
+            "placement": placement,
+            "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
+            "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
+            "reason": self.reason,
+        }
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -81,6 +103,11 @@ class Comparison:
 
         proven = max((row.lower_bound_ms or 0.0 for row in rows if row.method == SOLVER and row.placements == "keep"), default=0.0)
         return cls(problem, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs, as JSON takes it, which has no infinity; `k` is `offload_ratio` of each stage."""
+        ratios = [None if ratio == float("inf") else ratio for ratio in offload_ratio(self.problem)]
+        return {"problem": self.problem.name, "k": ratios, "rows": [row.to_dict() for row in self.rows]}
 
 
 def _bounded(row: Row, proven_ms: float) -> Row:

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 
+NICER = 10  # what computes for the service than what answers its requests
 AGAIN_S, TRIES = 0.12, 5  # the kernel lets who is not root change a group ten times a second, all groups together
 
 

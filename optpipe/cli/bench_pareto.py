@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.compare import WIDTH, figures, title, waiting, watched
+from optpipe.cli.compare import WIDTH, title, waiting, watched
 from optpipe.cli.output import Json, print_json, require_writable
 from optpipe.errors import InputError
 
@@ -51,8 +51,8 @@ def pareto(
     if svg:
         write_file(svg, _picture(what, found, sizes, list(between.values())))
     if json:
-        rows = {name: [figures(row) for row in one.rows] for name, one in found.items()}
-        corners = [{"memory_bytes": point.bytes, "published": point.name, **figures(row)} for point, row in between.items()]
+        rows = {name: [row.to_dict() for row in one.rows] for name, one in found.items()}
+        corners = [{"memory_bytes": point.bytes, "published": point.name, **row.to_dict()} for point, row in between.items()]
         print_json(
             {"problem": what.name, "budgets": sizes, "rows": rows, "between": corners, "behind": [text for text, behind in told if behind]}
         )

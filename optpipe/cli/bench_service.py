@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.output import Json, print_json
+from optpipe.errors import InputError
 
 if TYPE_CHECKING:
     from optpipe_server.bench.load import Fan, Load
@@ -49,6 +50,8 @@ def service(
     from optpipe.cli.extras import need
 
     need("server")
+    if restart and not database:
+        raise InputError(f"restart = {restart!r}: SQLite has no server to restart; with --database postgresql://... it would be right")
     figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, _command(restart) if restart else None))
     if json:
         print_json([asdict(figure) | {"held": figure.held} for figure in figures])

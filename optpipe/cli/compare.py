@@ -47,7 +47,7 @@ def compare(
     if pictures:
         _draw(found, pictures)
     if json:
-        print_json(content(found))
+        print_json(found.to_dict())
         return
     from rich.console import Console
 
@@ -87,33 +87,6 @@ def waiting(text: str, quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     with console.status(text) as status:
         yield status.update
-
-
-def content(found: Comparison) -> dict[str, Any]:
-    """For programs, as JSON."""
-    ratios = [None if ratio == float("inf") else ratio for ratio in _ratios(found.problem)]  # JSON has no infinity
-    return {"problem": found.problem.name, "k": ratios, "rows": [figures(row) for row in found.rows]}
-
-
-def figures(row: Row) -> dict[str, Any]:
-    """For programs; what is not known is None."""
-    schedule, certificate = row.schedule, row.certificate
-    placement = schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
-    return {
-        "method": row.method,
-        "placements": row.placements,
-        "found_by": schedule.method if schedule else None,
-        "fits": row.fits,
-        "makespan_ms": row.makespan_ms,
-        "span_ms": row.span_ms,
-        "bubble": row.bubble,
-        "lower_bound_ms": row.lower_bound_ms,
-        "gap": row.gap,
-        "placement": placement,
-        "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
-        "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
-        "reason": row.reason,
-    }
 
 
 def table(found: Comparison) -> Table:

@@ -10,12 +10,9 @@ import json
 import os
 
 from optpipe.child import read_request
-from optpipe.cli.compare import content
 from optpipe.comparison import compare
 from optpipe.errors import InputError
-from optpipe.niceness import group_as_nice
-
-NICER = 10
+from optpipe.niceness import NICER, group_as_nice
 
 
 def main() -> None:
@@ -34,7 +31,7 @@ def main() -> None:
     except InputError as error:
         print(json.dumps({"refused": str(error)}))
     else:
-        print(json.dumps(content(found), separators=(",", ":")))
+        print(json.dumps(found.to_dict(), separators=(",", ":")))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from support.postgres import Postgres
 
-from optpipe.cli.bench_service import Figure, measure
+from optpipe.cli.bench_service import Figure, measure, service
+from optpipe.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,8 @@ async def restarted(postgres: Postgres) -> None:
 
 def test_a_figure_holds_up_to_its_target() -> None:
     assert [Figure("", target, 2.0, "s").held for target in (None, 1.0, 2.0)] == [None, False, True]
+
+
+def test_what_has_no_server_is_not_restarted() -> None:
+    with pytest.raises(InputError, match="restart = 'true': SQLite has no server"):
+        service(restart="true")

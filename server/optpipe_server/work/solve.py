@@ -18,6 +18,7 @@ from optpipe import family
 from optpipe.anytime import PROVEN, Result, Search, improve, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.files import Found
+from optpipe.niceness import NICER
 from optpipe_server import metrics
 from optpipe_server.caches import Caches
 from optpipe_server.database import Leases
@@ -29,7 +30,6 @@ from optpipe_server.work.room import Anything, Room, room, told_mib
 
 log = structlog.get_logger("optpipe.work")
 
-NICER = 10  # than the process that answers requests
 FIRST_TO_GO = 500  # added to what the kernel holds against a process when memory is out
 LATE_S = 5.0  # a search that still runs so long after its time is ended with all its family: its own clock and `improve`'s have failed
 
