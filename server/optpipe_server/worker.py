@@ -26,7 +26,6 @@ log = structlog.get_logger("optpipe.work")
 
 AGAIN_S = 2.0  # between attempts to reach a database that was not there at the start
 LOOK_S = 0.1  # how soon a signal is seen
-REAP_S = 2.0  # between looks for jobs whose worker is gone
 
 Ended = Callable[[], bool]
 
@@ -49,7 +48,7 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
         if database is None:
             return
         supervisor = Supervisor(settings, database, Caches(settings, database), name)
-        reaper = Reaper(database, REAP_S)
+        reaper = Reaper(database, supervisor.held)
         with closing(database), _answering(supervisor, metrics_host, metrics_port):
             reaper.start()
             supervisor.start()

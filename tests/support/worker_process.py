@@ -68,7 +68,8 @@ def main(url: str, name: str, cache: str) -> None:
         work(settings, name)
         return
     database = Database(url)
-    reaper, supervisor = Reaper(database, HEARTBEAT_S), Supervisor(settings, database, Caches(settings, database), name)
+    supervisor = Supervisor(settings, database, Caches(settings, database), name)
+    reaper = Reaper(database, supervisor.held, HEARTBEAT_S)
     signal.signal(signal.SIGTERM, lambda *_: supervisor.stop() or os._exit(0))
     reaper.start()
     supervisor.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,15 +179,16 @@ class Leases:
             yield db, job
 
 
-def reap(database: Database, everything: bool = False) -> list[str]:
-    """Jobs whose worker is gone wait again, or end with what they have; returns their ids. Any process may do it at any time.
+def reap(database: Database, everything: bool = False, but: Collection[str] = ()) -> list[str]:
+    """Jobs whose worker is gone wait again, or end with what they have; returns their ids. Any process may do it at any time, for all
+    `but` those that it works on itself.
 
     `everything` takes every running job for abandoned, whatever its lease: for the one process of a SQLite file that has just started.
     """
     reaped = []
     with database.write() as db:
         gone = jobs.c.state == "running" if everything else (jobs.c.state == "running") & (jobs.c.lease_until < clock_s())
-        for job in db.execute(select(jobs).where(gone).with_for_update(skip_locked=True)).all():
+        for job in db.execute(select(jobs).where(gone, jobs.c.id.not_in(but)).with_for_update(skip_locked=True)).all():
             reaped.append(job.id)
             note(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")
             values: dict[str, Any] = {"worker": None, "lease_until": None, "losses": job.losses + 1}

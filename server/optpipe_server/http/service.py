@@ -35,7 +35,6 @@ T = TypeVar("T")
 QUESTIONS = 16  # to the database, at a time
 THINKERS = 32  # submissions that wait for their first schedule at a time
 SMALL_BODY = 2**15  # bytes, which are read in a millisecond
-REAP_S = 5.0  # how often jobs are looked for whose worker is gone
 TRIES = 5  # at a problem that is posed while incumbents come in
 SHORTLY = {"Retry-After": "10"}
 
@@ -55,7 +54,7 @@ class Service:
         self._readers, self._drawings = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self.desk = Desk(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, own_name())
-        self.reaper = Reaper(self.database, REAP_S)
+        self.reaper = Reaper(self.database, self.supervisor.held)
         await self.ask(self.reaper.start)
         self.supervisor.start()
         self._feeding = asyncio.create_task(self.feed.run())
@@ -68,9 +67,8 @@ class Service:
 
     async def close(self) -> None:
         self.closing()
-        await asyncio.gather(self._feeding, self._desk_closed)
-        for stop in (self.supervisor.stop, self.reaper.stop):
-            await self.ask(stop)
+        stops = self.supervisor.stop, self.reaper.stop  # none waits for another, such as for a poll of a database that hangs
+        await asyncio.gather(self._feeding, self._desk_closed, *map(self.ask, stops))
         self.database.close()
 
     async def ask(self, question: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 import structlog
 
 from optpipe_server.database import Leases
+from optpipe_server.database.leases import Claim
 from optpipe_server.work.patience import AWAY, said
 from optpipe_server.work.solve import Solve
 
@@ -53,9 +54,13 @@ class Heartbeat(threading.Thread):
             else:
                 away = False
 
+    def held(self) -> dict[Solve, Claim]:
+        """What runs and does not hang: whose leases are kept."""
+        now = time.monotonic()
+        return {solve: claim for solve in self._running() if (claim := solve.claim) and now < solve.until + HUNG_S}
+
     def _look(self) -> None:
-        began = time.monotonic()
-        held = {solve: claim for solve in self._running() if (claim := solve.claim) and began < solve.until + HUNG_S}
+        began, held = time.monotonic(), self.held()
         if not held:
             return
         lost: set[str] = set()

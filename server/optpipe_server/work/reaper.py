@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 
 import structlog
 
@@ -12,18 +13,18 @@ from optpipe_server.work.patience import AWAY, said
 
 log = structlog.get_logger("optpipe.work")
 
-
+EVERY_S = 2.0
 STOPPING_S = 2.0
 
 
 class Reaper:
-    """A thread that looks every `every_s` seconds; in a process of its own accord, whoever else works or hangs there.
+    """A thread that looks every `every_s` seconds, whoever else works or hangs in its process, for all but the jobs that are `held` there.
 
     In the one process of a SQLite file it is started before the supervisor: whatever runs then is a process's that has ended.
     """
 
-    def __init__(self, database: Database, every_s: float) -> None:
-        self._database, self._every_s = database, every_s
+    def __init__(self, database: Database, held: Callable[[], Collection[str]] = tuple, every_s: float = EVERY_S) -> None:
+        self._database, self._held, self._every_s = database, held, every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
 
@@ -46,7 +47,7 @@ class Reaper:
 
     def _reap(self, everything: bool = False) -> None:
         try:
-            for job_id in reap(self._database, everything):
+            for job_id in reap(self._database, everything, self._held()):
                 metrics.REAPED.inc()
                 log.warning("its worker is gone", job=job_id)
         except AWAY as error:

@@ -68,6 +68,10 @@ class Supervisor:
         with self._lock:
             return list(self._solves)
 
+    def held(self) -> list[str]:
+        """The jobs whose leases are kept here, which are not abandoned though they may have run out: after a machine's sleep, all have."""
+        return [claim.job_id for claim in self._heartbeat.held().values()]
+
     def health(self) -> dict[str, str | int]:
         """Whether its threads come round, whether they reach the database, and how many jobs they have."""
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_jobs_that_were_lost_and_that_were_found(work: Work) -> None:
         with work.database.write() as db:  # as another worker's claim, after this one's lease
             db.execute(update(jobs).where(jobs.c.id == held).values(worker="another", attempt=jobs.c.attempt + 1))
         until(lambda: counted("lost_leases_total") == lost + 1)
-    reaper = Reaper(work.database, 0.05)
+    reaper = Reaper(work.database, every_s=0.05)
     with work.database.write() as db:
         db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
     reaper.start()
@@ -59,7 +60,7 @@ def test_a_reaper_outlives_whatever_goes_wrong_in_it(work: Work, monkeypatch: py
             raise failures.pop()
         return reap(*asked)
 
-    reaper = Reaper(work.database, 0.05)
+    reaper = Reaper(work.database, every_s=0.05)
     reaper.start()
     monkeypatch.setattr(optpipe_server.work.reaper, "reap", in_the_end)
     until(lambda: not failures)
@@ -67,3 +68,18 @@ def test_a_reaper_outlives_whatever_goes_wrong_in_it(work: Work, monkeypatch: py
     assert Leases(work.database, "lost", 0.1).claim() is not None
     until(lambda: work.job(lost).state == "queued", patience_s=20.0)
     reaper.stop()
+
+
+def test_a_machine_that_slept_goes_on(work: Work) -> None:
+    """All leases have run out by then, and whoever looks first must not take a process's own jobs for abandoned."""
+    held = work.submit("hang")
+    with work.supervisor(heartbeat_s=60.0) as supervisor:
+        work.found(held)
+        with work.database.write() as db:
+            db.execute(update(jobs).where(jobs.c.id == held).values(lease_until=0.0))
+        reaper = Reaper(work.database, supervisor.held, 0.01)
+        reaper.start()
+        until(lambda: supervisor.held() == [held])
+        time.sleep(0.5)
+        reaper.stop()
+        assert (work.job(held).state, work.job(held).attempt, work.job(held).losses) == ("running", 1, 0)

@@ -109,7 +109,7 @@ def test_a_database_that_goes_and_comes_back_costs_nothing(
     postgres: Postgres, postgres_url: str, tmp_path: Path, lease_s: float, how: signal.Signals
 ) -> None:
     work = Work(Database(postgres_url), tmp_path)
-    reaper = Reaper(work.database, 0.2)
+    reaper = Reaper(work.database, every_s=0.2)
     reaper.start()
     with work.supervisor(lease_s=lease_s) as supervisor:
         job_id = work.submit("steps", problem(m=30))
