@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 import optpipe
 from optpipe_server.http import docs, guard, health, replies, results, routes, tools
+from optpipe_server.http.comparisons import Comparisons
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
@@ -34,7 +35,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service = service
+    app.state.service, app.state.comparisons = service, Comparisons(service.settings)
     for router in (routes.router, results.router, tools.router, health.router):
         app.include_router(router)
     replies.install(app)

@@ -26,6 +26,7 @@ from optpipe_server.first import Desk
 from optpipe_server.http.bodies import Model, Submission, parse
 from optpipe_server.http.feed import Feed
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.turns import Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
 from optpipe_server.work import Reaper, Supervisor, own_name
@@ -51,7 +52,7 @@ class Service:
 
     async def open(self) -> None:
         self._questions, self._thinkers = anyio.CapacityLimiter(QUESTIONS), anyio.CapacityLimiter(THINKERS)
-        self._readers, self._drawings = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
+        self._readers, self.turns = anyio.CapacityLimiter(1), Turns()
         self.desk = Desk(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, own_name())
         self.reaper = Reaper(self.database, self.supervisor.held)
@@ -80,10 +81,6 @@ class Service:
         if len(body) <= SMALL_BODY:
             return parse(model, body, what)
         return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._readers)
-
-    async def draw(self, picture: Callable[[], T]) -> T:
-        """What takes a moment of computing, one at a time."""
-        return await anyio.to_thread.run_sync(picture, limiter=self._drawings)
 
     async def _think(self, thought: Callable[[], T]) -> T:
         """What the desk says, which may take seconds; who ends the service does not wait for it."""

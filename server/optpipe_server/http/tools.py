@@ -1,15 +1,9 @@
-"""Answers without a job: is a schedule valid, how long does it take, which method is best, is a schedule known.
-
-What has to be computed is computed one request at a time, whoever asks, so that the service's other requests have a core to themselves.
-"""
+"""Answers without a job: is a schedule valid, how long does it take, which method is best, is a schedule known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import anyio
-import anyio.to_thread
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import Field
@@ -33,9 +27,6 @@ from optpipe_server.http.views import text, uses
 
 router = APIRouter(prefix="/v1", tags=["tools"])
 
-T = TypeVar("T")
-
-MOST_WAITING = 32  # requests that wait for their turn to be computed; each keeps its body
 MOST_WRONG = 50  # sentences
 MOST_OPS = 10_000  # of a timeline, the first ones
 LONGEST_COMPARED_S = 60.0
@@ -131,41 +122,10 @@ class Found(Record):
     hit: Known | None
 
 
-class Turns:
-    """One computation at a time, in a thread; the rest wait, and too many are sent away."""
-
-    def __init__(self) -> None:
-        self._one, self._inside = anyio.CapacityLimiter(1), 0
-
-    async def compute(self, thought: Callable[[], T]) -> T:
-        """Raises `ReplyError` where too many wait already."""
-        if self._inside > MOST_WAITING:
-            raise ReplyError(503, "Too many schedules wait to be checked.", {"Retry-After": "5"})
-        self._inside += 1
-        try:
-            return await anyio.to_thread.run_sync(thought, limiter=self._one)
-        finally:
-            self._inside -= 1
-
-
-def _turns(request: Request) -> Turns:
-    """The app's."""
-    state = request.app.state
-    if not hasattr(state, "turns"):
-        state.turns = Turns()
-    found: Turns = state.turns
+def _comparisons(request: Request) -> Comparisons:
+    found: Comparisons = request.app.state.comparisons
     return found
 
-
-def _comparisons(request: Request, asked: Ask) -> Comparisons:
-    state = request.app.state
-    if not hasattr(state, "comparisons"):
-        state.comparisons = Comparisons(asked.service.settings)
-    found: Comparisons = state.comparisons
-    return found
-
-
-AtATime = Annotated[Turns, Depends(_turns)]
 
 _BOTH = {"problem": examples.PROBLEM, "schedule": examples.SCHEDULE}
 _USES = examples.TIMELINE["devices"]
@@ -190,10 +150,10 @@ _KNOWN = {"exact": False, "distance": 0.05, "status": "feasible", "lower_bound_m
 
 
 @router.post("/check", openapi_extra=body(Given, _BOTH), responses=replies(200, Checked, _CHECKED, 422))
-async def check_schedule(request: Request, turns: AtATime) -> Response:
+async def check_schedule(request: Request, asked: Ask) -> Response:
     """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it has."""
     sent = await request.body()
-    return _json(await turns.compute(lambda: text(_checked(parse(Given, sent, "check")))))
+    return _json(await asked.service.turns.compute(lambda: text(_checked(parse(Given, sent, "check")))))
 
 
 def _checked(given: Given) -> dict[str, Any]:
@@ -207,10 +167,10 @@ def _checked(given: Given) -> dict[str, Any]:
 
 
 @router.post("/simulate", openapi_extra=body(Given, _BOTH), responses=replies(200, Simulated, _SIMULATED, 422))
-async def simulate_schedule(request: Request, turns: AtATime) -> Response:
+async def simulate_schedule(request: Request, asked: Ask) -> Response:
     """When each op runs, by nominal times, and what each device holds at most."""
     sent = await request.body()
-    return _json(await turns.compute(lambda: text(_simulated(parse(Given, sent, "simulate")))))
+    return _json(await asked.service.turns.compute(lambda: text(_simulated(parse(Given, sent, "simulate")))))
 
 
 def _simulated(given: Given) -> dict[str, Any]:
@@ -234,11 +194,11 @@ def _simulated(given: Given) -> dict[str, Any]:
     openapi_extra=body(Compared, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
     responses=replies(200, Table, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
 )
-async def compare_methods(request: Request, turns: AtATime, comparisons: Annotated[Comparisons, Depends(_comparisons)]) -> Response:
+async def compare_methods(request: Request, asked: Ask, comparisons: Annotated[Comparisons, Depends(_comparisons)]) -> Response:
     """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes up to twice the
     time limit and some seconds, and ends when the client hangs up."""
     sent = await request.body()
-    wanted = await turns.compute(lambda: _comparable(parse(Compared, sent, "compare")))
+    wanted = await asked.service.turns.compute(lambda: _comparable(parse(Compared, sent, "compare")))
     return _json(await comparisons.compared(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
 
 
@@ -255,10 +215,10 @@ def _comparable(wanted: Compared) -> Compared:
     openapi_extra=body(Wanted, {"problem": examples.PROBLEM, "objective": "makespan"}),
     responses=replies(200, Found, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
 )
-async def look_up(request: Request, turns: AtATime, asked: Ask) -> Response:
+async def look_up(request: Request, asked: Ask) -> Response:
     """The cached schedule of this problem, or of the nearest one that is valid on it."""
     sent = await request.body()
-    return _json(await turns.compute(lambda: _looked_up(asked, parse(Wanted, sent, "lookup"))))
+    return _json(await asked.service.turns.compute(lambda: _looked_up(asked, parse(Wanted, sent, "lookup"))))
 
 
 def _looked_up(asked: Ask, wanted: Wanted) -> str:

@@ -22,7 +22,7 @@ from optpipe.memory import certify
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.validity import check
-from optpipe_server.http import comparisons, tools
+from optpipe_server.http import comparisons, tools, turns
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.serve import Server
 from optpipe_server.settings import LOCAL
@@ -226,7 +226,7 @@ def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
 
 
 def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "MOST_WAITING", 2)
+    monkeypatch.setattr(turns, "MOST_WAITING", 2)
     running, most, go_on = [0], [0], threading.Event()
 
     def thought() -> None:
@@ -236,8 +236,8 @@ def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: py
         running[0] -= 1
 
     async def all_at_once() -> list[Any]:
-        turns = tools.Turns()
-        asked = [asyncio.create_task(turns.compute(thought)) for _ in range(5)]
+        waiting = turns.Turns()
+        asked = [asyncio.create_task(waiting.compute(thought)) for _ in range(5)]
         await asyncio.sleep(0.2)
         go_on.set()
         return await asyncio.gather(*asked, return_exceptions=True)

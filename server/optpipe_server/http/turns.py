@@ -1,0 +1,32 @@
+"""What has to be computed is computed one request at a time, whoever asks, so that the other requests have a core to themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+from optpipe_server.http.replies import ReplyError
+
+T = TypeVar("T")
+
+MOST_WAITING = 32  # requests that wait for their turn; each keeps its body
+
+
+class Turns:
+    """One computation at a time, in a thread; the rest wait, and too many are sent away."""
+
+    def __init__(self) -> None:
+        self._one, self._inside = anyio.CapacityLimiter(1), 0
+
+    async def compute(self, thought: Callable[[], T]) -> T:
+        """Raises `ReplyError` where too many wait already."""
+        if self._inside > MOST_WAITING:
+            raise ReplyError(503, "Too many schedules wait to be checked.", {"Retry-After": "5"})
+        self._inside += 1
+        try:
+            return await anyio.to_thread.run_sync(thought, limiter=self._one)
+        finally:
+            self._inside -= 1
