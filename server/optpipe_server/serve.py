@@ -9,6 +9,7 @@ from collections.abc import Callable
 import uvicorn
 
 from optpipe.errors import InputError
+from optpipe.heap import settle
 from optpipe_server.http.app import create_app
 from optpipe_server.http.connections import LONGEST_HEAD, connections
 from optpipe_server.http.guard import is_loopback
@@ -44,8 +45,13 @@ def serve(settings: Settings | None = None, host: str = "127.0.0.1", port: int =
 
     Raises `InputError` for a database or an address that cannot be used, and for one that others can reach where there are no keys.
     """
+
+    def answers(url: str) -> None:
+        settle()
+        ready(url)
+
     with listen(host, port) as listener:
-        server = make_server(listener, settings or Settings(), ready)
+        server = make_server(listener, settings or Settings(), answers)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended in order and passes the signal on
             server.run(sockets=[listener])
 

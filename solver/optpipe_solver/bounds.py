@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
@@ -103,6 +104,7 @@ class _Weights:
     compute: Floats
 
     @classmethod
+    @cache
     def all(cls) -> _Weights:
         points = [(a, b, WEIGHTS - a - b) for a in range(WEIGHTS + 1) for b in range(WEIGHTS + 1 - a)]
         return cls(*(np.array(points).T / WEIGHTS))

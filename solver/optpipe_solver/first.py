@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from optpipe.child import End, Note, Refused, Request, requests, write_frame
 from optpipe.errors import InputError, input_error
+from optpipe.heap import settle
 from optpipe.jit import compile_at_once
 from optpipe.problem import Problem
 from optpipe_solver.portfolio import OPS_PER_S, Emit, Portfolio
@@ -26,6 +27,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     compile_at_once()
     answer(Request(problem=_small()), lambda _: None)  # so that nobody waits for imports and compiled code
+    settle()
     for request in asked:
         if isinstance(request, ValidationError):
             write_frame(Refused(reason=str(input_error(request, "the request"))))

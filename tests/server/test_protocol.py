@@ -12,9 +12,13 @@ import pytest
 from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
+from optpipe.anytime import Result
 from optpipe.files import ScheduleFile
 from optpipe.memory import certify
 from optpipe.problem import Problem
+from optpipe_server.database import NewJob, Start
+from optpipe_server.database.jobs import MOST_LISTED
+from optpipe_server.serve import Server
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -64,6 +68,18 @@ def test_pages_of_the_list(client: httpx.Client) -> None:
     assert client.get("/v1/jobs").json()["jobs"][0]["id"] == hanging
     for wrong in ("cursor=x", "cursor=%00", "limit=0", "limit=201", "state=stopped", "cursor=LTE"):
         assert client.get(f"/v1/jobs?{wrong}").status_code == 422
+
+
+def test_the_longest_page_names_the_next(client: httpx.Client, shared: tuple[str, Server]) -> None:
+    service = shared[1].service
+    caller = service.keys.check(client.headers["Authorization"].removeprefix("Bearer "))
+    assert caller is not None
+    jobs = [service.jobs.add(caller.tenant, NewJob(chain()), Start(Result("infeasible")), queue=0)[0] for _ in range(MOST_LISTED + 1)]
+    page = client.get("/v1/jobs", params={"limit": MOST_LISTED}).json()
+    assert [job["id"] for job in page["jobs"]] == jobs[:0:-1]
+    rest = client.get(page["next"]).json()
+    assert ([job["id"] for job in rest["jobs"]], rest["next"]) == (jobs[:1], None)
+    client.delete(rest["jobs"][0]["url"])
 
 
 def test_what_has_not_changed_is_not_sent_again(client: httpx.Client) -> None:

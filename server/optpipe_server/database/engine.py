@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from select import POLLIN, poll
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Float
 
@@ -97,6 +99,23 @@ class Database:
         with self._turn, self.engine.begin() as connection:
             yield connection
 
+    @contextmanager
+    def together(self, db: Connection) -> Iterator[None]:
+        """Statements of a transaction whose results nobody reads go to PostgreSQL in one trip, and what they raise comes with the last."""
+        if self.sqlite:
+            yield
+            return
+        connection: Any = db.connection.driver_connection
+        from psycopg import Error
+
+        try:
+            with connection.pipeline():
+                yield
+        except Error as error:  # of no statement that SQLAlchemy waited for
+            if connection.closed:
+                db.invalidate(error)
+            raise DBAPIError.instance(None, None, error, Error, connection_invalidated=connection.closed, dialect=db.dialect) from error
+
     def ping(self) -> None:
         """Raises SQLAlchemy's error where the database does not answer."""
         with self.read() as connection:
@@ -170,7 +189,24 @@ def _engine(url: URL, sqlite: bool) -> Engine:
         "options": " ".join(f"-c {name}={value}" for name, value in (limits | {"timezone": "UTC"}).items()),
         "application_name": "optpipe",
     }
-    return create_engine(url, pool_size=CONNECTIONS, max_overflow=0, pool_timeout=CONNECT_S, pool_pre_ping=True, connect_args=arguments)
+    limited: dict[str, Any] = {"pool_size": CONNECTIONS, "max_overflow": 0, "pool_timeout": CONNECT_S}
+    engine = create_engine(url, **limited, use_native_hstore=False, connect_args=arguments)  # hstore: a question for each new connection
+    event.listen(engine, "checkout", _check)
+    return engine
+
+
+def _check(connection: Any, record: ConnectionPoolEntry, _proxy: object) -> None:
+    """Has the pool connect anew where the server has ended its connections: then there is something to read though nothing was asked.
+
+    A question (`pool_pre_ping`) would tell it, too, at the price of one more trip to the server for every transaction.
+    """
+    if record.info.get("used"):
+        waiting = poll()
+        if not connection.closed:
+            waiting.register(connection.fileno(), POLLIN)
+        if connection.closed or waiting.poll(0):
+            raise InvalidatePoolError
+    record.info["used"] = True  # until the pool connects anew: one that has just been made is not looked at
 
 
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
@@ -191,6 +227,8 @@ def _judge(context: ExceptionContext) -> None:
     broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in broken:
         context.is_disconnect = True
+        if context.execution_context is not None:
+            context.execution_context.cursor.close()  # else the connection outlives its end until the cursor's last reference is gone
 
 
 def _first_line(error: SQLAlchemyError) -> str:

@@ -14,6 +14,7 @@ from optpipe.problem import Problem
 from optpipe_server.database.engine import now
 from optpipe_server.database.tables import Level, Source, incumbents, jobs, log, problems
 
+_NEW_LINE = insert(log).inline()  # its number is not asked for
 LONGEST_TEXT = 2000  # of a reason or a line of the log; some are a solver's last words
 
 
@@ -63,7 +64,7 @@ def known(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]
 
 def note(db: Connection, job_id: str, attempt: int, text: str, level: Level = "info") -> None:
     """A line of the job's log."""
-    db.execute(insert(log), {"job": job_id, "at": now(), "attempt": attempt, "level": level, "text": plain(text)})
+    db.execute(_NEW_LINE, {"job": job_id, "at": now(), "attempt": attempt, "level": level, "text": plain(text)})
 
 
 def plain(text: str) -> str:

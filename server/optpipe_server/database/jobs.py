@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, text
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, text
 
 from optpipe.anytime import Result
 from optpipe.child import Objective
@@ -76,7 +77,8 @@ class Jobs:
 
         Raises `QueueFullError` where `queue` jobs of the tenant wait, `ConflictError` for a key that came with another body.
         """
-        job_id, posed = uuid4().hex, problem_text(job.problem)
+        job_id = uuid4().hex
+        posed = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
         first = written(start.best, start.source) if start.best.schedule is not None else None
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
@@ -102,19 +104,21 @@ class Jobs:
                 ended_at=None if state == "queued" else at,
                 **known(start.best),
             )
-            db.execute(insert(jobs), row)  # values apart from the statement, which is then the same every time and costs little
-            db.execute(insert(problems), {"job": job_id, "version": 1, "problem": posed, "sha256": job.problem.sha256, "created_at": at})
-            if key is not None:
-                db.execute(insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id})
-            note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
-            if first is not None:
-                db.execute(insert(incumbents), {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first})
+            with self._database.together(db):
+                db.execute(_NEW_JOB, row)  # values apart from the statement, which is then the same every time and costs little
+                db.execute(insert(problems), {**posed, "created_at": at})
+                if key is not None:
+                    db.execute(insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id})
+                note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
+                if first is not None:
+                    db.execute(insert(incumbents), {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first})
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
         """A tenant's submissions take turns, so that no two of them pass the last free place or the same key at once."""
         if not self._database.sqlite:  # which lets one writer in at a time
-            db.execute(text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))"), {"tenant": tenant})
+            with self._database.together(db):  # with the transaction's beginning
+                db.execute(_TURN, {"tenant": tenant})
 
     def job(self, tenant: str, job_id: str) -> Row[Any] | None:
         """A job with the problem that counts, as `problem`."""
@@ -126,11 +130,13 @@ class Jobs:
         with self._database.read() as db:
             return db.execute(_HEAD, {"job": job_id, "tenant": tenant}).one_or_none()
 
-    def shown(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Row[Any] | None]:
-        """A job without its problem, and its last `incumbent`, at once."""
+    def shown(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Any]:
+        """A job without its problem, and its last `incumbent` or None, both of the same moment."""
         with self._database.read() as db:
-            job = db.execute(_HEAD, {"job": job_id, "tenant": tenant}).one_or_none()
-            return job, db.execute(_WHOLE, {"job": job_id, "seq": job.last_seq}).one_or_none() if job and job.last_seq else None
+            job = db.execute(_SHOWN, {"job": job_id, "tenant": tenant}).one_or_none()
+        if job is None or not job.last_seq:
+            return job, None
+        return job, SimpleNamespace(**{column.name: job._mapping[f"{_LAST}{column.name}"] for column in _WHOLE.selected_columns})
 
     def news(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
         """A job, whoever's it is, and its incumbents numbered above `after` without their programs; of those that it says there are, none
@@ -147,7 +153,7 @@ class Jobs:
         if before is not None:
             query = query.where(jobs.c.number < before)
         with self._database.read() as db:
-            return db.execute(query.order_by(jobs.c.number.desc()).limit(min(limit, MOST_LISTED))).all()
+            return db.execute(query.order_by(jobs.c.number.desc()).limit(limit)).all()
 
     def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
         """The incumbents numbered above `after`, in order, each with its adoption, without their programs."""
@@ -268,18 +274,22 @@ def is_cancelled(job: Row[Any]) -> bool:
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
+_LAST = "of_last_"  # what begins the names of an incumbent's columns beside those of its job
+_SHORT: list[ColumnElement[Any]] = [column for column in incumbents.c if column.name != "programs"]
+_SHORT += [adoptions.c.step, adoptions.c.measured_iteration_ms, adoptions.c.adopted_at, problems.c.sha256.label("problem_sha256")]
+_OF_PROBLEM = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
+_OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
+
+
 def _incumbents(*more: Any) -> Any:
     """Incumbents without their programs, each with its adoption and its problem's hash, and `more` columns."""
-    columns = [column for column in incumbents.c if column.name != "programs"]
-    adopted = [adoptions.c.step, adoptions.c.measured_iteration_ms, adoptions.c.adopted_at]
-    posed = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
-    adoption = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
-    joined = incumbents.join(problems, posed).outerjoin(adoptions, adoption)
-    query = select(*columns, *adopted, problems.c.sha256.label("problem_sha256"), *more).select_from(joined)
-    return query.where(incumbents.c.job == bindparam("job"))
+    joined = incumbents.join(problems, _OF_PROBLEM).outerjoin(adoptions, _OF_ADOPTION)
+    return select(*_SHORT, *more).select_from(joined).where(incumbents.c.job == bindparam("job"))
 
 
 # Statements that are asked for often, made once: making one costs more than asking it.
+_TURN = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
+_NEW_JOB = insert(jobs).inline()  # its number is not asked for
 _HEAD = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
 _POSED = (
     select(jobs, problems.c.problem)
@@ -288,6 +298,15 @@ _POSED = (
 )
 _LISTED = _incumbents().where(incumbents.c.seq > bindparam("after")).order_by(incumbents.c.seq)
 _WHOLE = _incumbents(incumbents.c.programs, problems.c.problem).where(incumbents.c.seq == bindparam("seq"))
+_SHOWN = (
+    select(jobs, *(column.label(f"{_LAST}{column.name}") for column in _WHOLE.selected_columns))
+    .select_from(
+        jobs.outerjoin(incumbents, (incumbents.c.job == jobs.c.id) & (incumbents.c.seq == jobs.c.last_seq))
+        .outerjoin(problems, _OF_PROBLEM)
+        .outerjoin(adoptions, _OF_ADOPTION)
+    )
+    .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
+)
 
 
 def _held(db: Connection, tenant: str, job_id: str) -> Row[Any]:

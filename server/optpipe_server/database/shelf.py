@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from sqlalchemy import delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, bindparam, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from optpipe_cache import Kept
@@ -21,14 +21,15 @@ class TableShelf:
         self._own = schedules.c.tenant == tenant
 
     def entry(self, problem_sha256: str, objective: str) -> str | None:
-        of_problem = self._own, schedules.c.problem_sha256 == problem_sha256, schedules.c.objective == objective
         with self._database.read() as db:
-            return db.execute(select(schedules.c.entry).where(*of_problem)).scalar_one_or_none()
+            return db.execute(_ENTRY, self._of(problem_sha256=problem_sha256, objective=objective)).scalar_one_or_none()
 
     def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
-        of_shape = self._own, schedules.c.shape == shape, schedules.c.objective == objective
         with self._database.read() as db:
-            return [(row.problem_sha256, row.features) for row in db.execute(select(schedules).where(*of_shape))]
+            return [(row.problem_sha256, row.features) for row in db.execute(_SIMILAR, self._of(shape=shape, objective=objective))]
+
+    def _of(self, **values: str) -> dict[str, str]:
+        return {"tenant": self._tenant, **values}
 
     def entries(self) -> Sequence[str]:
         newest = select(schedules.c.entry).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
@@ -53,3 +54,12 @@ class TableShelf:
         newest = select(*key.clauses).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256).limit(keep)
         with self._database.write() as db:
             return db.execute(delete(schedules).where(self._own, key.not_in(newest))).rowcount
+
+
+def _where(*names: str) -> list[ColumnElement[bool]]:
+    return [schedules.c[name] == bindparam(name) for name in names]
+
+
+# Asked for with every submission, hence made once.
+_ENTRY = select(schedules.c.entry).where(*_where("tenant", "problem_sha256", "objective"))
+_SIMILAR = select(schedules.c.problem_sha256, schedules.c.features).where(*_where("tenant", "shape", "objective"))

@@ -14,14 +14,14 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, select, text, update
-from sqlalchemy.exc import OperationalError, SQLAlchemyError, TimeoutError
+from sqlalchemy import create_engine, insert, inspect, select, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError, TimeoutError
 from support.jobs import expire, row, submit
 from support.postgres import Postgres
 
 from optpipe.errors import InputError
 from optpipe_server.database import Database, Leases, engine, reap
-from optpipe_server.database.tables import jobs, metadata
+from optpipe_server.database.tables import adoptions, jobs, metadata
 
 
 def test_the_migrations_make_the_tables(database: Database) -> None:
@@ -247,6 +247,56 @@ def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(postgr
             db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
             pid = db.execute(text("select pg_backend_pid()")).scalar_one()
             postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+
+    with pytest.raises(OperationalError):
+        die()
+    assert row(database, job_id).spent_s == 0.0
+    submit(database)
+    database.close()
+
+
+def test_connections_that_the_server_has_ended_are_made_anew(postgres: Postgres, postgres_url: str) -> None:
+    database = Database(postgres_url)
+    with database.read() as first, database.read() as second, database.read() as third:
+        pids = [db.execute(text("select pg_backend_pid()")).scalar_one() for db in (first, second, third)]
+    for pid in pids:
+        postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+    with database.read() as first, database.read() as second, database.write() as third:
+        anew = [db.execute(text("select pg_backend_pid()")).scalar_one() for db in (first, second, third)]
+    assert not {*pids} & {*anew}
+    submit(database)
+    database.close()
+
+
+def test_what_goes_together_is_written_as_a_whole_or_not_at_all(database: Database) -> None:
+    job_id = submit(database)
+
+    def write(*numbers: int) -> None:
+        with database.write() as db, database.together(db):
+            for number in numbers:
+                db.execute(insert(adoptions), {"job": job_id, "seq": 60 // number, "step": number, "adopted_at": "now"})
+
+    write(1, 2)
+    with pytest.raises(IntegrityError):
+        write(3, 2, 4)
+    with pytest.raises(ZeroDivisionError):
+        write(5, 0)
+    with database.read() as db:
+        assert db.execute(select(adoptions.c.step).order_by(adoptions.c.step)).scalars().all() == [1, 2]
+    write(6)
+
+
+def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, postgres_url: str) -> None:
+    database = Database(postgres_url)
+    job_id = submit(database)
+
+    def die() -> None:
+        with database.write() as db:
+            pid = db.execute(text("select pg_backend_pid()")).scalar_one()
+            postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+            with database.together(db):
+                db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
+                db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
 
     with pytest.raises(OperationalError):
         die()
