@@ -93,7 +93,8 @@ def test_its_commands_run(ran: Path) -> None:
     assert read("incumbent.json")["seq"] == 1
     over = read("over.json")
     assert over["state"] == "done"
-    assert read("best.json")["makespan_ms"] == over["best"]["makespan_ms"] <= read("reply.json")["best"]["makespan_ms"]
+    best = read("best.json")["makespan_ms"]  # of a moment before the end
+    assert over["best"]["makespan_ms"] <= best <= read("reply.json")["best"]["makespan_ms"]
     assert read("timeline.json").keys() >= {"devices", "ops"}
     assert read("trace.json")["traceEvents"]
     assert '"measured_iteration_ms":812.5' in said
@@ -101,7 +102,7 @@ def test_its_commands_run(ran: Path) -> None:
     assert (posed["problem_version"], posed["best"]["problem_version"]) == (2, 2)
     assert posed["problem_sha256"] != over["problem_sha256"]
     assert '"valid":true' in said
-    assert read("simulated.json")["makespan_ms"] == over["best"]["makespan_ms"]
+    assert read("simulated.json")["makespan_ms"] == best
     assert read("hit.json")["hit"]["makespan_ms"] > 0  # its job was deleted, what was found is known
     assert '"found_by":"zb-h1"' in said
     assert re.search(r"^[0-9a-f]{16} +me +submit read", said, re.MULTILINE) or "submit read" in said
