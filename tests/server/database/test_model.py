@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule, run_state_machine_as_test
 from support.chain import chain, gpipe, one_by_one
 from support.jobs import expire, found, row
+from support.known_job import Known
 from support.postgres import Postgres
 
 from optpipe.anytime import Result
@@ -21,63 +22,13 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, Jobs, Leases, NewJob, Start, reap
 from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError
-from optpipe_server.database.leases import MOST_CRASHES, MOST_LOSSES, Claim, LostError
+from optpipe_server.database.leases import MOST_CRASHES, Claim, LostError
 from optpipe_server.database.tables import OPEN
 
 QUEUE = 3
 TENANTS = ("a", "b")
 PROBLEMS = [chain(scale=scale) for scale in (1.0, 1.5, 2.0)]
 SCHEDULES = {problem.sha256: [one_by_one(problem), gpipe(problem)] for problem in PROBLEMS}
-
-
-@dataclass
-class Known:
-    """A job as it should be."""
-
-    tenant: str
-    problem: Problem
-    priority: int
-    number: int
-    time_limit_s: float
-    state: str = "queued"
-    key: str | None = None
-    reason: str | None = None
-    version: int = 1  # of the problem
-    cancel: bool = False
-    incumbents: list[tuple[int, float]] = field(default_factory=list)  # version of the problem, length
-    status: str = "unknown"
-    bound: float | None = None
-    attempt: int = 0
-    worker: str | None = None
-    spent_s: float = 0.0
-    crashes: int = 0
-    losses: int = 0
-    adopted: dict[int, int] = field(default_factory=dict)
-    changes: int = 0
-
-    @property
-    def best(self) -> float | None:
-        last = self.incumbents[-1:]
-        return last[0][1] if last and last[0][0] == self.version else None
-
-    def learn(self, result: Result) -> None:
-        self.status = result.status
-        self.bound = max((bound for bound in (self.bound, result.lower_bound_ms) if bound is not None), default=None)
-
-    def add(self, result: Result) -> None:
-        assert result.makespan_ms is not None
-        if self.best is None or result.makespan_ms < self.best:
-            self.incumbents.append((self.version, result.makespan_ms))
-            self.learn(result)
-            self.changes += 1
-
-    def end(self, state: str, reason: str | None) -> None:
-        self.state, self.reason, self.worker = state, reason, None
-        self.changes += 1
-
-    def wait(self) -> None:
-        self.state, self.worker = "queued", None
-        self.changes += 1
 
 
 def result_of(schedule: Schedule, bound: float) -> Result:
@@ -169,16 +120,8 @@ class Model(RuleBasedStateMachine):
         job = self.known[claim.job_id]
         job.state, job.worker, job.attempt = "running", worker, job.attempt + 1
         job.changes += 1
-        self.agrees(claim, job)
+        job.is_that_of(claim)
         return claim
-
-    def agrees(self, claim: Claim, job: Known) -> None:
-        assert (claim.attempt, claim.problem, claim.problem_version) == (job.attempt, job.problem, job.version)
-        assert (claim.time_limit_s, claim.spent_s, claim.lower_bound_ms) == (job.time_limit_s, job.spent_s, job.bound)
-        assert (claim.best is None) == (not job.incumbents)
-        assert claim.best_version == (job.incumbents[-1][0] if job.incumbents else 0)
-        if claim.best is not None and job.best is not None:
-            assert claim.best.makespan_ms == job.best
 
     @rule(claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
     def beat(self, claim: Claim, worker: str, spent: float) -> None:
@@ -217,7 +160,7 @@ class Model(RuleBasedStateMachine):
             return multiple()
         assert job is not None
         assert new.spent_s == (spent if claim.problem_version == job.version else job.spent_s)
-        self.agrees(replace(new, spent_s=job.spent_s), job)
+        job.is_that_of(replace(new, spent_s=job.spent_s))
         return new
 
     @rule(target=claims, claim=consumes(claims), worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
@@ -236,7 +179,7 @@ class Model(RuleBasedStateMachine):
         if new is None:
             return claim
         job.attempt += 1
-        self.agrees(new, job)
+        job.is_that_of(new)
         return new
 
     @rule(claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
@@ -387,13 +330,7 @@ class Model(RuleBasedStateMachine):
             return
         expire(self.database, claim.job_id)
         assert reap(self.database) == [claim.job_id]
-        job.losses += 1
-        if job.cancel:
-            job.end("cancelled", CANCELLED)
-        elif job.losses <= MOST_LOSSES:
-            job.wait()
-        else:
-            job.end("done" if job.best is not None else "failed", f"its worker was lost {job.losses} times")
+        job.lose()
 
     @rule()
     def service_begins_anew(self) -> None:
@@ -401,14 +338,7 @@ class Model(RuleBasedStateMachine):
         running = {job_id for job_id, job in self.known.items() if job.state == "running"}
         assert {*reap(self.database, everything=True)} == running
         for job_id in running:
-            job = self.known[job_id]
-            job.losses += 1
-            if job.cancel:
-                job.end("cancelled", CANCELLED)
-            elif job.losses <= MOST_LOSSES:
-                job.wait()
-            else:
-                job.end("done" if job.best is not None else "failed", f"its worker was lost {job.losses} times")
+            self.known[job_id].lose()
 
     @invariant()
     def the_database_says_the_same(self) -> None:
@@ -417,16 +347,7 @@ class Model(RuleBasedStateMachine):
             assert {*there} == {job_id for job_id, job in self.known.items() if job.tenant == tenant}
             assert [*there] == sorted(there, key=lambda job_id: -self.known[job_id].number)
             for job_id, job in there.items():
-                known = self.known[job_id]
-                assert (job.state, job.reason, job.status, job.lower_bound_ms) == (known.state, known.reason, known.status, known.bound)
-                assert (job.problem_version, job.problem_sha256) == (known.version, known.problem.sha256)
-                assert (job.attempt, job.worker, job.crashes, job.losses) == (known.attempt, known.worker, known.crashes, known.losses)
-                assert (job.spent_s, job.time_limit_s, job.version) == (known.spent_s, known.time_limit_s, known.changes + 1)
-                assert (job.lease_until is None, job.ended_at is None) == (known.state != "running", known.state in OPEN)
-                incumbents = self.jobs.incumbents(job_id)
-                assert [(each.problem_version, each.makespan_ms) for each in incumbents] == known.incumbents
-                assert [each.seq for each in incumbents] == [*range(1, job.last_seq + 1)]
-                assert {each.seq: each.step for each in incumbents if each.step is not None} == known.adopted
+                self.known[job_id].is_as(job, self.jobs.incumbents(job_id))
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(1000, marks=pytest.mark.soak)])
