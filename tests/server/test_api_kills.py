@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +12,13 @@ import httpx
 import pytest
 from support.chain import chain
 from support.ports import free_port
+from support.serve_process import serve_process
 
 from optpipe.files import ScheduleFile
 from optpipe.validity import check
 
-START = """
-import sys, optpipe.anytime, optpipe_server.first
-optpipe.anytime.SOLVER, optpipe_server.first.MAKER = "support.fake_solver", "support.fake_maker"
-optpipe_server.serve(optpipe_server.Settings(sys.argv[1], queue=10_000), port=int(sys.argv[2]))
-"""
 CLIENTS = 2
 STARTS_S = 60.0
-
-
-@contextmanager
-def process(database: str, port: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite"), "PYTHONPATH": path}
-    command = [sys.executable, "-c", START, database, str(port)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
 
 
 class Client(threading.Thread):
@@ -82,7 +61,7 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
     clients = [Client(n, url, stop) for n in range(CLIENTS)]
     try:
         for n in range(kills):
-            with process(database_url, port, tmp_path) as started:
+            with serve_process(database_url, port, tmp_path) as started:
                 assert started.stdout is not None
                 assert started.stdout.readline(), "it starts again on its port at once"
                 for client in clients if n == 0 else []:
@@ -95,7 +74,7 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
                 started.wait(10)
     finally:
         stop.set()
-    with process(database_url, port, tmp_path) as started:
+    with serve_process(database_url, port, tmp_path) as started:
         assert started.stdout is not None
         assert started.stdout.readline()
         for client in clients:  # each ends when its last job is acknowledged

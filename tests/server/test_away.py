@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.chain import chain
+from support.ports import free_port
 from support.postgres import Postgres
 from support.rest import submit
+from support.serve_process import serve_process
 from support.service import events, running, settings_in
 
 from optpipe_server.database import Database
 
 BACK_S = 10.0  # the longest that the service may need, once the database answers
+BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
 
 @pytest.fixture
@@ -30,7 +36,68 @@ def server() -> Any:
         own.close()
 
 
-def test_a_restarted_database(server: Postgres, tmp_path: Any, fake_solver: None) -> None:
+def until_taken(client: httpx.Client) -> str:
+    """The id of a job that is taken within the time."""
+    until = time.monotonic() + BACK_S
+    while (reply := client.post("/v1/jobs", json=BODY)).status_code != 201:
+        assert reply.status_code == 503, reply.text
+        assert time.monotonic() < until, reply.text
+        time.sleep(0.05)
+    job: str = reply.json()["id"]
+    return job
+
+
+def is_refusal(reply: httpx.Response) -> None:
+    assert (reply.status_code, reply.headers["content-type"]) == (503, "application/problem+json"), reply.text
+    assert int(reply.headers["retry-after"]) > 0
+
+
+def listed(client: httpx.Client) -> set[str]:
+    return {job["id"] for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]}
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    database, port = f"sqlite:///{tmp_path}/jobs.sqlite", free_port()
+    address, taken = f"http://127.0.0.1:{port}", set[str]()
+    with serve_process(database, port, tmp_path) as process, httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        taken.add(until_taken(client))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))  # bytes of a file
+        answers = [client.post("/v1/jobs", json=BODY) for _ in range(20)]
+        taken |= {reply.json()["id"] for reply in answers if reply.status_code == 201}  # room that a refused one left
+        refused = [reply for reply in answers if reply.status_code != 201]
+        assert len(refused) > 5
+        for reply in refused:
+            is_refusal(reply)
+        assert listed(client) == taken, "what is there can be read"
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        taken.add(until_taken(client))
+        process.kill()
+        process.wait(10)
+    with serve_process(database, port, tmp_path) as process, httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        assert listed(client) == taken
+
+
+def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
+    url = server.url("service")
+    Database(url).close()
+    with running(settings_in(tmp_path, url)) as (address, _), httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+        taken = {until_taken(client)}
+        server.run("alter database service set default_transaction_read_only = on")
+        server.stop()  # as a server that comes back as the copy of another
+        server.start()
+        for _ in range(5):
+            is_refusal(client.post("/v1/jobs", json=BODY))
+        assert listed(client) == taken, "what is there can be read"
+        server.run("alter database service reset default_transaction_read_only")
+        taken.add(until_taken(client))
+        assert listed(client) == taken
+
+
+def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
     url = server.url("service")
     Database(url).close()
     with running(settings_in(tmp_path, url)) as (address, _), httpx.Client(base_url=address, timeout=60, trust_env=False) as client:

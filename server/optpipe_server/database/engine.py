@@ -28,6 +28,7 @@ STATEMENT_MS = 10_000  # the longest statement of PostgreSQL, waiting for locks 
 IDLE_MS = 5_000  # between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
 SILENT_S = 10  # a connection whose other side does not even acknowledge for so long is broken
 CONNECTIONS = 20  # to PostgreSQL, of one process
+READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
 
 class AwayError(InputError):
@@ -112,9 +113,10 @@ class Database:
             with connection.pipeline():
                 yield
         except Error as error:  # of no statement that SQLAlchemy waited for
-            if connection.closed:
+            if gone := connection.closed or _of_no_use(error):
                 db.invalidate(error)
-            raise DBAPIError.instance(None, None, error, Error, connection_invalidated=connection.closed, dialect=db.dialect) from error
+                self.engine.dispose()  # the other connections are no better
+            raise DBAPIError.instance(None, None, error, Error, connection_invalidated=gone, dialect=db.dialect) from error
 
     def ping(self) -> None:
         """Raises SQLAlchemy's error where the database does not answer."""
@@ -192,6 +194,7 @@ def _engine(url: URL, sqlite: bool) -> Engine:
     limited: dict[str, Any] = {"pool_size": CONNECTIONS, "max_overflow": 0, "pool_timeout": CONNECT_S}
     engine = create_engine(url, **limited, use_native_hstore=False, connect_args=arguments)  # hstore: a question for each new connection
     event.listen(engine, "checkout", _check)
+    event.listen(engine, "handle_error", _judge)
     return engine
 
 
@@ -222,13 +225,22 @@ def _begin(connection: Connection) -> None:
 
 
 def _judge(context: ExceptionContext) -> None:
-    """A connection that met a read-only or failing disk is not used again: SQLite would keep it read-only when the disk is well."""
-    error = context.original_exception
-    broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
-    if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in broken:
+    if _of_no_use(context.original_exception):
         context.is_disconnect = True
         if context.execution_context is not None:
             context.execution_context.cursor.close()  # else the connection outlives its end until the cursor's last reference is gone
+
+
+def _of_no_use(error: BaseException) -> bool:
+    """Whether the connection that met this is better not used again.
+
+    SQLite would keep one read-only, or failing, when the disk is well. A PostgreSQL server that has become read-only may be the copy of
+    another one by now, which the same URL names as well.
+    """
+    broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in broken
+    return getattr(error, "sqlstate", None) == READ_ONLY
 
 
 def _first_line(error: SQLAlchemyError) -> str:

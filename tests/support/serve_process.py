@@ -1,0 +1,29 @@
+"""The service as a process of its own, with fake solvers, which may be killed or limited."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START = """
+import sys, optpipe.anytime, optpipe_server.first
+optpipe.anytime.SOLVER, optpipe_server.first.MAKER = "support.fake_solver", "support.fake_maker"
+optpipe_server.serve(optpipe_server.Settings(sys.argv[1], queue=10_000), port=int(sys.argv[2]))
+"""
+
+
+@contextmanager
+def serve_process(database: str, port: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """It says a line when it answers."""
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite"), "PYTHONPATH": path}
+    command = [sys.executable, "-c", START, database, str(port)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
