@@ -97,7 +97,7 @@ def running(work: Work) -> list[object]:
 
 def gone(worker: WorkerProcess) -> None:
     """Soon after its worker's death none of the family lives."""
-    until(lambda: not worker.children, f"the end of {worker.children}", 4 * ORPHANED_S)
+    until(lambda: not worker.children, f"the end of {worker.children}", ORPHANED_S)
 
 
 def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(beside: Work, database_url: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.chain import gpipe, one_by_one
 from support.processes import over
 from support.work import PATIENCE_S, Work, problem, sound, until
 
-from optpipe import Result, anytime, child
+from optpipe import Result, anytime
 from optpipe_server import metrics
 from optpipe_server.database import Leases, Start
 from optpipe_server.database.jobs import StaleError
@@ -57,17 +57,19 @@ def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) 
 
 def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anytime, "GRACE_S", 0.1)
-    drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=0.6)
+    drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=1.0)
     with work.supervisor():
         until(lambda: work.job(extended).state == "running")
-        work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
+        while work.job(extended).time_limit_s < 40.0:
+            with suppress(StaleError):  # where a schedule is found at that moment
+                work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
         work.found(drifting)
         while work.job(drifting).problem_version == 1 and work.job(drifting).state == "running":
-            with suppress(StaleError):  # where another schedule is found at that moment
+            with suppress(StaleError):  # or another one
                 work.jobs.pose(LOCAL, drifting, problem(3.0), Start(), seen=work.job(drifting).last_seq, queue=10)
         job = work.ended(drifting)
         assert (job.state, job.status, job.problem_version, job.problem_sha256) == ("done", "optimal", 2, problem(3.0).sha256)
-        until(lambda: work.job(extended).spent_s > 1.5)
+        until(lambda: work.job(extended).spent_s > 2.0)
         assert (work.job(extended).state, work.job(extended).attempt) == ("running", 1)
     rows = sound(work.database)[drifting]
     assert rows[-1].makespan_ms == gpipe(problem(3.0)).makespan_ms
@@ -99,8 +101,7 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     assert metrics.CRASHES._value.get() - before == 4
 
 
-def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "LONGEST_LINE", 2**20)
+def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None:
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
     before = metrics.REJECTED._value.get()
     ids = {method: local.submit(method) for method in methods}
@@ -117,7 +118,7 @@ def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work, monkeyp
         method: max(1, job.crashes) for method, job in ends.items()
     }
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
-    assert sum("wrote a line of more than 1048576 bytes" in line for line in local.lines(ids["endless line"])) == 3  # and why it ended
+    assert sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3  # and why it ended
     assert metrics.REJECTED._value.get() - before == 9  # `worse` writes two that are no better
     sound(local.database)
 
