@@ -22,6 +22,7 @@ from optpipe_server.settings import Settings
 
 FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
 ROUNDING = 1e-9
+LONGEST_S = 60.0  # of leases
 MOST_CRASHES = 1  # of solver processes, after which a job goes on once more
 MOST_LOSSES = 5  # of workers: a job that takes its worker down each time ends at last
 
@@ -186,8 +187,11 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
     `everything` takes every running job for abandoned, whatever its lease: for the one process of a SQLite file that has just started.
     """
     reaped = []
+    running = jobs.c.state == "running"
     with database.write() as db:
-        gone = jobs.c.state == "running" if everything else (jobs.c.state == "running") & (jobs.c.lease_until < clock_s())
+        # A lease that is longer than any: the database's clock was set back, and who is gone would keep the job until it is as late again.
+        db.execute(update(jobs).where(running, jobs.c.lease_until > clock_s() + LONGEST_S).values(lease_until=clock_s() + LONGEST_S))
+        gone = running if everything else running & (jobs.c.lease_until < clock_s())
         for job in db.execute(select(jobs).where(gone, jobs.c.id.not_in(but)).with_for_update(skip_locked=True)).all():
             reaped.append(job.id)
             note(db, job.id, job.attempt, f"its worker {job.worker} is gone", "warning")

@@ -6,21 +6,25 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from psycopg.pq import PipelineStatus
 from sqlalchemy import create_engine, insert, inspect, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError, TimeoutError
-from support.jobs import expire, row, submit
+from support.jobs import A, expire, row, submit
 from support.postgres import Postgres
 
 from optpipe.errors import InputError
-from optpipe_server.database import Database, Leases, engine, reap
+from optpipe_server.database import Database, Jobs, Leases, engine, reap
 from optpipe_server.database.tables import adoptions, jobs, metadata
 
 
@@ -302,4 +306,25 @@ def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, pos
         die()
     assert row(database, job_id).spent_s == 0.0
     submit(database)
+    database.close()
+
+
+def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, trips = Database(postgres_url), [0]
+    wait = psycopg.Connection.wait
+
+    def counted(self: Any, steps: Any, *more: Any, **named: Any) -> Any:
+        asks = steps.__name__ == "_execute_gen" and self.pgconn.pipeline_status == PipelineStatus.OFF
+        trips[0] += asks or steps.__name__ in ("_exit_gen", "_commit_gen")  # the end of a pipeline, and of a transaction
+        return wait(self, steps, *more, **named)
+
+    def of(question: Callable[[], object]) -> int:
+        trips[0] = 0
+        question()
+        return trips[0]
+
+    monkeypatch.setattr(psycopg.Connection, "wait", counted)
+    job_id = submit(database)
+    assert of(lambda: Jobs(database).shown(A, job_id)) == 1
+    assert of(lambda: submit(database)) == 4
     database.close()

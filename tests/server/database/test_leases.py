@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 from support.chain import chain
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
 
 from optpipe.anytime import Result
 from optpipe_server.database import Database, Jobs, Leases, Start, reap
 from optpipe_server.database.engine import clock_s
-from optpipe_server.database.leases import MOST_LOSSES, Claim, LostError
+from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim, LostError
+from optpipe_server.database.tables import jobs
 
 
 def claimed(database: Database, worker: str = "w") -> tuple[Leases, Claim]:
@@ -107,6 +108,19 @@ def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
     expire(database, job_id)
     assert Leases(database, "w").beat([(claim, 2.5)]) == set(), "late, but nobody has taken it"
     assert (reap(database), row(database, job_id).spent_s) == ([], 2.5)
+
+
+def test_a_clock_that_was_set_back_keeps_no_job_from_others(database: Database) -> None:
+    job_id = submit(database)
+    claimed(database)
+    with database.write() as db:
+        db.execute(update(jobs).where(jobs.c.id == job_id).values(lease_until=clock_s() + 3600.0))
+    assert reap(database) == [], "its worker may live, and renews it"
+    with database.read() as db:
+        left_s = db.execute(select(jobs.c.lease_until - clock_s()).where(jobs.c.id == job_id)).scalar_one()
+    assert 0 < left_s <= LONGEST_S
+    expire(database, job_id)
+    assert reap(database) == [job_id]
 
 
 def test_whatever_its_lease_where_nobody_else_can_be(database: Database) -> None:
