@@ -96,7 +96,7 @@ class Desk:
 
     def _made(self, request: Request, deadline: float) -> Result:
         """What a maker knows; `unknown` where none is free in time."""
-        if size(request.problem) > LARGE:
+        if is_large(request.problem):
             return self._made_alone(request, deadline)
         try:
             maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -206,6 +206,10 @@ def _heard(child: Child, request: Request, left_s: float, answer: Answer) -> boo
 def size(problem: Problem) -> int:
     """Parts of activations: what time and memory for a schedule, and for checking one, grow with."""
     return sum(stage.offload_parts for stage in problem.stages) * problem.microbatches
+
+
+def is_large(problem: Problem) -> bool:
+    return size(problem) > LARGE
 
 
 def _better(known: Start, new: Start) -> Start:

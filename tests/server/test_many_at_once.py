@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import httpx
+import pytest
 from support.chain import chain, gpipe
 from support.service import events, running
 
-from optpipe_server import Settings
+from optpipe_server import Settings, first
+from optpipe_server.http import service
 
 JOBS = 8
 
@@ -38,6 +42,26 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
             best = client.get(f"{end['url']}/incumbents/best").json()
             assert best["makespan_ms"] == gpipe(problem).makespan_ms
         assert server.service.feed._topics == {}
+
+
+def test_large_problems_leave_room_for_small_ones(settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first, "LARGE", 20)
+    monkeypatch.setattr(service, "THINKERS", 2)
+    monkeypatch.setattr(service, "LARGE_THINKERS", 2)
+    with (
+        running(replace(settings, solves=0, first_schedule_s=2.5)) as (url, _),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+
+        def one(m: int, method: str) -> Any:
+            return client.post("/v1/jobs", json={"problem": chain(m=m).to_dict(), "method": method})
+
+        with ThreadPoolExecutor(4) as pool:
+            large = [pool.submit(one, 20, "asleep") for _ in range(4)]
+            time.sleep(0.5)  # until all of them are there
+            assert one(2, "plain").json()["best"]
+            assert not any(reply.done() for reply in large)
+            assert [reply.result().status_code for reply in large] == [201] * 4
 
 
 def test_no_more_jobs_wait_than_may(settings: Settings, fake_solver: None) -> None:
