@@ -22,6 +22,7 @@ from support.service import events, running, settings_in
 from optpipe_server.database import Database
 
 BACK_S = 10.0  # the longest that the service may need, once the database answers
+ENDS_S = 20.0  # twice what it may take on a machine that does nothing else
 BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
 
@@ -95,6 +96,20 @@ def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_sol
         server.run("alter database service reset default_transaction_read_only")
         taken.add(until_taken(client))
         assert listed(client) == taken
+
+
+def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Path) -> None:
+    url, port = server.url("service"), free_port()
+    Database(url).close()
+    address = f"http://127.0.0.1:{port}"
+    with serve_process(url, port, tmp_path) as process, httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        job = submit(client, method="hang")
+        with client.stream("GET", f"{job['url']}/events") as response, server.hanging():
+            assert next(events(response))["id"] == "1"
+            process.terminate()
+            assert process.wait(ENDS_S) == -signal.SIGTERM
 
 
 def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: None) -> None:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 
@@ -100,6 +101,21 @@ class Postgres:
             self._process.send_signal(how)
             self._process.wait(60)
             self._process = None
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """None of its processes goes on in the block; to the network they are there."""
+        assert self._process is not None
+        server = psutil.Process(self._process.pid)
+        stopped = [server, *server.children(recursive=True)]
+        for each in stopped:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in stopped:
+                with suppress(psutil.NoSuchProcess):
+                    each.resume()
 
     def close(self) -> None:
         self.stop(signal.SIGQUIT)

@@ -10,24 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from select import POLLIN, poll
 from typing import Any
+from weakref import WeakSet
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, make_url, select
-from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.pool import ConnectionPoolEntry
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Float
 
 from optpipe.errors import InputError
 
 BUSY_MS = 10_000  # how long a connection to SQLite waits for another one that writes
-CONNECT_S = 3  # to PostgreSQL
-STATEMENT_MS = 10_000  # the longest statement of PostgreSQL, waiting for locks included
-IDLE_MS = 5_000  # between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
-SILENT_S = 10  # a connection whose other side does not even acknowledge for so long is broken
-CONNECTIONS = 20  # to PostgreSQL, of one process
+CONNECTIONS = 20  # to SQLite, of one process
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
 
@@ -71,7 +66,10 @@ class Database:
         self.sqlite = parsed.get_backend_name() == "sqlite"
         self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
         self._lock_file = _only_writer(str(parsed.database), beside) if self.sqlite else None
+        self._lock, self._lines = threading.Lock(), WeakSet[Any]()
         self.engine = _engine(parsed, self.sqlite)
+        if not self.sqlite:
+            event.listen(self.engine, "connect", self._made)
         self._reading = self.engine.execution_options(**({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"}))
         try:
             self._migrate()
@@ -87,6 +85,12 @@ class Database:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+    def cut(self) -> None:
+        """Whoever still waits for an answer of PostgreSQL gets an error instead: for a process that has to end."""
+        with self._lock:
+            for line in self._lines:
+                line.cut()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -106,22 +110,19 @@ class Database:
         if self.sqlite:
             yield
             return
-        connection: Any = db.connection.driver_connection
-        from psycopg import Error
+        from optpipe_server.database.postgres import pipeline
 
-        try:
-            with connection.pipeline():
-                yield
-        except Error as error:  # of no statement that SQLAlchemy waited for
-            if gone := connection.closed or _of_no_use(error):
-                db.invalidate(error)
-                self.engine.dispose()  # the other connections are no better
-            raise DBAPIError.instance(None, None, error, Error, connection_invalidated=gone, dialect=db.dialect) from error
+        with pipeline(db, _of_no_use):
+            yield
 
     def ping(self) -> None:
         """Raises SQLAlchemy's error where the database does not answer."""
         with self.read() as connection:
             connection.execute(select(1))
+
+    def _made(self, line: Any, _record: object) -> None:
+        with self._lock:
+            self._lines.add(line)
 
     def _migrate(self) -> None:
         from optpipe_server.database.migrations import upgrade
@@ -182,34 +183,11 @@ def _engine(url: URL, sqlite: bool) -> Engine:
         event.listen(engine, "begin", _begin)
         event.listen(engine, "handle_error", _judge)
         return engine
-    limits = {"statement_timeout": STATEMENT_MS, "lock_timeout": STATEMENT_MS, "idle_in_transaction_session_timeout": IDLE_MS}
-    arguments = {
-        "connect_timeout": CONNECT_S,
-        "tcp_user_timeout": SILENT_S * 1000,
-        "keepalives_idle": SILENT_S,
-        "keepalives_interval": 2,
-        "options": " ".join(f"-c {name}={value}" for name, value in (limits | {"timezone": "UTC"}).items()),
-        "application_name": "optpipe",
-    }
-    limited: dict[str, Any] = {"pool_size": CONNECTIONS, "max_overflow": 0, "pool_timeout": CONNECT_S}
-    engine = create_engine(url, **limited, use_native_hstore=False, connect_args=arguments)  # hstore: a question for each new connection
-    event.listen(engine, "checkout", _check)
+    from optpipe_server.database.postgres import connections  # which needs psycopg
+
+    engine = connections(url)
     event.listen(engine, "handle_error", _judge)
     return engine
-
-
-def _check(connection: Any, record: ConnectionPoolEntry, _proxy: object) -> None:
-    """Has the pool connect anew where the server has ended its connections: then there is something to read though nothing was asked.
-
-    A question (`pool_pre_ping`) would tell it, too, at the price of one more trip to the server for every transaction.
-    """
-    if record.info.get("used"):
-        waiting = poll()
-        if not connection.closed:
-            waiting.register(connection.fileno(), POLLIN)
-        if connection.closed or waiting.poll(0):
-            raise InvalidatePoolError
-    record.info["used"] = True  # until the pool connects anew: one that has just been made is not looked at
 
 
 def _configure(connection: sqlite3.Connection, _record: object) -> None:

@@ -38,6 +38,7 @@ THINKERS = 32  # submissions that wait for their first schedule at a time
 LARGE_THINKERS = 4  # of large problems, which may take long, so that they leave room
 SMALL_BODY = 2**15  # bytes, which are read in a millisecond
 TRIES = 5  # at a problem that is posed while incumbents come in
+CUT_S = 5.0  # from when the service is asked to end until it waits no longer for a database that hangs
 SHORTLY = {"Retry-After": "10"}
 
 
@@ -63,15 +64,16 @@ class Service:
         self._feeding = asyncio.create_task(self.feed.run())
 
     def closing(self) -> None:
-        """Those who wait, for news or for a first schedule, are told to go; from the loop, before `close`."""
+        """Those who wait, for news or for a first schedule, are told to go, and searches end; from the loop, before `close`."""
         if not self.feed.closing:
             self.feed.close()
-            self._desk_closed = asyncio.ensure_future(self.ask(self.desk.close))
+            ends = self.desk.close, self.supervisor.stop, self.reaper.stop  # none waits for another, nor for a place among the questions
+            self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
+            asyncio.get_running_loop().call_later(CUT_S, self.database.cut)
 
     async def close(self) -> None:
         self.closing()
-        stops = self.supervisor.stop, self.reaper.stop  # none waits for another, such as for a poll of a database that hangs
-        await asyncio.gather(self._feeding, self._desk_closed, *map(self.ask, stops))
+        await self._ended
         self.database.close()
 
     async def ask(self, question: Callable[[], T]) -> T:

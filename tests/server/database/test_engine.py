@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -24,7 +26,8 @@ from support.jobs import A, expire, row, submit
 from support.postgres import Postgres
 
 from optpipe.errors import InputError
-from optpipe_server.database import Database, Jobs, Leases, engine, reap
+from optpipe_server.database import AwayError, Database, Jobs, Leases, reap
+from optpipe_server.database import postgres as of_postgres
 from optpipe_server.database.tables import adoptions, jobs, metadata
 
 
@@ -85,7 +88,7 @@ def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
 
 
 def test_a_database_that_is_away_is_named_as_it_was_given_without_the_password() -> None:
-    with pytest.raises(engine.AwayError, match=r"^database = 'postgresql://me:\*\*\*@127\.0\.0\.1:1/name': .*Connection refused$"):
+    with pytest.raises(AwayError, match=r"^database = 'postgresql://me:\*\*\*@127\.0\.0\.1:1/name': .*Connection refused$"):
         Database("postgresql://me:secret@127.0.0.1:1/name")
 
 
@@ -178,7 +181,7 @@ def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_whoever_is_stopped_in_a_transaction_keeps_no_job(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "IDLE_MS", 300)
+    monkeypatch.setattr(of_postgres, "IDLE_MS", 300)
     stopped, other = Database(postgres_url), Database(postgres_url)
     job_id = submit(other)
     Leases(stopped, "w").claim()
@@ -214,7 +217,7 @@ def test_whoever_is_stopped_in_a_transaction_keeps_no_job(postgres_url: str, mon
 
 
 def test_a_statement_ends(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "STATEMENT_MS", 200)
+    monkeypatch.setattr(of_postgres, "STATEMENT_MS", 200)
     database = Database(postgres_url)
     job_id = submit(database)
     with pytest.raises(OperationalError, match="statement timeout"), database.read() as db:
@@ -233,8 +236,8 @@ def submit_changes(database: Database, job_id: str) -> None:
 
 
 def test_more_than_all_connections_is_an_error_in_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "CONNECTIONS", 2)
-    monkeypatch.setattr(engine, "CONNECT_S", 1)
+    monkeypatch.setattr(of_postgres, "CONNECTIONS", 2)
+    monkeypatch.setattr(of_postgres, "CONNECT_S", 1)
     database = Database(postgres_url)
     with database.read(), database.read(), pytest.raises(TimeoutError):
         submit(database)
@@ -327,4 +330,38 @@ def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, monkeyp
     job_id = submit(database)
     assert of(lambda: Jobs(database).shown(A, job_id)) == 1
     assert of(lambda: submit(database)) == 4
+    database.close()
+
+
+def test_a_server_that_hangs_is_an_error_in_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database(postgres_url)
+    with database.read() as db:
+        pid = db.execute(text("select pg_backend_pid()")).scalar_one()
+    monkeypatch.setattr(of_postgres, "ANSWER_S", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(OperationalError, match="no answer within"):
+            submit(database)
+        monkeypatch.undo()
+        job_id = submit(database)  # by another connection
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [job.id for job in Jobs(database).page(A, None, None, 10)] == [job_id]
+    database.close()
+
+
+def test_who_waits_for_an_answer_is_cut_off(postgres_url: str) -> None:
+    database, failed = Database(postgres_url), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(OperationalError), database.read() as db:
+            db.execute(text("select pg_sleep(9)"))
+        failed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not failed.wait(0.05):
+        database.cut()
+    thread.join()
+    submit(database)
     database.close()
