@@ -18,7 +18,7 @@ ASKS |= {"webbrowser", "websockets", "paramiko"}
 RUNS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell"}
 CONNECTS = {"create_connection", "open_connection", "open_unix_connection", "connect_ex", "sendto", "urlopen"}
-DATABASES = {"Line", "engine", "self.engine", "self._engine", "self._reading", "sqlite3"}  # whose `connect` goes to the one URL of the settings
+DATABASES = {"Line", "engine", "self.engine", "self._engine", "self._reading", "sqlite3"}  # `connect` goes to the one URL
 
 
 def sins(source: str) -> Iterator[str]:
