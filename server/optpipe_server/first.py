@@ -32,6 +32,7 @@ log = structlog.get_logger("optpipe.server")
 MAKER = "optpipe_solver.first"
 PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
 LARGE = 2**16  # parts of activations: such a problem takes seconds and has a process of its own, so that others need not wait behind it
+MOST_LARGE = 4  # of these that are asked about, or wait, at a time
 CHECKED_S = 5e-6  # for a part of an activation, to read and check it here
 KEPT = 3  # incumbents of an answer; the last one is the best
 
@@ -46,6 +47,7 @@ class Desk:
         for maker in self._makers:
             self._idle.put(maker)
         self._alone = threading.Lock()  # of whoever asks about something large
+        self._places = threading.Semaphore(MOST_LARGE)  # of those who do, one of whom is asking
         self._lock = threading.Lock()  # over the two below
         self._large: Maker | None = None
         self._closed = False
@@ -96,7 +98,7 @@ class Desk:
 
     def _made(self, request: Request, deadline: float) -> Result:
         """What a maker knows; `unknown` where none is free in time."""
-        if is_large(request.problem):
+        if size(request.problem) > LARGE:
             return self._made_alone(request, deadline)
         try:
             maker = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -110,7 +112,16 @@ class Desk:
         return _judged(request, answer)
 
     def _made_alone(self, request: Request, deadline: float) -> Result:
-        """By a process of its own, and one at a time: each takes this process seconds to check, and much memory."""
+        """By a process of its own, and one at a time: each takes this process seconds to check, and much memory. Some may wait; more would
+        take the threads of those who ask about something small."""
+        if not self._places.acquire(blocking=False):
+            return _judged(request, Answer())
+        try:
+            return self._made_in_turn(request, deadline)
+        finally:
+            self._places.release()
+
+    def _made_in_turn(self, request: Request, deadline: float) -> Result:
         if not self._alone.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return _judged(request, Answer())
         try:
@@ -206,10 +217,6 @@ def _heard(child: Child, request: Request, left_s: float, answer: Answer) -> boo
 def size(problem: Problem) -> int:
     """Parts of activations: what time and memory for a schedule, and for checking one, grow with."""
     return sum(stage.offload_parts for stage in problem.stages) * problem.microbatches
-
-
-def is_large(problem: Problem) -> bool:
-    return size(problem) > LARGE
 
 
 def _better(known: Start, new: Start) -> Start:

@@ -46,22 +46,25 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
 
 def test_large_problems_leave_room_for_small_ones(settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first, "LARGE", 20)
-    monkeypatch.setattr(service, "THINKERS", 2)
-    monkeypatch.setattr(service, "LARGE_THINKERS", 2)
+    monkeypatch.setattr(first, "MOST_LARGE", 2)
+    monkeypatch.setattr(service, "THINKERS", 3)
+    patience_s = 4.0
     with (
-        running(replace(settings, solves=0, first_schedule_s=2.5)) as (url, _),
+        running(replace(settings, solves=0, first_schedule_s=patience_s)) as (url, _),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
 
         def one(m: int, method: str) -> Any:
             return client.post("/v1/jobs", json={"problem": chain(m=m).to_dict(), "method": method})
 
-        with ThreadPoolExecutor(4) as pool:
-            large = [pool.submit(one, 20, "asleep") for _ in range(4)]
+        with ThreadPoolExecutor(8) as pool:
+            began = time.monotonic()
+            large = [pool.submit(one, 20, "asleep") for _ in range(8)]
             time.sleep(0.5)  # until all of them are there
             assert one(2, "plain").json()["best"]
-            assert not any(reply.done() for reply in large)
-            assert [reply.result().status_code for reply in large] == [201] * 4
+            assert not any(reply.done() for reply in large), "each waits for a schedule, which a search might find"
+            assert [reply.result().status_code for reply in large] == [201] * 8
+            assert time.monotonic() - began < 2 * patience_s, "none waits for the others' time"
 
 
 def test_no_more_jobs_wait_than_may(settings: Settings, fake_solver: None) -> None:

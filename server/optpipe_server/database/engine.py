@@ -128,7 +128,13 @@ class Database:
         from optpipe_server.database.migrations import upgrade
 
         with self.write() as connection:
-            upgrade(connection, only_check=self.sqlite and self._lock_file is None)
+            if self.sqlite:
+                upgrade(connection, only_check=self._lock_file is None)
+                return
+            from optpipe_server.database.postgres import no_hurry
+
+            with no_hurry(connection):
+                upgrade(connection)
 
 
 def _parsed(url: str) -> URL:

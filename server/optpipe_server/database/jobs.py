@@ -117,8 +117,7 @@ class Jobs:
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
         """A tenant's submissions take turns, so that no two of them pass the last free place or the same key at once."""
         if not self._database.sqlite:  # which lets one writer in at a time
-            with self._database.together(db):  # with the transaction's beginning
-                db.execute(_TURN, {"tenant": tenant})
+            db.execute(_TURN, {"tenant": tenant})
 
     def job(self, tenant: str, job_id: str) -> Row[Any] | None:
         """A job with the problem that counts, as `problem`."""

@@ -27,7 +27,11 @@ CONNECTIONS = 20  # of one process
 class Line(psycopg.Connection[Any]):
     """A connection. The server ends what takes too long; one that hangs, as a whole or by its disk, does not, and so the line is closed."""
 
+    hurries = True
+
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        if not self.hurries:
+            return super().wait(gen, interval, timeout)
         until = time.monotonic() + ANSWER_S
         try:
             return super().wait(gen, interval, ANSWER_S if timeout is None else timeout)
@@ -75,6 +79,17 @@ def _check(line: Line, record: ConnectionPoolEntry, _proxy: object) -> None:
 
 
 @contextmanager
+def no_hurry(db: Transaction) -> Iterator[None]:
+    """Statements that may take their time, such as those of a migration."""
+    line: Any = db.connection.driver_connection
+    line.hurries = False
+    try:
+        yield
+    finally:
+        line.hurries = True
+
+
+@contextmanager
 def pipeline(db: Transaction, of_no_use: Any) -> Iterator[None]:
     """Statements whose results nobody reads go in one trip. Raises SQLAlchemy's errors; connections are not used again after one that is
     `of_no_use`."""
@@ -84,6 +99,7 @@ def pipeline(db: Transaction, of_no_use: Any) -> Iterator[None]:
             yield
     except psycopg.Error as error:  # of no statement that SQLAlchemy waited for
         if gone := line.closed or of_no_use(error):
-            db.invalidate(error)
-            db.engine.dispose()  # the other connections are no better
+            line.close()
+            with suppress(DBAPIError):
+                db.exec_driver_sql("select 1")  # so SQLAlchemy sees that it is, and has the others of the pool made anew, too
         raise DBAPIError.instance(None, None, error, psycopg.Error, connection_invalidated=gone, dialect=db.dialect) from error

@@ -57,7 +57,7 @@ def _parameter(_request: Request, error: Exception) -> JSONResponse:
 
 def _database(_request: Request, error: Exception) -> JSONResponse:
     log.error("the database failed: %s", getattr(error, "orig", None) or error)
-    return problem_document(503, "The database cannot be used at the moment; nothing was changed.", {"Retry-After": "5"})
+    return problem_document(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
 
 
 def _unexpected(_request: Request, _error: Exception) -> JSONResponse:

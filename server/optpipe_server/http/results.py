@@ -115,14 +115,14 @@ async def show_log(
 async def show_trace(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
     """A schedule to look at in Perfetto."""
     incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
-    return json_reply(await asked.service.turns.compute(lambda: trace(_schedule(incumbent))))
+    return json_reply(await asked.service.pictures.compute(lambda: trace(_schedule(incumbent))))
 
 
 @router.get("/timeline", responses=replies(200, shapes.Timeline, examples.TIMELINE, 404, 409, 422))
 async def show_timeline(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
     incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
-    return json_reply(await asked.service.turns.compute(lambda: _timeline(incumbent)))
+    return json_reply(await asked.service.pictures.compute(lambda: _timeline(incumbent)))
 
 
 def _timeline(incumbent: Row[Any]) -> str:

@@ -22,7 +22,7 @@ from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.jobs import GONE_ON, ConflictError, QueueFullError, StaleError, is_cancelled
 from optpipe_server.database.keys import Keys
-from optpipe_server.first import Desk, is_large
+from optpipe_server.first import Desk
 from optpipe_server.http.bodies import Model, Submission, parse
 from optpipe_server.http.feed import Feed
 from optpipe_server.http.replies import ReplyError
@@ -35,7 +35,6 @@ T = TypeVar("T")
 
 QUESTIONS = 16  # to the database, at a time
 THINKERS = 32  # submissions that wait for their first schedule at a time
-LARGE_THINKERS = 4  # of large problems, which may take long, so that they leave room
 SMALL_BODY = 2**15  # bytes, which are read in a millisecond
 TRIES = 5  # at a problem that is posed while incumbents come in
 CUT_S = 5.0  # from when the service is asked to end until it waits no longer for a database that hangs
@@ -53,9 +52,9 @@ class Service:
         self.feed = Feed(self.jobs, settings.streams)
 
     async def open(self) -> None:
-        self._questions = anyio.CapacityLimiter(QUESTIONS)
-        self._thinkers, self._large_thinkers = anyio.CapacityLimiter(THINKERS), anyio.CapacityLimiter(LARGE_THINKERS)
-        self._readers, self.turns = anyio.CapacityLimiter(1), Turns()
+        self._questions, self._thinkers = anyio.CapacityLimiter(QUESTIONS), anyio.CapacityLimiter(THINKERS)
+        self._readers = anyio.CapacityLimiter(1)
+        self.checks, self.pictures = Turns(), Turns()
         self.desk = Desk(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, own_name())
         self.reaper = Reaper(self.database, self.supervisor.held)
@@ -86,10 +85,9 @@ class Service:
             return parse(model, body, what)
         return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._readers)
 
-    async def _think(self, problem: Problem, thought: Callable[[], T]) -> T:
-        """What the desk says of the problem, which may take seconds; who ends the service does not wait for it."""
-        limiter = self._large_thinkers if is_large(problem) else self._thinkers
-        return await anyio.to_thread.run_sync(thought, limiter=limiter, abandon_on_cancel=True)
+    async def _think(self, thought: Callable[[], T]) -> T:
+        """What the desk says, which may take seconds; who ends the service does not wait for it."""
+        return await anyio.to_thread.run_sync(thought, limiter=self._thinkers, abandon_on_cancel=True)
 
     async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
         """Stores the job with its first schedule and has it searched; returns its id, and whether it is new.
@@ -106,8 +104,7 @@ class Service:
             priority=submission.priority,
         )
         start = await self._think(
-            job.problem,
-            lambda: self.desk.start_of(tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem)),
+            lambda: self.desk.start_of(tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem))
         )
         try:
             job_id, new = await self.ask(
@@ -147,7 +144,7 @@ class Service:
     async def _pose_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
         """False where an incumbent came in between, which the start of the other problem would have to be made from."""
         job, best = await self.ask(lambda: self._best_for(tenant, job_id, problem))
-        start = await self._think(problem, lambda: self.desk.carry(tenant, problem, job.method, job.objective, best))
+        start = await self._think(lambda: self.desk.carry(tenant, problem, job.method, job.objective, best))
         try:
             await self.ask(lambda: self.jobs.pose(tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue))
         except StaleError:

@@ -153,7 +153,7 @@ _KNOWN = {"exact": False, "distance": 0.05, "status": "feasible", "lower_bound_m
 async def check_schedule(request: Request, asked: Ask) -> Response:
     """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it has."""
     sent = await request.body()
-    return _json(await asked.service.turns.compute(lambda: text(_checked(parse(Given, sent, "check")))))
+    return _json(await asked.service.checks.compute(lambda: text(_checked(parse(Given, sent, "check")))))
 
 
 def _checked(given: Given) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _checked(given: Given) -> dict[str, Any]:
 async def simulate_schedule(request: Request, asked: Ask) -> Response:
     """When each op runs, by nominal times, and what each device holds at most."""
     sent = await request.body()
-    return _json(await asked.service.turns.compute(lambda: text(_simulated(parse(Given, sent, "simulate")))))
+    return _json(await asked.service.checks.compute(lambda: text(_simulated(parse(Given, sent, "simulate")))))
 
 
 def _simulated(given: Given) -> dict[str, Any]:
@@ -198,7 +198,7 @@ async def compare_methods(request: Request, asked: Ask, comparisons: Annotated[C
     """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes up to twice the
     time limit and some seconds, and ends when the client hangs up."""
     sent = await request.body()
-    wanted = await asked.service.turns.compute(lambda: _comparable(parse(Compared, sent, "compare")))
+    wanted = await asked.service.checks.compute(lambda: _comparable(parse(Compared, sent, "compare")))
     return _json(await comparisons.compared(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
 
 
@@ -218,7 +218,7 @@ def _comparable(wanted: Compared) -> Compared:
 async def look_up(request: Request, asked: Ask) -> Response:
     """The cached schedule of this problem, or of the nearest one that is valid on it."""
     sent = await request.body()
-    return _json(await asked.service.turns.compute(lambda: _looked_up(asked, parse(Wanted, sent, "lookup"))))
+    return _json(await asked.service.checks.compute(lambda: _looked_up(asked, parse(Wanted, sent, "lookup"))))
 
 
 def _looked_up(asked: Ask, wanted: Wanted) -> str:

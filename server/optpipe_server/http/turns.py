@@ -1,4 +1,4 @@
-"""What has to be computed is computed one request at a time, whoever asks, so that the other requests have a core to themselves."""
+"""What has to be computed takes turns, so that the requests for which nothing has to be computed are answered meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Turns:
     async def compute(self, thought: Callable[[], T]) -> T:
         """Raises `ReplyError` where too many wait already."""
         if self._inside > MOST_WAITING:
-            raise ReplyError(503, "Too many schedules wait to be checked.", {"Retry-After": "5"})
+            raise ReplyError(503, "Too many requests wait for what they ask to be computed.", {"Retry-After": "5"})
         self._inside += 1
         try:
             return await anyio.to_thread.run_sync(thought, limiter=self._one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -10,16 +11,15 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from psycopg.pq import PipelineStatus
 from sqlalchemy import create_engine, insert, inspect, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError, TimeoutError
 from support.jobs import A, expire, row, submit
@@ -98,12 +98,16 @@ def test_a_migration_may_take_its_time(postgres: Postgres, monkeypatch: pytest.M
     def upgrade(config: Config, _revision: str) -> None:
         for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
             limits.append(config.attributes["connection"].execute(text(f"show {name}")).scalar_one())
+        config.attributes["connection"].execute(text("select pg_sleep(1)"))
 
     monkeypatch.setattr(command, "upgrade", upgrade)
+    monkeypatch.setattr(of_postgres, "ANSWER_S", 0.5)
     with postgres.database() as url:
         database = Database(url)
         with database.read() as db:
             assert db.execute(text("show statement_timeout")).scalar_one() == "10s"
+            with pytest.raises(OperationalError, match="no answer"):
+                db.execute(text("select pg_sleep(1)"))
         database.close()
     assert limits == ["0", "0", "0"]
 
@@ -312,25 +316,63 @@ def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, pos
     database.close()
 
 
-def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    database, trips = Database(postgres_url), [0]
-    wait = psycopg.Connection.wait
-
-    def counted(self: Any, steps: Any, *more: Any, **named: Any) -> Any:
-        asks = steps.__name__ == "_execute_gen" and self.pgconn.pipeline_status == PipelineStatus.OFF
-        trips[0] += asks or steps.__name__ in ("_exit_gen", "_commit_gen")  # the end of a pipeline, and of a transaction
-        return wait(self, steps, *more, **named)
-
-    def of(question: Callable[[], object]) -> int:
-        trips[0] = 0
-        question()
-        return trips[0]
-
-    monkeypatch.setattr(psycopg.Connection, "wait", counted)
+def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, tmp_path: Path) -> None:
+    database = Database(postgres_url)
     job_id = submit(database)
-    assert of(lambda: Jobs(database).shown(A, job_id)) == 1
-    assert of(lambda: submit(database)) == 4
+
+    def trips_of(question: Callable[[], object]) -> int:
+        """How often the server had the word, by libpq's own record."""
+        with (tmp_path / "trace").open("w+") as trace:
+            with database.read() as db:  # by the one connection that there is
+                line: Any = db.connection.driver_connection
+            line.pgconn.trace(trace.fileno())
+            question()
+            line.pgconn.untrace()
+            trace.seek(0)
+            words = re.findall(r"^\S+ \S+\t([FB])\t", trace.read(), re.MULTILINE)
+        return sum(before + after == "FB" for before, after in pairwise(words))
+
+    assert trips_of(lambda: Jobs(database).shown(A, job_id)) == 1
+    assert trips_of(lambda: submit(database)) == 5, "its beginning, its turn, the queue's length, all that is written, its end"
     database.close()
+
+
+def test_what_fails_together_leaves_no_connection_behind(postgres: Postgres, postgres_url: str) -> None:
+    database = Database(postgres_url)
+    job_id = submit(database)
+    everybody, go_on = threading.Barrier(5), threading.Event()
+
+    def hold() -> None:
+        with database.write() as db:
+            db.execute(select(jobs))
+            everybody.wait(60)
+            go_on.wait(60)
+
+    def die() -> None:
+        with database.write() as db:
+            pid = db.execute(text("select pg_backend_pid()")).scalar_one()
+            postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+            with database.together(db):
+                db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
+
+    others = [threading.Thread(target=hold) for _ in range(4)]
+    for other in others:
+        other.start()
+    everybody.wait(60)
+    with pytest.raises(OperationalError):
+        die()
+    go_on.set()
+    for other in others:
+        other.join()
+    submit(database)
+    sessions = text("select count(*) from pg_stat_activity where datname = current_database() and application_name = 'optpipe'")
+    with database.read() as db:
+        assert db.execute(sessions).scalar_one() <= 5
+    database.close()
+    last = Database(postgres_url)
+    with last.read() as db:
+        assert db.execute(sessions).scalar_one() == 1, "its own"
+    last.close()
 
 
 def test_a_server_that_hangs_is_an_error_in_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

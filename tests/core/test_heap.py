@@ -1,0 +1,30 @@
+"""Processes that answer requests for weeks: their modules are not looked through again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SERVICE = """
+import gc, os, optpipe_server
+def ready(url):
+    print(gc.get_freeze_count(), flush=True)
+    os._exit(0)
+optpipe_server.serve(optpipe_server.Settings("sqlite:///jobs.sqlite", makers=1, solves=0), port=0, ready=ready)
+"""
+MAKER = """
+import gc
+from optpipe_solver import first
+first.requests = lambda: iter(())
+first.main()
+print(gc.get_freeze_count())
+"""
+
+
+@pytest.mark.parametrize("code", [SERVICE, MAKER], ids=["the service", "a maker"])
+def test_what_is_there_when_it_answers_has_settled(code: str, tmp_path: Path) -> None:
+    told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert int(told.stdout) > 50_000, "objects, most of them of modules"
