@@ -27,7 +27,8 @@ logging.getLogger("uvicorn.error").error("cannot reach %s", "postgresql+psycopg:
 logging.getLogger("alembic.runtime").info("not seen: a library's doings")
 warnings.warn("an old thing")
 try:
-    create_engine("sqlite://").connect().execute(text("insert into nowhere values (:a)"), {"a": "BODYBODY"})
+    with create_engine("sqlite://").connect() as db:  # closed here, not by the garbage collector in some other thread
+        db.execute(text("insert into nowhere values (:a)"), {"a": "BODYBODY"})
 except Exception:
     log.exception("failed", job="j2")
 try:
