@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 
 import httpx
@@ -87,8 +86,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         url, pid = services.enter_context(demo._service(tmp_path, environment, port))
 
         def kill_and_start_again():
-            until(searching, within_s=120)
-            time.sleep(1)
+            until(searching, within_s=120)  # some searches are over a second later
             os.kill(pid, signal.SIGKILL)
             services.enter_context(demo._service(tmp_path, environment, port))
 
