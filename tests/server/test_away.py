@@ -22,7 +22,7 @@ from support.service import events, running, settings_in
 from optpipe_server.database import Database
 
 BACK_S = 10.0  # the longest that the service may need, once the database answers
-ENDS_S = 20.0  # twice what it may take on a machine that does nothing else
+ENDS_S = 10.0  # less than a connection waits for an answer: it is cut
 BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
 

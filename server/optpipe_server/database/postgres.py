@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from select import POLLIN, poll
 from typing import Any
@@ -90,7 +90,7 @@ def no_hurry(db: Transaction) -> Iterator[None]:
 
 
 @contextmanager
-def pipeline(db: Transaction, of_no_use: Any) -> Iterator[None]:
+def pipeline(db: Transaction, of_no_use: Callable[[BaseException], bool]) -> Iterator[None]:
     """Statements whose results nobody reads go in one trip. Raises SQLAlchemy's errors; connections are not used again after one that is
     `of_no_use`."""
     line: Any = db.connection.driver_connection

@@ -20,7 +20,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, insert, inspect, select, text, update
+from sqlalchemy import Connection, create_engine, insert, inspect, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError, TimeoutError
 from support.jobs import A, expire, row, submit
 from support.postgres import Postgres
@@ -249,6 +249,11 @@ def test_more_than_all_connections_is_an_error_in_time(postgres_url: str, monkey
     database.close()
 
 
+def end_connection_of(db: Connection, postgres: Postgres) -> None:
+    pid = db.execute(text("select pg_backend_pid()")).scalar_one()
+    postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+
+
 def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(postgres: Postgres, postgres_url: str) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
@@ -256,8 +261,7 @@ def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(postgr
     def die() -> None:
         with database.write() as db:
             db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
-            pid = db.execute(text("select pg_backend_pid()")).scalar_one()
-            postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+            end_connection_of(db, postgres)
 
     with pytest.raises(OperationalError):
         die()
@@ -303,8 +307,7 @@ def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, pos
 
     def die() -> None:
         with database.write() as db:
-            pid = db.execute(text("select pg_backend_pid()")).scalar_one()
-            postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+            end_connection_of(db, postgres)
             with database.together(db):
                 db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
                 db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
@@ -350,8 +353,7 @@ def test_what_fails_together_leaves_no_connection_behind(postgres: Postgres, pos
 
     def die() -> None:
         with database.write() as db:
-            pid = db.execute(text("select pg_backend_pid()")).scalar_one()
-            postgres.run(f"select pg_terminate_backend({pid}, 10000)")
+            end_connection_of(db, postgres)
             with database.together(db):
                 db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
 
