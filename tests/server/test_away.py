@@ -22,7 +22,7 @@ from support.service import events, running, settings_in
 from optpipe_server.database import Database
 
 BACK_S = 10.0  # the longest that the service may need, once the database answers
-ENDS_S = 10.0  # less than a connection waits for an answer: it is cut
+ENDS_S = 10.0  # what the end of a service may take
 BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
 
@@ -108,6 +108,7 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response, server.hanging():
             assert next(events(response))["id"] == "1"
+            time.sleep(1.0)  # until its look for news waits for an answer
             process.terminate()
             assert process.wait(ENDS_S) == -signal.SIGTERM
 
