@@ -8,6 +8,7 @@ COPY solver solver
 COPY runtime runtime
 COPY server server
 COPY cache cache
+COPY cli cli
 RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt '.[server,postgres]'
 
 FROM python:3.11-slim

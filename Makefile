@@ -19,7 +19,7 @@ setup: .venv/ready
 check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache
+	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli
 	$(BIN)/lint-imports
 
 # Two at a time: a test waits as often as it computes.
@@ -42,7 +42,7 @@ wheels:
 
 # On the machine's own Python, whose torch is there already; ARGS are those of `optpipe bench gpu`.
 bench-gpu: $(if $(wildcard wheels),.gpu/ready)
-	PYTHONPATH=.:runtime:.gpu $(PYTHON) -m optpipe bench gpu $(ARGS)
+	PYTHONPATH=.:cli:runtime:.gpu $(PYTHON) -m optpipe_cli bench gpu $(ARGS)
 
 .gpu/ready: $(wildcard wheels/*.whl)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade --target .gpu wheels/*.whl

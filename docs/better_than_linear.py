@@ -1,4 +1,5 @@
-"""Draws PipeOffload's Figure 3 again, memory against the stages that each device offloads: `python docs/better_than_linear.py`."""
+"""Draws PipeOffload's Figure 3 again, memory against the stages that each device offloads: `python
+docs/better_than_linear.py`."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,11 +15,20 @@ LEFT, TOP, WIDTH, HEIGHT = 64, 60, 420, 260
 
 
 def shares(k: float) -> list[float]:
-    """What the fullest device holds with 0, 1, ... stages of each device offloaded, of what it holds with none; F = B = W."""
-    times = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "offload_ms": 1.5 * k, "reload_ms": 1.5 * k}
-    sizes = {"activation_bytes": 1, "weight_grad_bytes": 1, "offload_bytes": 1}
+    """What the fullest device holds with 0, 1, ... stages of each device offloaded, of what it holds with none; F = B =
+    W."""
+    times = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "offload_ms": 1.5 * k,
+        "reload_ms": 1.5 * k,
+    }
+    sizes = {"activation_bytes": 1, "saved_for_weight_bytes": 1, "offload_bytes": 1}
     stages = [Stage(device=s % DEVICES, **times, **sizes) for s in range(DEVICES * CHUNKS)]
-    problem = Problem(microbatches=MICROBATCHES, devices=(Device(memory_bytes=10**9),) * DEVICES, stages=tuple(stages))
+    problem = Problem(
+        microbatches=MICROBATCHES, devices=(Device(activation_budget_bytes=10**9),) * DEVICES, stages=tuple(stages)
+    )
     peaks = peaks_by_stages_offloaded(problem)
     return [peak / peaks[0] for peak in peaks]
 
@@ -28,7 +38,8 @@ def picture() -> str:
     title = f"Memory by stages offloaded: {DEVICES} devices, {CHUNKS} each"
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 24} {TOP + HEIGHT + 56}"'
-        f' width="{LEFT + WIDTH + 24}" height="{TOP + HEIGHT + 56}" font-family="system-ui, sans-serif" font-size="11">',
+        f' width="{LEFT + WIDTH + 24}" height="{TOP + HEIGHT + 56}" font-family="system-ui, sans-serif" '
+        'font-size="11">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="20" y="26" font-size="15" font-weight="600" fill="#111">{title}</text>',
     ]
@@ -39,7 +50,8 @@ def picture() -> str:
         body.append(f'<text x="{_x(n)}" y="{TOP + HEIGHT + 18}" text-anchor="middle" fill="#777">{n}</text>')
     middle = LEFT + WIDTH / 2
     body.append(
-        f'<text x="{middle}" y="{TOP + HEIGHT + 40}" text-anchor="middle" fill="#333">stages of each device that are offloaded</text>'
+        f'<text x="{middle}" y="{TOP + HEIGHT + 40}" text-anchor="middle" fill="#333">stages of each device that '
+        "are offloaded</text>"
     )
     body += _curve([1 - n / CHUNKS for n in range(CHUNKS + 1)], "#999", "linear", 44, dashed=True)
     for place, (k, colour) in enumerate(CURVES.items(), start=1):
@@ -57,7 +69,8 @@ def _curve(values: Sequence[float], colour: str, name: str, legend: float, dashe
     marks = [] if dashed else [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"/>' for x, y in points]
     key = LEFT + WIDTH - 170
     sample = (
-        f'<line x1="{key}" y1="{TOP + legend - 40}" x2="{key + 24}" y2="{TOP + legend - 40}" stroke="{colour}" stroke-width="1.6"{dashes}/>'
+        f'<line x1="{key}" y1="{TOP + legend - 40}" x2="{key + 24}" y2="{TOP + legend - 40}" '
+        f'stroke="{colour}" stroke-width="1.6"{dashes}/>'
     )
     return [*lines, *marks, sample, f'<text x="{key + 30}" y="{TOP + legend - 36}" fill="#333">{name}</text>']
 

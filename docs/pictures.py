@@ -1,7 +1,7 @@
 """Draws the docs' pictures again: `make pictures`, or `python docs/pictures.py NAME...` for some systems.
 
-PipeOffload and the solver's best for the README, at the same memory and on one time axis; and each published schedule on the problem of its
-paper's figure, so that the two can be laid side by side.
+PipeOffload and the solver's best for the README, at the same memory and on one time axis; and each published schedule
+on the problem of its paper's figure, so that the two can be laid side by side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optpipe import Problem, Schedule, solve
-from optpipe.placement import Shape
+from optpipe.model.placement import Shape
 from optpipe.show.svg import gantt
 from optpipe_solver import heuristics, systems
 
@@ -33,12 +33,12 @@ def units(
     overlap_factor: float | None = None,
     **costs: Any,
 ) -> Problem:
-    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W, messages nothing. `memory` in activations.
-    `costs` are further fields of a device's stages together."""
+    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W, messages nothing.
+    `memory` in activations. `costs` are further fields of a device's stages together."""
     forward, backward, weight = (v * time for time in times)
     stage = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight}
-    stage |= {"activation_bytes": v * ACTIVATION, "weight_grad_bytes": v * ACTIVATION, **costs}
-    device = {"memory_bytes": memory * ACTIVATION}
+    stage |= {"activation_bytes": v * ACTIVATION, "saved_for_weight_bytes": v * ACTIVATION, **costs}
+    device = {"activation_budget_bytes": memory * ACTIVATION}
     devices = [device | ({"peer": p - 1 - d} if peers else {}) for d in range(p)]
     content = {"microbatches": m, "devices": devices, "stages": [{"device": d, **stage} for d in range(p)]}
     return Problem.from_dict(content | ({"overlap_factor": overlap_factor} if overlap_factor else {})).rechunk(v, shape)
@@ -82,7 +82,10 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "chronos-recomp": (units(8, 8, 2, **again(1, 0, 2)), "Lin et al., figure 6 (b)"),
     "chronos-zero2": (units(4, 8, 2), "Lin et al., figure 7"),
     "chronos-offload": (units(4, 8, 2, **on_host(2, 4, 3, 2)), "Lin et al., figure 8"),
-    "bpipe": (units(4, 8, peers=True, evict_ms=0.5, load_ms=0.5, evict_bytes=ACTIVATION), "BPipe, figure in “Solution”"),
+    "bpipe": (
+        units(4, 8, peers=True, evict_ms=0.5, load_ms=0.5, evict_bytes=ACTIVATION),
+        "BPipe, figure in “Solution”",
+    ),
 }
 
 
@@ -101,7 +104,10 @@ def best(method: str, time_limit: float) -> Schedule:
 
 def before_and_after() -> None:
     before, after = best("po-f", 20), best("auto", 30)
-    for name, title, schedule in (("before", "Before: PipeOffload", before), ("after", "After: OptPipe's schedule, same memory", after)):
+    for name, title, schedule in (
+        ("before", "Before: PipeOffload", before),
+        ("after", "After: OptPipe's schedule, same memory", after),
+    ):
         (HERE / "pictures" / f"{name}.svg").write_text(gantt(schedule, title, until_ms=before.makespan_ms))
         print(f"{name}: {schedule.makespan_ms:g} ms by {schedule.method}")
 

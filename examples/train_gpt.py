@@ -29,7 +29,9 @@ def main() -> None:
     corpus = text.corpus()
 
     pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
-    problem = pipe.profile(*text.batch(corpus, 0, MICROBATCHES * SIZE.sequences, SIZE.context), memory_bytes=16 * 2**20)
+    problem = pipe.profile(
+        *text.batch(corpus, 0, MICROBATCHES * SIZE.sequences, SIZE.context), activation_budget_bytes=16 * 2**20
+    )
     pipe.load(optpipe.solve(problem, time_limit=10).schedule if rank == 0 else None)
     train = Follower(pipe, arguments.service) if arguments.service else pipe
     for step in range(arguments.steps):

@@ -1,4 +1,5 @@
-"""OptPipe: schedules for pipeline-parallel training that are as short as possible and never need more memory than there is.
+"""OptPipe: schedules for pipeline-parallel training that are as short as possible and never need more memory than there
+is.
 
 problem = optpipe.Problem.load("problem.json")
 result = optpipe.solve(problem, time_limit=20)
@@ -14,45 +15,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optpipe.anytime import Result, improve, solve
     from optpipe.comparison import Comparison, compare
-    from optpipe.deadlock import DeadlockError
     from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
+    from optpipe.evaluate.deadlock import DeadlockError
+    from optpipe.evaluate.memory import Certificate, certify
+    from optpipe.evaluate.timeline import Timeline, simulate
+    from optpipe.evaluate.validity import check
     from optpipe.files import ScheduleFile
-    from optpipe.memory import Certificate, certify
-    from optpipe.offload import estimated_offload_ratio, offload_ratio
-    from optpipe.ops import Kind, Op, Pair
-    from optpipe.problem import Device, Problem, Stage
-    from optpipe.program import Program
+    from optpipe.model.offload import estimated_offload_ratio, offload_ratio
+    from optpipe.model.ops import Kind, Op, Pair
+    from optpipe.model.problem import Device, Problem, Stage
+    from optpipe.model.program import Program
     from optpipe.schedule import Schedule
-    from optpipe.timeline import Timeline, simulate
-    from optpipe.validity import check
 
 # Each name with its module: imported when first used, so that `optpipe --help` does not wait for numpy.
 _HOME = {
-    "Certificate": "memory",
+    "Certificate": "evaluate.memory",
     "Comparison": "comparison",
-    "DeadlockError": "deadlock",
-    "Device": "problem",
+    "DeadlockError": "evaluate.deadlock",
+    "Device": "model.problem",
     "InputError": "errors",
-    "Kind": "ops",
-    "Op": "ops",
+    "Kind": "model.ops",
+    "Op": "model.ops",
     "OptPipeError": "errors",
-    "Pair": "ops",
-    "Problem": "problem",
-    "Program": "program",
+    "Pair": "model.ops",
+    "Problem": "model.problem",
+    "Program": "model.program",
     "Result": "anytime",
     "Schedule": "schedule",
     "ScheduleError": "errors",
     "ScheduleFile": "files",
     "SolverError": "errors",
-    "Stage": "problem",
-    "Timeline": "timeline",
-    "certify": "memory",
-    "check": "validity",
+    "Stage": "model.problem",
+    "Timeline": "evaluate.timeline",
+    "certify": "evaluate.memory",
+    "check": "evaluate.validity",
     "compare": "comparison",
-    "estimated_offload_ratio": "offload",
+    "estimated_offload_ratio": "model.offload",
     "improve": "anytime",
-    "offload_ratio": "offload",
-    "simulate": "timeline",
+    "offload_ratio": "model.offload",
+    "simulate": "evaluate.timeline",
     "solve": "anytime",
 }
 __all__ = [

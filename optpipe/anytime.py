@@ -1,4 +1,5 @@
-"""`improve` and `solve`: better and better schedules from a solver in a process of its own, each verified before anyone sees it."""
+"""`improve` and `solve`: better and better schedules from a solver in a process of its own, each verified before anyone
+sees it."""
 
 from __future__ import annotations
 
@@ -12,13 +13,25 @@ from typing import TypedDict, Unpack
 
 from pydantic import ValidationError
 
-from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Objective, Placements, Programs, Refused, Request
 from optpipe.errors import FrameError, InputError, SolverError, input_error
+from optpipe.evaluate.jitter import percentile_ms
+from optpipe.evaluate.validity import check
 from optpipe.files import Status
-from optpipe.jitter import percentile_ms
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import (
+    Bound,
+    Child,
+    Frame,
+    Incumbent,
+    Infeasible,
+    Note,
+    Objective,
+    Placements,
+    Programs,
+    Refused,
+    Request,
+)
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is ended
 MOST_NOTES = 200  # a solver that tells more is not heard
@@ -28,7 +41,8 @@ SOLVER = "optpipe_solver"
 
 @dataclass(frozen=True)
 class Step:
-    """One incumbent: when it came, whose it is, what counts of it, and the best bound by then. `time_s` in s, the rest in ms."""
+    """One incumbent: when it came, whose it is, what counts of it, and the best bound by then. `time_s` in s, the rest
+    in ms."""
 
     time_s: float
     method: str
@@ -38,7 +52,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known at some moment: the best schedule and the best lower bound so far. Times in ms, `time_s` since the search began."""
+    """What is known at some moment: the best schedule and the best lower bound so far. Times in ms, `time_s` since the
+    search began."""
 
     status: Status
     schedule: Schedule | None = None
@@ -48,7 +63,9 @@ class Result:
     time_s: float = 0.0
     reason: str | None = None  # why there is no schedule
     notes: tuple[str, ...] = ()  # what went wrong on the way, such as an engine that crashed
-    percentile_ms: float | None = None  # where there is jitter: the objective's 95th percentile under that noise (`optpipe.jitter`)
+    percentile_ms: float | None = (
+        None  # where there is jitter: the objective's 95th percentile under that noise (`optpipe.evaluate.jitter`)
+    )
     history: tuple[Step, ...] = ()  # the incumbents so far, this one last
     rejected: int = 0  # what the solver wrote that was no valid schedule, no better than one before, or no frame
     failure: str | None = None  # what the solver's process did instead of ending its search; also the last of the notes
@@ -72,7 +89,8 @@ class Result:
 
     @property
     def gap(self) -> float | None:
-        """How much shorter a schedule could at most be by its nominal times, as a share of this one; 0 is proven optimal, jitter aside."""
+        """How much shorter a schedule could at most be by its nominal times, as a share of this one; 0 is proven
+        optimal, jitter aside."""
         value = self.objective_ms
         if value is None or self.lower_bound_ms is None:
             return None
@@ -80,7 +98,8 @@ class Result:
 
 
 def merged(best: Result, new: Result) -> Result:
-    """The better schedule of two results for one problem, with the better bound that it does not disprove; the rest is the new one's."""
+    """The better schedule of two results for one problem, with the better bound that it does not disprove; the rest is
+    the new one's."""
     value, other = best.objective_ms, new.objective_ms
     kept = best if other is None or (value is not None and value <= other) else new
     most = float("inf") if kept.objective_ms is None else kept.objective_ms * (1 + PROVEN) + PROVEN
@@ -93,7 +112,8 @@ def merged(best: Result, new: Result) -> Result:
 
 
 class Search:
-    """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it with the best so far."""
+    """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it with the best
+    so far."""
 
     def __init__(self, request: Request, gap: float = 0.0, admit: Callable[[int], None] | None = None) -> None:
         self._child = Child(SOLVER, request, admit)
@@ -101,7 +121,9 @@ class Search:
         self._deadline.daemon = True
         self._deadline.start()
         self._results = _results(request, self._child, self._deadline, gap)
-        weakref.finalize(self, _abandon, self._deadline, self._child)  # not __del__: in a cycle the child's files would be finalized first
+        weakref.finalize(
+            self, _abandon, self._deadline, self._child
+        )  # not __del__: in a cycle the child's files would be finalized first
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -111,7 +133,7 @@ class Search:
 
     @property
     def family(self) -> str:
-        """The mark of all its processes (`optpipe.family`)."""
+        """The mark of all its processes (`optpipe.process.family`)."""
         return self._child.family
 
     def cancel(self) -> None:
@@ -125,14 +147,19 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
 
 def _results(request: Request, child: Child, deadline: threading.Timer, gap: float) -> Generator[Result, None, None]:
     began = time.monotonic()
-    best = shown = Result("unknown", objective=request.objective, reason="no schedule was found before the search ended")
+    best = shown = Result(
+        "unknown", objective=request.objective, reason="no schedule was found before the search ended"
+    )
     try:
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
             now = replace(_after(best, frame, request), time_s=time.monotonic() - began)
             best = now if now.schedule is best.schedule else _with_step(now)
-            if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (shown.schedule, shown.status):
+            if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (
+                shown.schedule,
+                shown.status,
+            ):
                 yield best
                 shown = best
             if gap and best.gap is not None and best.gap <= gap:
@@ -174,9 +201,13 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
     except InputError as error:
         wrong = [str(error)]
     if wrong:
-        return _noted(replace(best, rejected=best.rejected + 1), f"a schedule of {frame.method} was rejected: {wrong[0]}")
+        return _noted(
+            replace(best, rejected=best.rejected + 1), f"a schedule of {frame.method} was rejected: {wrong[0]}"
+        )
     percentile = percentile_ms(schedule, request.jitter, request.objective, request.seed) if request.jitter else None
-    better = replace(best, schedule=schedule, method=frame.method, status="feasible", reason=None, percentile_ms=percentile)
+    better = replace(
+        best, schedule=schedule, method=frame.method, status="feasible", reason=None, percentile_ms=percentile
+    )
     if best.value_ms is not None and better.value_ms is not None and better.value_ms >= best.value_ms:
         return replace(best, rejected=best.rejected + 1)
     return _judged(better)
@@ -184,7 +215,9 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
 
 def _with_step(result: Result) -> Result:
     assert result.value_ms is not None, "a schedule has a value"
-    return replace(result, history=(*result.history, Step(result.time_s, result.method, result.value_ms, result.lower_bound_ms)))
+    return replace(
+        result, history=(*result.history, Step(result.time_s, result.method, result.value_ms, result.lower_bound_ms))
+    )
 
 
 def _judged(result: Result) -> Result:
@@ -228,18 +261,21 @@ def improve(
     gap: float = 0.0,
     admit: Callable[[int], None] | None = None,
 ) -> Search:
-    """Better and better schedules: the first within moments, from a heuristic, then what the engines find until `time_limit` (seconds).
+    """Better and better schedules: the first within moments, from a heuristic, then what the engines find until
+    `time_limit` (seconds).
 
-    Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have since changed.
-    `solver` is the MILP's (auto, highs, gurobi, pulp or pulp:NAME). With `placements="all"` the devices' work may be split into other
-    stages, and the schedule is one of `schedule.problem`. With `jitter` the 95th percentile of the objective counts, each op's time
-    varying by that share (standard deviation). `memory_mib` limits what the solver's processes hold together. The search ends once the
-    gap is `gap` or less. `admit` is called with the id of the solver's process before that is asked, to set limits of the caller's own.
-    Raises `InputError` for an argument out of range; an unknown method is known to be one when the first result is asked for.
+    Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have
+    since changed. `solver` is the MILP's (auto, highs, gurobi, pulp or pulp:NAME). With `placements="all"` the devices'
+    work may be split into other stages, and the schedule is one of `schedule.problem`. With `jitter` the 95th
+    percentile of the objective counts, each op's time varying by that share (standard deviation). `memory_mib` limits
+    what the solver's processes hold together. The search ends once the gap is `gap` or less. `admit` is called with the
+    id of the solver's process before that is asked, to set limits of the caller's own. Raises `InputError` for an
+    argument out of range; an unknown method is known to be one when the first result is asked for.
     """
     if warm_start is not None and not isinstance(warm_start, Schedule):
         raise InputError(
-            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load reads a file)"
+            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load "
+            "reads a file)"
         )
     try:
         request = Request(
@@ -256,11 +292,14 @@ def improve(
             memory_mib=memory_mib,
         )
     except ValidationError as error:
-        raise InputError(str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
+        raise InputError(
+            str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)
+        ) from None  # as it was given
     return Search(request, gap, admit)
 
 
 def solve(problem: Problem, **options: Unpack[Options]) -> Result:
-    """The best schedule within the time; arguments as `improve`. A problem without one ends with status `infeasible` and the reason."""
+    """The best schedule within the time; arguments as `improve`. A problem without one ends with status `infeasible`
+    and the reason."""
     *_, last = improve(problem, **options)
     return last

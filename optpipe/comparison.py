@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from optpipe.anytime import solve
-from optpipe.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
 from optpipe.errors import InputError, OptPipeError, input_error
-from optpipe.memory import Certificate, Peak, certify
-from optpipe.offload import offload_ratio
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import Certificate, Peak, certify
+from optpipe.evaluate.validity import check
+from optpipe.model.offload import offload_ratio
+from optpipe.model.problem import Problem
+from optpipe.process.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 
 MAKER = "optpipe_solver.compare"
 SOLVER = "auto"  # among the methods: what `solve` finds
@@ -26,12 +26,15 @@ SOLVER = "auto"  # among the methods: what `solve` finds
 
 @dataclass(frozen=True)
 class Row:
-    """One method: its schedule, also where it needs more memory than there is, and why it is none that could run. Times in ms."""
+    """One method: its schedule, also where it needs more memory than there is, and why it is none that could run. Times
+    in ms."""
 
     method: str
     placements: Placements = "all"  # whether it was free to choose its stages
     schedule: Schedule | None = None
-    lower_bound_ms: float | None = None  # of schedules on the same stages; of the solver's row on all that it was free to choose
+    lower_bound_ms: float | None = (
+        None  # of schedules on the same stages; of the solver's row on all that it was free to choose
+    )
     reason: str | None = None  # why it does not fit, or is not for the problem
 
     @property
@@ -69,7 +72,9 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """For programs, as JSON takes it; what is not known is None."""
         schedule, certificate = self.schedule, self.certificate
-        placement = schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
+        placement = (
+            schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
+        )
         return {
             "method": self.method,
             "placements": self.placements,
@@ -101,7 +106,10 @@ class Comparison:
         def place(row: Row) -> tuple[bool, bool, float, bool]:
             return row.schedule is None, not row.fits, row.makespan_ms or 0.0, row.method != SOLVER
 
-        proven = max((row.lower_bound_ms or 0.0 for row in rows if row.method == SOLVER and row.placements == "keep"), default=0.0)
+        proven = max(
+            (row.lower_bound_ms or 0.0 for row in rows if row.method == SOLVER and row.placements == "keep"),
+            default=0.0,
+        )
         return cls(problem, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,11 +133,12 @@ def compare(
     memory_mib: int | None = None,
     told: Callable[[Row], None] | None = None,
 ) -> Comparison:
-    """Every published schedule and every heuristic, or the methods named, at the problem's memory, and `auto`, what `solve` finds.
+    """Every published schedule and every heuristic, or the methods named, at the problem's memory, and `auto`, what
+    `solve` finds.
 
-    With `placements="all"` each system runs on the stages that it is for, and `solve` searches both for the stages as given and for any;
-    each search takes up to `time_limit` seconds, and its processes hold up to `memory_mib` together. `told` hears of each row as it comes.
-    Raises `InputError` for what is no method.
+    With `placements="all"` each system runs on the stages that it is for, and `solve` searches both for the stages as
+    given and for any; each search takes up to `time_limit` seconds, and its processes hold up to `memory_mib` together.
+    `told` hears of each row as it comes. Raises `InputError` for what is no method.
     """
     names = [SOLVER] if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
     for name in names:
@@ -145,11 +154,17 @@ def compare(
             memory_mib=memory_mib,
         )
     except ValidationError as error:
-        raise InputError(str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)) from None  # as it was given
+        raise InputError(
+            str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)
+        ) from None  # as it was given
     searches: tuple[Placements, ...] = ("keep", "all") if placements == "all" else ("keep",)
     found = chain(
         _made(request) if names else (),
-        (_solved(problem, time_limit, threads, free, memory_mib) for free in searches if methods is None or SOLVER in methods),
+        (
+            _solved(problem, time_limit, threads, free, memory_mib)
+            for free in searches
+            if methods is None or SOLVER in methods
+        ),
     )
     rows = []
     for row in found:
@@ -187,7 +202,11 @@ def _verified(found: Incumbent, problem: Problem, placements: Placements, lower_
 
 
 def _why_not(certificate: Certificate) -> str:
-    of, peaks = ("", certificate.device) if not all(peak.fits for peak in certificate.device) else (" of host memory", certificate.host)
+    of, peaks = (
+        ("", certificate.device)
+        if not all(peak.fits for peak in certificate.device)
+        else (" of host memory", certificate.host)
+    )
     device, peak = _fullest(peaks)
     return f"needs {peak.bytes} of {peak.limit} bytes{of} on device {device}"
 
@@ -197,12 +216,22 @@ def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
 
     def share(device: int) -> float:
         peak = peaks[device]
-        return 0.0 if peak.limit is None else peak.bytes / peak.limit if peak.limit else (float("inf") if peak.bytes else 0.0)
+        return (
+            0.0
+            if peak.limit is None
+            else peak.bytes / peak.limit
+            if peak.limit
+            else (float("inf") if peak.bytes else 0.0)
+        )
 
     device = max(range(len(peaks)), key=share)
     return device, peaks[device]
 
 
-def _solved(problem: Problem, time_limit: float, threads: int | None, placements: Placements, memory_mib: int | None) -> Row:
-    result = solve(problem, method=SOLVER, time_limit=time_limit, threads=threads, placements=placements, memory_mib=memory_mib)
+def _solved(
+    problem: Problem, time_limit: float, threads: int | None, placements: Placements, memory_mib: int | None
+) -> Row:
+    result = solve(
+        problem, method=SOLVER, time_limit=time_limit, threads=threads, placements=placements, memory_mib=memory_mib
+    )
     return Row(SOLVER, placements, result.schedule, result.lower_bound_ms, None if result.schedule else result.reason)

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-MOST_COMPLAINTS = 1000  # of a file that are looked at: each takes time and memory, and hostile ones have a hundred thousand
+MOST_COMPLAINTS = (
+    1000  # of a file that are looked at: each takes time and memory, and hostile ones have a hundred thousand
+)
 
 
 class OptPipeError(Exception):
@@ -21,7 +23,8 @@ class InputError(OptPipeError, ValueError):
 
 
 class ScheduleError(OptPipeError, ValueError):
-    """A schedule that cannot be simulated: an op is missing or of another problem, or ops wait for each other (`DeadlockError`)."""
+    """A schedule that cannot be simulated: an op is missing or of another problem, or ops wait for each other
+    (`DeadlockError`)."""
 
 
 class SolverError(OptPipeError, RuntimeError):

@@ -1,4 +1,5 @@
-"""The schedule file, format `optpipe.schedule/1`: the problem, the programs, and what follows from them for whoever only reads."""
+"""The schedule file, format `optpipe.schedule/2`: the problem, the programs, and what follows from them for whoever
+only reads."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from optpipe.errors import InputError, input_error
-from optpipe.ops import MARKS, Kind
-from optpipe.placement import Placement
-from optpipe.problem import Items, Problem, Record, TotalMs, read_file, write_file
-from optpipe.program import KIND, MICROBATCH, PART, STAGE, of_kinds
+from optpipe.model.ops import MARKS, Kind
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Items, Problem, Record, TotalMs, read_file, write_file
+from optpipe.model.program import KIND, MICROBATCH, PART, STAGE, of_kinds
 from optpipe.schedule import Schedule
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -37,12 +38,13 @@ class TimedOp(Record):
 
 
 class ScheduleFile(Record):
-    """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before anyone uses them.
+    """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before
+    anyone uses them.
 
     Where `placement` is there, `problem` is the problem that was asked about with this placement.
     """
 
-    format: Literal["optpipe.schedule/1"] = "optpipe.schedule/1"
+    format: Literal["optpipe.schedule/2"] = "optpipe.schedule/2"
     problem: Problem
     problem_sha256: Annotated[str, Field(max_length=64)] | None = None
     placement: Placement | None = None
@@ -74,7 +76,9 @@ class ScheduleFile(Record):
 
     def schedule(self) -> Schedule:
         """The schedule in it; raises `InputError` for an op that cannot be read."""
-        return Schedule.parse(self.problem, (device.program for device in self.devices), self.links, self.method, self.placement)
+        return Schedule.parse(
+            self.problem, (device.program for device in self.devices), self.links, self.method, self.placement
+        )
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
@@ -90,7 +94,9 @@ class ScheduleFile(Record):
         except ValidationError as error:
             raise input_error(error, what) from None
         if file.problem_sha256 not in (None, file.problem.sha256):
-            raise InputError(f"{what}: problem_sha256 = {file.problem_sha256!r}: the problem in the file has {file.problem.sha256!r}")
+            raise InputError(
+                f"{what}: problem_sha256 = {file.problem_sha256!r}: the problem in the file has {file.problem.sha256!r}"
+            )
         return file
 
     @classmethod
@@ -113,5 +119,7 @@ def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:
             "start_ms": start,
             "end_ms": end,
         }
-        for row, start, end in zip(table[shown].tolist(), timeline.start[shown].tolist(), timeline.end[shown].tolist(), strict=True)
+        for row, start, end in zip(
+            table[shown].tolist(), timeline.start[shown].tolist(), timeline.end[shown].tolist(), strict=True
+        )
     ]

@@ -1,4 +1,5 @@
-"""`Schedule`: who does what in which order, one program a device, for one problem. When it happens is `schedule.timeline`."""
+"""`Schedule`: who does what in which order, one program a device, for one problem. When it happens is
+`schedule.timeline`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from optpipe.placement import Placement
-from optpipe.problem import Problem
-from optpipe.program import Program, parse_programs
-from optpipe.timeline import Timeline, simulate
+from optpipe.evaluate.timeline import Timeline, simulate
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem
+from optpipe.model.program import Program, parse_programs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""What a problem is like: its figures as proportions, on a coarse grid (OptPipe section 4.2, "discretize ... into proportional values").
+"""What a problem is like: its figures as proportions, on a coarse grid (OptPipe section 4.2, "discretize ... into
+proportional values").
 
-Times are shares of a stage's work, the mean F + B + W over all stages; a device's memory is the number of micro-batches whose
-activations it can hold. So the same model on a GPU twice as fast, or measured again on a noisy day, has the same features.
+Times are shares of a stage's work, the mean F + B + W over all stages; a device's memory is the number of micro-batches
+whose activations it can hold. So the same model on a GPU twice as fast, or measured again on a noisy day, has the same
+features.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import json
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 
 GRID = 20  # steps in a unit: differences below a twentieth are noise of the profile
 MOST = 1e9  # a larger proportion is as good as this one; times near zero have quotients that are no number
@@ -22,7 +24,8 @@ Features = dict[str, list[int]]  # name -> one figure per stage or device, in st
 
 
 def shape(problem: Problem) -> str:
-    """Hash of what must agree before a program of one problem means anything for another: which ops there are, and where they run."""
+    """Hash of what must agree before a program of one problem means anything for another: which ops there are, and
+    where they run."""
     costs = problem.costs
     content = {
         "devices": len(problem.devices),
@@ -36,7 +39,9 @@ def shape(problem: Problem) -> str:
         "can_recompute": costs.can_recompute.tolist(),
         "pairs": problem.overlap_factor is not None,
     }
-    if costs.can_evict.any():  # what most problems lack is not said of them, so that what older releases kept is still found
+    if (
+        costs.can_evict.any()
+    ):  # what most problems lack is not said of them, so that what older releases kept is still found
         content |= {"can_evict": costs.can_evict.tolist(), "peer": costs.peer.tolist()}
     if costs.can_update.any():
         content["can_update"] = costs.can_update.tolist()
@@ -51,7 +56,7 @@ def features(problem: Problem) -> Features:
     memory, host = [], []
     for d in range(len(problem.devices)):
         own = problem.stages_on(d)
-        memory.append(_microbatches(costs.memory[d], costs.activation[own], m))
+        memory.append(_microbatches(costs.activation_budget[d], costs.activation[own], m))
         host.append(_microbatches(costs.host_memory[d], costs.offload[own], m))
     proportions = {
         "forward": costs.ms[Kind.F] / work,
@@ -64,12 +69,16 @@ def features(problem: Problem) -> Features:
         "overlap": [problem.overlap_factor or 1.0],
         "memory": memory,
         "host_memory": host,
-        "weight_grad": costs.weight_grad / activation,
+        "saved_for_weight": costs.saved_for_weight / activation,
         "offload_bytes": costs.offload / activation,
         "checkpoint": costs.checkpoint / activation,
     }
     if costs.can_evict.any():
-        proportions |= {"evict": costs.ms[Kind.E] / work, "load": costs.ms[Kind.L] / work, "evict_bytes": costs.evict / activation}
+        proportions |= {
+            "evict": costs.ms[Kind.E] / work,
+            "load": costs.ms[Kind.L] / work,
+            "evict_bytes": costs.evict / activation,
+        }
     if costs.can_update.any():
         proportions |= {kind.name: costs.ms[kind] / work for kind in (Kind.G, Kind.U, Kind.P)}
     return {name: [round(GRID * min(MOST, float(value))) for value in values] for name, values in proportions.items()}
@@ -82,9 +91,10 @@ def _microbatches(limit: int, per_stage: NDArray[np.int64], m: int) -> float:
 
 
 def distance(a: Features, b: Features) -> float:
-    """How unlike two problems of one shape are: per feature the mean |difference| over stages or devices, summed over the features.
+    """How unlike two problems of one shape are: per feature the mean |difference| over stages or devices, summed over
+    the features.
 
-    0.1 is, for example, a forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation
-    less memory on every device. Below the grid everything is 0.
+    0.1 is, for example, a forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an
+    activation less memory on every device. Below the grid everything is 0.
     """
     return sum(float(np.abs(np.subtract(a[name], b[name])).mean()) for name in a) / GRID

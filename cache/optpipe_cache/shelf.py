@@ -41,7 +41,8 @@ class Kept:
 
 
 class Shelf(Protocol):
-    """One row per problem and objective, for any number of threads and processes. Rows are texts: what they mean is the cache's."""
+    """One row per problem and objective, for any number of threads and processes. Rows are texts: what they mean is the
+    cache's."""
 
     def entry(self, problem_sha256: str, objective: str) -> str | None:
         """The entry of this problem."""
@@ -74,7 +75,9 @@ class FileShelf:
         with self._open() as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, VERSION):
-                raise InputError(f"{self.path}: its tables have version {version}; this release knows version {VERSION}")
+                raise InputError(
+                    f"{self.path}: its tables have version {version}; this release knows version {VERSION}"
+                )
             if version == 0:
                 db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
 
@@ -105,7 +108,9 @@ class FileShelf:
     def swap(self, kept: Kept, known: str | None) -> bool:
         with self._open() as db:
             if known is None:
-                return db.execute("INSERT OR IGNORE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", astuple(kept)).rowcount == 1
+                return (
+                    db.execute("INSERT OR IGNORE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", astuple(kept)).rowcount == 1
+                )
             values = "shape = ?, features = ?, added = ?, entry = ?"
             swapped = f"UPDATE schedules SET {values} WHERE problem_sha256 = ? AND objective = ? AND entry = ?"
             new = kept.shape, kept.features, kept.added, kept.entry

@@ -12,12 +12,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from optpipe.child import Objective, Programs
 from optpipe.errors import InputError, ScheduleError, input_error
+from optpipe.evaluate.validity import check
 from optpipe.files import Found
-from optpipe.problem import Problem, Record, TotalMs
+from optpipe.model.problem import Problem, Record, TotalMs
+from optpipe.process.child import Objective, Programs
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_cache.features import Features, distance, features, shape
 from optpipe_cache.shelf import FileShelf, Kept, Shelf
 
@@ -65,7 +65,9 @@ def default_path() -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
-        raise InputError("the cache's place is not known: this user has no home folder, and OPTPIPE_CACHE is not set") from None
+        raise InputError(
+            "the cache's place is not known: this user has no home folder, and OPTPIPE_CACHE is not set"
+        ) from None
     return folder / "optpipe" / "schedules.sqlite"
 
 
@@ -78,19 +80,27 @@ class Cache:
     def __init__(self, shelf: Shelf | str | Path) -> None:
         self._shelf: Shelf = FileShelf(shelf) if isinstance(shelf, str | Path) else shelf
 
-    def add(self, schedule: Schedule, status: Found, lower_bound_ms: float | None = None, objective: Objective = "makespan") -> bool:
+    def add(
+        self, schedule: Schedule, status: Found, lower_bound_ms: float | None = None, objective: Objective = "makespan"
+    ) -> bool:
         """Keeps the schedule unless a better one for its problem is there; tells whether it did.
 
-        Raises `ScheduleError` for a schedule that `check` refuses, `InputError` for a bound above its own length, or for `optimal` without
-        the bound that proves it: who finds such an entry would never search again.
+        Raises `ScheduleError` for a schedule that `check` refuses, `InputError` for a bound above its own length, or
+        for `optimal` without the bound that proves it: who finds such an entry would never search again.
         """
         if wrong := check(schedule.problem, schedule):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
         value = schedule.makespan_ms if objective == "makespan" else schedule.span_ms
         if lower_bound_ms is not None and lower_bound_ms > value * (1 + 1e-9) + 1e-9:
-            raise InputError(f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not above it")
+            raise InputError(
+                f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not "
+                "above it"
+            )
         if status == "optimal" and (lower_bound_ms is None or value > lower_bound_ms * (1 + 1e-9) + 1e-9):
-            raise InputError(f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is {value} ms")
+            raise InputError(
+                f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is "
+                f"{value} ms"
+            )
         try:
             entry = Entry(
                 problem=schedule.problem,
@@ -117,7 +127,8 @@ class Cache:
                 return True
 
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
-        """The schedule of this very problem, else the one of the nearest problem of the same shape that passes `check` on this one."""
+        """The schedule of this very problem, else the one of the nearest problem of the same shape that passes `check`
+        on this one."""
         entry = _read(self._shelf.entry(problem.sha256, objective))
         if entry and (schedule := _fitting(entry, problem)):
             return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)

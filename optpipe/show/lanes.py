@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.graph import is_transfer, second_of_pair
-from optpipe.memory import device_bytes
-from optpipe.ops import MARKS, Kind, Op
-from optpipe.problem import Problem
-from optpipe.program import KIND
+from optpipe.evaluate.graph import is_transfer, second_of_pair
+from optpipe.evaluate.memory import device_bytes
+from optpipe.model.ops import MARKS, Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND
 from optpipe.schedule import Schedule
 
 # One colour a kind, used by every picture. Forward, backward and weight gradient must be told apart in grey, too.
@@ -65,7 +65,9 @@ def blocks(schedule: Schedule) -> Iterator[Block]:
     timeline, depth = schedule.timeline, _depths(schedule.problem)
     table = timeline.table
     columns = (table, timeline.device, is_transfer(table), second_of_pair(table), timeline.start, timeline.end)
-    for (kind, stage, microbatch, part, joined), device, on_link, second, start, end in zip(*(c.tolist() for c in columns), strict=True):
+    for (kind, stage, microbatch, part, joined), device, on_link, second, start, end in zip(
+        *(c.tolist() for c in columns), strict=True
+    ):
         if kind not in MARKS:
             colour = _darker(COLOURS[Kind(kind)], depth[stage])
             yield Block(

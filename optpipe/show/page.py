@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from optpipe.memory import certify
+from optpipe.evaluate.memory import certify
 from optpipe.schedule import Schedule
 from optpipe.show.svg import bytes_text, gantt
 
@@ -30,12 +30,14 @@ def page(schedule: Schedule, lower_bound_ms: float | None = None) -> str:
     }
     facts = "".join(f"<tr><th>{key}</th><td>{value}</td></tr>" for key, value in rows.items())
     peaks = "".join(
-        f"<tr><td>{d}</td><td>{bytes_text(device.bytes)}</td><td>{bytes_text(device.limit or 0)}</td><td>{bytes_text(host.bytes)}</td></tr>"
+        f"<tr><td>{d}</td><td>{bytes_text(device.bytes)}</td><td>{bytes_text(device.limit or 0)}</td>"
+        f"<td>{bytes_text(host.bytes)}</td></tr>"
         for d, (device, host) in enumerate(zip(certificate.device, certificate.host, strict=True))
     )
     width = min(20_000, max(1200, int(timeline.makespan_ms and 1200 * problem.microbatches / 16)))
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style></head><body>'
+        '<!doctype html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{name}</title><style>{STYLE}</style></head><body>'
         f'<h1>{name}</h1><table>{facts}</table><div class="chart">{gantt(schedule, width=width)}</div>'
         f"<table><tr><th>device</th><th>peak</th><th>limit</th><th>host peak</th></tr>{peaks}</table></body></html>\n"
     )

@@ -31,7 +31,9 @@ class _Label(NamedTuple):
     bottom: float
 
     def meets(self, other: _Label) -> bool:
-        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
 
 
 class _Axes:
@@ -63,10 +65,15 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def chart(published: Sequence[Point], solver: Mapping[str, Sequence[Point]], budgets: Mapping[str, int], title: str = "") -> str:
-    """The picture: `published` as grey points, each of the solver's series with a frontier of its own, budgets as dashed lines."""
+def chart(
+    published: Sequence[Point], solver: Mapping[str, Sequence[Point]], budgets: Mapping[str, int], title: str = ""
+) -> str:
+    """The picture: `published` as grey points, each of the solver's series with a frontier of its own, budgets as
+    dashed lines."""
     points = list(dict.fromkeys(published))
-    solver = {name: list({(point.bytes, point.ms): point for point in series}.values()) for name, series in solver.items()}
+    solver = {
+        name: list({(point.bytes, point.ms): point for point in series}.values()) for name, series in solver.items()
+    }
     axes = _Axes(points, [point for series in solver.values() for point in series], list(budgets.values()))
     shown = [point for point in points if point.ms <= axes.longest]
     body = [
@@ -81,21 +88,31 @@ def chart(published: Sequence[Point], solver: Mapping[str, Sequence[Point]], bud
     ]
     for colour, series in zip(COLOURS, solver.values(), strict=False):
         body.append(_steps(axes, frontier(series), colour))
-    taken = [_around(axes, point) for series in solver.values() for point in series] + [_around(axes, point) for point in shown]
+    taken = [_around(axes, point) for series in solver.values() for point in series] + [
+        _around(axes, point) for point in shown
+    ]
     for point in shown:
         body += _point(axes, point, PUBLISHED, 3.2, taken)
     for colour, series in zip(COLOURS, solver.values(), strict=False):
         for point in series:
             body += _point(axes, point, colour, 4.6, taken, f"{point.ms:.4g} ms")
-    if long := [f"{point.name} {point.ms:.6g} ms, {bytes_text(point.bytes)}" for point in points if point.ms > axes.longest]:
-        body.append(f'<text x="{WIDTH - RIGHT}" y="62" text-anchor="end" fill="#777">not drawn: {escape("; ".join(long))}</text>')
+    if long := [
+        f"{point.name} {point.ms:.6g} ms, {bytes_text(point.bytes)}" for point in points if point.ms > axes.longest
+    ]:
+        body.append(
+            f'<text x="{WIDTH - RIGHT}" y="62" text-anchor="end" fill="#777">not drawn: '
+            f"{escape('; '.join(long))}</text>"
+        )
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
 def _legend(names: Sequence[str]) -> Iterator[str]:
     x = float(LEFT)
     for name, colour in (("published schedules", PUBLISHED), *zip(names, COLOURS, strict=False)):
-        yield f'<circle cx="{x + 5:.0f}" cy="42" r="4" fill="{colour}"/><text x="{x + 15:.0f}" y="46" fill="#333">{escape(name)}</text>'
+        yield (
+            f'<circle cx="{x + 5:.0f}" cy="42" r="4" fill="{colour}"/><text x="{x + 15:.0f}" y="46" '
+            f'fill="#333">{escape(name)}</text>'
+        )
         x += 40 + 6.4 * len(name)
 
 
@@ -103,25 +120,41 @@ def _grid(axes: _Axes) -> Iterator[str]:
     step = next(s * 10.0**k for k in range(-3, 9) for s in (1, 2, 5) if (axes.high - axes.low) / (s * 10.0**k) <= 8)
     value = math.ceil(axes.low / step) * step
     while value <= axes.high:
-        yield f'<line x1="{LEFT}" y1="{axes.y(value):.1f}" x2="{WIDTH - RIGHT}" y2="{axes.y(value):.1f}" stroke="#EEF1F4"/>'
+        yield (
+            f'<line x1="{LEFT}" y1="{axes.y(value):.1f}" x2="{WIDTH - RIGHT}" y2="{axes.y(value):.1f}" '
+            'stroke="#EEF1F4"/>'
+        )
         yield f'<text x="{LEFT - 8}" y="{axes.y(value) + 4:.1f}" text-anchor="end" fill="#777">{value:.6g}</text>'
         value += step
     tick = next(s * 10**k for k in range(19) for s in (1, 2, 5) if s * 10**k >= axes.least)
     while tick <= axes.most:
-        yield f'<line x1="{axes.x(tick):.1f}" y1="{TOP}" x2="{axes.x(tick):.1f}" y2="{HEIGHT - BOTTOM}" stroke="#EEF1F4"/>'
         yield (
-            f'<text x="{axes.x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle" fill="#777">{escape(bytes_text(tick))}</text>'
+            f'<line x1="{axes.x(tick):.1f}" y1="{TOP}" x2="{axes.x(tick):.1f}" y2="{HEIGHT - BOTTOM}" '
+            'stroke="#EEF1F4"/>'
+        )
+        yield (
+            f'<text x="{axes.x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle" '
+            f'fill="#777">{escape(bytes_text(tick))}</text>'
         )
         tick = tick * 5 // 2 if str(tick)[0] == "2" else tick * 2
     yield f'<text x="{LEFT - 8}" y="{TOP - 8}" text-anchor="end" fill="#777">ms</text>'
-    yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end" fill="#777">peak of the device that holds most</text>'
+    yield (
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end" fill="#777">peak of the device that '
+        "holds most</text>"
+    )
 
 
 def _budgets(axes: _Axes, budgets: Mapping[str, int]) -> Iterator[str]:
     for name, size in budgets.items():
         x = axes.x(size)
-        yield f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}" stroke="#C0392B" stroke-dasharray="4 3" opacity="0.6"/>'
-        yield f'<text x="{x:.1f}" y="{TOP - 6}" text-anchor="middle" fill="#C0392B">{escape(f"{name}: {bytes_text(size)}")}</text>'
+        yield (
+            f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}" stroke="#C0392B" '
+            'stroke-dasharray="4 3" opacity="0.6"/>'
+        )
+        yield (
+            f'<text x="{x:.1f}" y="{TOP - 6}" text-anchor="middle" '
+            f'fill="#C0392B">{escape(f"{name}: {bytes_text(size)}")}</text>'
+        )
 
 
 def _steps(axes: _Axes, points: Sequence[Point], colour: str) -> str:
@@ -130,23 +163,31 @@ def _steps(axes: _Axes, points: Sequence[Point], colour: str) -> str:
         return ""
     path = [f"M{axes.x(points[0].bytes):.1f},{axes.y(points[0].ms):.1f}"]
     path += [f"H{axes.x(point.bytes):.1f} V{axes.y(point.ms):.1f}" for point in points[1:]]
-    return f'<path d="{" ".join(path)} H{WIDTH - RIGHT}" fill="none" stroke="{colour}" stroke-width="1.4" opacity="0.7"/>'
+    return (
+        f'<path d="{" ".join(path)} H{WIDTH - RIGHT}" fill="none" stroke="{colour}" stroke-width="1.4" opacity="0.7"/>'
+    )
 
 
-def _point(axes: _Axes, point: Point, colour: str, radius: float, taken: list[_Label], label: str = "") -> Iterator[str]:
+def _point(
+    axes: _Axes, point: Point, colour: str, radius: float, taken: list[_Label], label: str = ""
+) -> Iterator[str]:
     """With its label, by default its name, where it covers no other one."""
     x, y = axes.x(point.bytes), axes.y(point.ms)
     hint = f"<title>{escape(point.name)}: {point.ms:.6g} ms, {bytes_text(point.bytes)}</title>"
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}">{hint}</circle>'
     label = label or point.name
     width = 6.1 * len(label)
-    places = [(x + dx, y + dy) for dy in (4, -8, 16, -20, 28, -32, 40) for dx in (8, -8 - width)] + [(x - width / 2, y - 10)]
+    places = [(x + dx, y + dy) for dy in (4, -8, 16, -20, 28, -32, 40) for dx in (8, -8 - width)] + [
+        (x - width / 2, y - 10)
+    ]
     boxes = [_Label(left, base - 9, left + width, base + 2) for left, base in places]
     free = [box for box in boxes if box.right < WIDTH and not any(box.meets(other) for other in taken)]
     box = free[0] if free else boxes[0]
     taken.append(box)
     text = f'<text x="{box.left:.1f}" y="{box.bottom - 2:.1f}"'
-    yield f'{text} stroke="#ffffff" stroke-width="3">{escape(label)}</text>{text} fill="{colour}">{escape(label)}</text>'
+    yield (
+        f'{text} stroke="#ffffff" stroke-width="3">{escape(label)}</text>{text} fill="{colour}">{escape(label)}</text>'
+    )
 
 
 def _around(axes: _Axes, point: Point) -> _Label:

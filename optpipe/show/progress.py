@@ -1,4 +1,5 @@
-"""How searches went: one small panel a problem, what they had over the lower bound against the time on a logarithmic axis, as SVG."""
+"""How searches went: one small panel a problem, what they had over the lower bound against the time on a logarithmic
+axis, as SVG."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LEAST = 0.05  # a panel shows at least so much above the bound
 
 @dataclass(frozen=True)
 class Progress:
-    """One search: when it had what by whom, `(time_s, value_ms, method)` in order, the bound in the end, and when it ended."""
+    """One search: when it had what by whom, `(time_s, value_ms, method)` in order, the bound in the end, and when it
+    ended."""
 
     name: str
     steps: Sequence[tuple[float, float, str]]
@@ -24,7 +26,8 @@ class Progress:
 
 
 def chart(searches: Sequence[Progress], title: str = "") -> str:
-    """The picture. All panels have the same time axis; each has its own height, from the bound (dashed) to the first schedule."""
+    """The picture. All panels have the same time axis; each has its own height, from the bound (dashed) to the first
+    schedule."""
     columns = max(1, min(COLUMNS, len(searches)))
     rows = -(-len(searches) // columns)
     width, height = GAP + columns * (WIDTH + GAP), 52 + rows * (HEIGHT + GAP)
@@ -44,7 +47,11 @@ def _panel(search: Progress, left: float, top: float, latest: float) -> Iterator
     first, last = left + LEFT, left + WIDTH - RIGHT
     high, low = top + TOP, top + HEIGHT - BOTTOM
     decades = math.log10(latest / SOONEST_S)
-    above = [(time_s, value / search.bound_ms - 1.0, value, method) for time_s, value, method in search.steps if search.bound_ms > 0]
+    above = [
+        (time_s, value / search.bound_ms - 1.0, value, method)
+        for time_s, value, method in search.steps
+        if search.bound_ms > 0
+    ]
     most = max([LEAST, *(share for _, share, _, _ in above)])
 
     def x(time_s: float) -> float:

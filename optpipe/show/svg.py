@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from optpipe.memory import certify
+from optpipe.evaluate.memory import certify
 from optpipe.schedule import Schedule
 from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time, several_stages
 
@@ -86,18 +86,24 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
 
 
 def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
-    limit = schedule.problem.devices[device].memory_bytes
+    limit = schedule.problem.devices[device].activation_budget_bytes
     tallest = max(limit if limit <= 4 * peak else 0, peak, 1)
     base = top + MEMORY - 4
     path, held = [f"M{LEFT},{base}"], 0
     for moment, now in memory_over_time(schedule, device):
         x = LEFT + moment * scale
-        path += [f"L{x:.1f},{base - held / tallest * (MEMORY - 6):.1f}", f"L{x:.1f},{base - now / tallest * (MEMORY - 6):.1f}"]
+        path += [
+            f"L{x:.1f},{base - held / tallest * (MEMORY - 6):.1f}",
+            f"L{x:.1f},{base - now / tallest * (MEMORY - 6):.1f}",
+        ]
         held = now
     yield f'<path d="{" ".join(path)} L{LEFT + horizon * scale:.1f},{base} Z" fill="#DCE3EA"/>'
     if limit == tallest:
         y = base - (MEMORY - 6)
-        yield f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + horizon * scale:.1f}" y2="{y}" stroke="#C0392B" stroke-dasharray="4 3"/>'
+        yield (
+            f'<line x1="{LEFT}" y1="{y}" x2="{LEFT + horizon * scale:.1f}" y2="{y}" stroke="#C0392B" '
+            'stroke-dasharray="4 3"/>'
+        )
     yield f'<text x="{LEFT - 8}" y="{base}" font-size="9" text-anchor="end" fill="#777">{bytes_text(peak)}</text>'
 
 

@@ -1,11 +1,12 @@
-"""A Gantt chart in the terminal: a row a device, a coloured cell a slice of time with the last digit of the micro-batch."""
+"""A Gantt chart in the terminal: a row a device, a coloured cell a slice of time with the last digit of the
+micro-batch."""
 
 from __future__ import annotations
 
 from rich.text import Text
 
-from optpipe.memory import certify
-from optpipe.ops import COMPUTE
+from optpipe.evaluate.memory import certify
+from optpipe.model.ops import COMPUTE
 from optpipe.schedule import Schedule
 from optpipe.show.lanes import COLOURS, NAMES, blocks, kinds_in
 from optpipe.show.svg import bytes_text

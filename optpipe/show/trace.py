@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from optpipe.ops import TRANSFERS, Op
+from optpipe.model.ops import TRANSFERS, Op
 from optpipe.schedule import Schedule
 from optpipe.show.lanes import NAMES, blocks, memory_over_time
 
@@ -33,14 +33,16 @@ def tracks(schedule: Schedule) -> list[Track]:
 
 
 def document(tracks: Iterable[Track]) -> str:
-    """One process a track, a thread for its compute and one for its transfers, a counter for its memory. Times are microseconds there."""
+    """One process a track, a thread for its compute and one for its transfers, a counter for its memory. Times are
+    microseconds there."""
     events: list[dict[str, Any]] = []
     for pid, (name, spans, held) in enumerate(tracks):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         for thread, lane in enumerate(("compute", "transfers")):
             events.append({"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": lane}})
         events += [
-            {"ph": "C", "pid": pid, "name": "activation bytes", "ts": moment * 1000, "args": {"bytes": nbytes}} for moment, nbytes in held
+            {"ph": "C", "pid": pid, "name": "activation bytes", "ts": moment * 1000, "args": {"bytes": nbytes}}
+            for moment, nbytes in held
         ]
         events += [
             {

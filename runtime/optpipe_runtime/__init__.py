@@ -1,4 +1,5 @@
-"""The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a training runs."""
+"""The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
+training runs."""
 
 from __future__ import annotations
 
@@ -6,30 +7,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optpipe_runtime.drift import Profiler
-    from optpipe_runtime.executor import Excess, OpTime, StepReport
+    from optpipe_runtime.execute.executor import Excess, OpTime, StepReport
+    from optpipe_runtime.execute.lowering import Plan, prepare
+    from optpipe_runtime.execute.optimizer import HostOptimizer
+    from optpipe_runtime.execute.split import register_split, weight_grads
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.follow import Follower
-    from optpipe_runtime.layout import Layout
-    from optpipe_runtime.lowering import Plan, prepare
-    from optpipe_runtime.optimizer import HostOptimizer
+    from optpipe_runtime.measure.drift import Profiler
     from optpipe_runtime.pipeline import Pipeline
-    from optpipe_runtime.split import register_split, weight_grads
+    from optpipe_runtime.ranks.layout import Layout
 
 _HOME = {
-    "Excess": "executor",
+    "Excess": "execute.executor",
     "Follower": "follow",
-    "HostOptimizer": "optimizer",
-    "Layout": "layout",
-    "OpTime": "executor",
+    "HostOptimizer": "execute.optimizer",
+    "Layout": "ranks.layout",
+    "OpTime": "execute.executor",
     "Pipeline": "pipeline",
-    "Plan": "lowering",
-    "Profiler": "drift",
+    "Plan": "execute.lowering",
+    "Profiler": "measure.drift",
     "Setup": "factory",
-    "StepReport": "executor",
-    "prepare": "lowering",
-    "register_split": "split",
-    "weight_grads": "split",
+    "StepReport": "execute.executor",
+    "prepare": "execute.lowering",
+    "register_split": "execute.split",
+    "weight_grads": "execute.split",
 }
 __all__ = [
     "Excess",

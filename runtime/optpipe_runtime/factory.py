@@ -19,16 +19,16 @@ from typing import Any
 from torch import nn
 
 from optpipe.errors import InputError
+from optpipe_runtime.execute.stage import LossFn
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.stage import LossFn
 
 GIVEN = ("stages", "placement", "loss_fn", "microbatches")  # arguments of `Pipeline` that are no options
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of `Pipeline`, as `options` those that have a name, and a whole batch as for `Pipeline.step`. All of it on the rank's
-    device: `cuda:0` for the first rank of a node, and so on, by LOCAL_RANK."""
+    """The arguments of `Pipeline`, as `options` those that have a name, and a whole batch as for `Pipeline.step`. All
+    of it on the rank's device: `cuda:0` for the first rank of a node, and so on, by LOCAL_RANK."""
 
     stages: Mapping[int, nn.Module]
     placement: Sequence[int]
@@ -47,7 +47,8 @@ class Setup:
 
 
 def find_factory(name: str) -> Callable[[int, int], Setup]:
-    """The function that `module:function` names, of a module beside the script or in the folder where we are. Raises `InputError`."""
+    """The function that `module:function` names, of a module beside the script or in the folder where we are. Raises
+    `InputError`."""
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name.isidentifier()):
         raise InputError(f"model = {name!r}: must be MODULE:FUNCTION, such as train.model:factory")
@@ -60,7 +61,9 @@ def find_factory(name: str) -> Callable[[int, int], Setup]:
     factory = getattr(module, function_name, None)
     if not callable(factory):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise InputError(f"model = {name!r}: {module_name} has no function {function_name}, but {', '.join(there) or 'none at all'}")
+        raise InputError(
+            f"model = {name!r}: {module_name} has no function {function_name}, but {', '.join(there) or 'none at all'}"
+        )
     try:
         inspect.signature(factory).bind(0, 1)
     except TypeError as error:
@@ -72,7 +75,9 @@ def _checked(name: str, factory: Callable[[int, int], Any]) -> Callable[[int, in
     def checked(rank: int, ranks: int) -> Setup:
         made = factory(rank, ranks)
         if not isinstance(made, Setup):
-            raise InputError(f"model = {name!r}: it returned a {type(made).__name__}, optpipe_runtime.Setup was expected")
+            raise InputError(
+                f"model = {name!r}: it returned a {type(made).__name__}, optpipe_runtime.Setup was expected"
+            )
         return made
 
     return checked

@@ -6,11 +6,12 @@
             report = follow.step(inputs, targets)
             optimizer.step()
 
-It profiles, runs one micro-batch at a time, and rank 0 follows the service: better schedules are swapped in as they come, and no step waits
-for one. Without `memory_bytes` the first step comes before the profile, so that gradients and optimizer state are there when it counts
-what a GPU has left. Every `every` steps the ranks put together what they have measured: scalars for TensorBoard, and op times. Where these
-have drifted from the profile by more than `threshold`, twice in a row, the times of the second turn become the problem on all ranks, within
-3 × `every` steps, and the search goes on with it. The service is told which schedules were swapped in, and what a step takes by each.
+It profiles, runs one micro-batch at a time, and rank 0 follows the service: better schedules are swapped in as they
+come, and no step waits for one. Without `activation_budget_bytes` the first step comes before the profile, so that
+gradients and optimizer state are there when it counts what a GPU has left. Every `every` steps the ranks put together
+what they have measured: scalars for TensorBoard, and op times. Where these have drifted from the profile by more than
+`threshold`, twice in a row, the times of the second turn become the problem on all ranks, within 3 × `every` steps, and
+the search goes on with it. The service is told which schedules were swapped in, and what a step takes by each.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.adoptions import Adoptions
-from optpipe_runtime.client import ScheduleClient
-from optpipe_runtime.drift import WINDOW, Profiler, drift, retimed
-from optpipe_runtime.executor import StepReport
+from optpipe_runtime.execute.executor import StepReport
+from optpipe_runtime.measure.drift import WINDOW, Profiler, drift, retimed
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.wire import api_key, base_url
+from optpipe_runtime.service.adoptions import Adoptions
+from optpipe_runtime.service.client import ScheduleClient
+from optpipe_runtime.service.wire import api_key, base_url
 
 log = logging.getLogger("optpipe.follow")
 
-OF_SEARCH = [name for name, one in signature(ScheduleClient).parameters.items() if one.kind == one.KEYWORD_ONLY and name != "warm_start"]
+OF_SEARCH = [
+    name
+    for name, one in signature(ScheduleClient).parameters.items()
+    if one.kind == one.KEYWORD_ONLY and name != "warm_start"
+]
 THRESHOLD = 0.2  # of a stage's F + B + W
 
 
@@ -43,19 +48,21 @@ class Writer(Protocol):
 
 
 class Follower:
-    """Trains a pipeline by the schedules of the service at `url`. Making one and `step` are collective, with the same arguments.
+    """Trains a pipeline by the schedules of the service at `url`. Making one and `step` are collective, with the same
+    arguments.
 
-    A pipeline that has been profiled goes on from there, with the schedule that it has; else `memory_bytes` and `offload_parts` go to
-    `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss, step_ms of the slowest rank, schedule (how many
-    were swapped in) and peak_bytes of each rank; and, whenever the ranks meet, predicted_ms and certified_bytes. `search` goes to
-    `ScheduleClient`: method, objective, time_limit_s, key. Raises `InputError` for arguments that make no sense.
+    A pipeline that has been profiled goes on from there, with the schedule that it has; else `activation_budget_bytes`
+    and `offload_parts` go to `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss,
+    step_ms of the slowest rank, schedule (how many were swapped in) and peak_bytes of each rank; and, whenever the
+    ranks meet, predicted_ms and certified_bytes. `search` goes to `ScheduleClient`: method, objective, time_limit_s,
+    key. Raises `InputError` for arguments that make no sense.
     """
 
     def __init__(
         self,
         pipe: Pipeline,
         url: str,
-        memory_bytes: int | None = None,
+        activation_budget_bytes: int | None = None,
         offload_parts: int = 1,
         writer: Writer | None = None,
         every: int = WINDOW,
@@ -65,10 +72,12 @@ class Follower:
         if every < 1 or not threshold > 0:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
         if unknown := sorted(search.keys() - OF_SEARCH):
-            raise InputError(f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes {', '.join(OF_SEARCH)}")
+            raise InputError(
+                f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes {', '.join(OF_SEARCH)}"
+            )
         api_key(search.get("key"))  # what is wrong with it is said here, not in the first step
         self._pipe, self._url, self._search = pipe, base_url(url), search
-        self._memory_bytes, self._offload_parts = memory_bytes, offload_parts
+        self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold
         self._profiler = Profiler(pipe, every)
         self._client: ScheduleClient | None = None  # on rank 0
@@ -81,7 +90,7 @@ class Follower:
     def step(self, inputs: Any = None, targets: Any = None) -> StepReport:
         """Collective: `Pipeline.step`, by the best schedule known by now."""
         pipe = self._pipe
-        if pipe.problem is None and (pipe.schedule is not None or self._memory_bytes is not None):
+        if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
             self._profile(inputs, targets)
         if pipe.schedule is None:
             pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
@@ -102,7 +111,8 @@ class Follower:
         return report
 
     def _follow(self, problem: Problem) -> None:
-        """Another problem than so far: the first, one whose times have drifted, the caller's, or with other micro-batches."""
+        """Another problem than so far: the first, one whose times have drifted, the caller's, or with other
+        micro-batches."""
         self._problem, self._suspected = problem, False
         self._profiler = Profiler(self._pipe, self._every)
         self._adoptions.finish()
@@ -113,7 +123,7 @@ class Follower:
 
     def _profile(self, inputs: Any, targets: Any) -> None:
         """The problem, and what runs already as a schedule of it."""
-        problem = self._pipe.profile(inputs, targets, self._memory_bytes, self._offload_parts)
+        problem = self._pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts)
         if (running := self._pipe.schedule) is not None:
             self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
 
@@ -125,7 +135,9 @@ class Follower:
         steps = zip(*(seen for seen, _ in told), strict=True)
         self._adoptions.measured((seen[0].version, max(own.step_ms for own in seen)) for seen in steps)
         self._steps = []
-        if self._pipe.problem is not None and not self._pipe.preparing:  # an offer under way was checked on the problem as it is
+        if (
+            self._pipe.problem is not None and not self._pipe.preparing
+        ):  # an offer under way was checked on the problem as it is
             self._compare(self._pipe.problem, retimed(self._pipe.problem, [times for _, times in told]))
 
     def _compare(self, problem: Problem, measured: Problem) -> None:
@@ -136,7 +148,11 @@ class Follower:
             return
         self._pipe.problem = measured
         if self._pipe.number == 0:
-            log.info("step %d: times have drifted by up to %.0f %% of a stage's work, the search goes on with them", self._count, 100 * far)
+            log.info(
+                "step %d: times have drifted by up to %.0f %% of a stage's work, the search goes on with them",
+                self._count,
+                100 * far,
+            )
 
     def _write(self, writer: Writer, ranks: list[list[_Seen]]) -> None:
         plan = self._pipe.plan
@@ -166,7 +182,9 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:  # after a failure the other ranks may not come
             self.close()
         else:

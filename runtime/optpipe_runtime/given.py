@@ -1,4 +1,5 @@
-"""What a `Pipeline` is given, checked: before anything is made, each rank what it has, and all together what must be the same."""
+"""What a `Pipeline` is given, checked: before anything is made, each rank what it has, and all together what must be
+the same."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.agreement import Council
+from optpipe_runtime.ranks.agreement import Council
 
 
 def require_sound(
@@ -43,12 +44,15 @@ def require_bytes(name: str, given: int | None) -> None:
 
 
 def require_alike(council: Council, **given: Any) -> None:
-    """Collective: what every rank gives the same. With another on one of them, ranks would wait for each other for ever."""
+    """Collective: what every rank gives the same. With another on one of them, ranks would wait for each other for
+    ever."""
     told = council.gather(given)
     for rank, theirs in enumerate(told):
         for name, here in told[0].items():
             if theirs[name] != here:
-                raise InputError(f"{name} is {here} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same")
+                raise InputError(
+                    f"{name} is {here} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same"
+                )
 
 
 def device_of(stages: Mapping[int, nn.Module]) -> torch.device | None:
@@ -63,7 +67,9 @@ def one_kind(own: torch.device | None, kinds: Sequence[str | None]) -> torch.dev
     """This rank's device, `kinds` being those of all ranks: one without parameters computes on what the others have."""
     used = sorted({kind for kind in kinds if kind is not None})
     if len(used) > 1:
-        raise InputError(f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks compute on the same kind of device")
+        raise InputError(
+            f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks compute on the same kind of device"
+        )
     if own is not None:
         return own
     return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")

@@ -1,9 +1,10 @@
 """`Swaps`: which schedule a pipeline runs, what it replaced, and when it goes back.
 
-It goes back to the schedule before when the new one is measured to be slower (`pace`; only from one that was offered: what is loaded is
-meant), or when its first step runs out of memory. That step is abandoned on all ranks: whoever ran out lets the others finish theirs with
-zeros, all meet, and what the step has changed is put back, so that the schedule before can repeat it. Put back are gradients, the buffers
-that forwards write, a batch changed in place, and torch's random numbers; what modules keep in Python is not.
+It goes back to the schedule before when the new one is measured to be slower (`pace`; only from one that was offered:
+what is loaded is meant), or when its first step runs out of memory. That step is abandoned on all ranks: whoever ran
+out lets the others finish theirs with zeros, all meet, and what the step has changed is put back, so that the schedule
+before can repeat it. Put back are gradients, the buffers that forwards write, a batch changed in place, and torch's
+random numbers; what modules keep in Python is not.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError, ScheduleError
-from optpipe_runtime.agreement import Council
-from optpipe_runtime.lowering import Plan
-from optpipe_runtime.pace import Pace
-from optpipe_runtime.rank import Rank
+from optpipe_runtime.execute.lowering import Plan
+from optpipe_runtime.measure.pace import Pace
+from optpipe_runtime.ranks.agreement import Council
+from optpipe_runtime.ranks.rank import Rank
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -52,8 +53,8 @@ class Swaps:
         self.version += 1
 
     def begin_step(self, last_ms: float | None, known: bool) -> tuple[Plan, str] | None:
-        """After the step that took the slowest rank `last_ms`, before one whose batch is `known` to be of the same kind: the schedule to go
-        back to, and why."""
+        """After the step that took the slowest rank `last_ms`, before one whose batch is `known` to be of the same
+        kind: the schedule to go back to, and why."""
         found = None if last_ms is None else self._pace.add(last_ms)
         if not known:
             self._pace.forget()
@@ -67,11 +68,13 @@ class Swaps:
         self._steps, self.on_trial, self._before = self._steps + 1, False, None
 
     def give_up(self, complaint: str) -> tuple[Plan, str]:
-        """Collective, after the first step of a schedule that some rank could not finish: the schedule to go back to, and why. Where there
-        is none, `OptPipeError`."""
+        """Collective, after the first step of a schedule that some rank could not finish: the schedule to go back to,
+        and why. Where there is none, `OptPipeError`."""
         why = next(text for text in self._council.gather(complaint) if text)
         if self._before is None:
-            raise OptPipeError(f"{why}; the step is undone, and there is no schedule to go back to: load one that needs less memory")
+            raise OptPipeError(
+                f"{why}; the step is undone, and there is no schedule to go back to: load one that needs less memory"
+            )
         return self._before, f"ran out of memory: {why}"
 
     def require_welcome(self, plan: Plan) -> None:
@@ -83,9 +86,21 @@ class Swaps:
 def snapshot(rank: Rank, batch: Sequence[Any]) -> Callable[[], None]:
     """What a step changes on this rank, of the batch, too, where stages do so in place. Returns what puts it back."""
     stages = [stage.snapshot() for stage in rank.stages.values()]
-    passages = [passage for stage in rank.stages.values() for passage in stage.passages.values() if passage.begins or passage.ends]
-    given = [tensor for value in batch for tensor in (value if isinstance(value, tuple | list) else (value,)) if isinstance(tensor, Tensor)]
-    copies = [(tensor, tensor.clone()) for tensor in given] if any(passage.changes_inputs for passage in passages) else []
+    passages = [
+        passage
+        for stage in rank.stages.values()
+        for passage in stage.passages.values()
+        if passage.begins or passage.ends
+    ]
+    given = [
+        tensor
+        for value in batch
+        for tensor in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(tensor, Tensor)
+    ]
+    copies = (
+        [(tensor, tensor.clone()) for tensor in given] if any(passage.changes_inputs for passage in passages) else []
+    )
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(rank.device) if rank.device.type == "cuda" else None
 

@@ -1,7 +1,8 @@
-"""`python -m optpipe_server.comparing`: `optpipe compare` for one request, in a process that gives way to the service and ends with it.
+"""`python -m optpipe_server.comparing`: `optpipe compare` for one request, in a process that gives way to the service
+and ends with it.
 
-Reads a `Request` (`optpipe.child`) whose method names those to compare, with a space between them, or is empty for all. Writes one line of
-JSON: what `optpipe compare --json` prints, or `{"refused": "..."}`.
+Reads a `Request` (`optpipe.process.child`) whose method names those to compare, with a space between them, or is empty
+for all. Writes one line of JSON: what `optpipe compare --json` prints, or `{"refused": "..."}`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 
-from optpipe.child import read_request
 from optpipe.comparison import compare
 from optpipe.errors import InputError
-from optpipe.niceness import NICER, group_as_nice
+from optpipe.process.child import read_request
+from optpipe.process.niceness import NICER, group_as_nice
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """`Desk`: what is known of a problem before any worker: from the cache, the client's own schedule, and a maker.
 
-A maker is a process (`python -m optpipe_solver.first`) that has been started before it is needed and answers one request after the other.
-Nothing that it says is believed but bounds and that a problem is infeasible: schedules are checked here.
+A maker is a process (`python -m optpipe_solver.first`) that has been started before it is needed and answers one
+request after the other. Nothing that it says is believed but bounds and that a problem is infeasible: schedules are
+checked here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from optpipe.anytime import Result, merged
-from optpipe.child import Bound, Child, Frame, Incumbent, Infeasible, Objective, Programs, Refused, Request
 from optpipe.errors import InputError, OptPipeError, SolverError
-from optpipe.jit import compile_at_once
-from optpipe.problem import Device, Problem, Stage
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.evaluate.validity import check
+from optpipe.model.problem import Device, Problem, Stage
+from optpipe.process.child import Bound, Child, Frame, Incumbent, Infeasible, Objective, Programs, Refused, Request
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_server.caches import Caches
 from optpipe_server.database import Start
 from optpipe_server.database.tables import Source
@@ -31,14 +32,15 @@ log = structlog.get_logger("optpipe.server")
 
 MAKER = "optpipe_solver.first"
 PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
-LARGE = 2**16  # parts of activations: such a problem takes seconds and has a process of its own, so that others need not wait behind it
+LARGE = 2**16  # parts of activations: a problem this large takes seconds, so it gets a process of its own
 MOST_LARGE = 4  # of these that are asked about, or wait, at a time
 CHECKED_S = 5e-6  # for a part of an activation, to read and check it here
 KEPT = 3  # incumbents of an answer; the last one is the best
 
 
 class Desk:
-    """The first schedules of submissions, from any thread. Its makers end with `close`, or with this process however it ends."""
+    """The first schedules of submissions, from any thread. Its makers end with `close`, or with this process however it
+    ends."""
 
     def __init__(self, settings: Settings, caches: Caches) -> None:
         self._settings, self._caches = settings, caches
@@ -60,15 +62,21 @@ class Desk:
         for maker in (*self._makers, *([large] if large else [])):
             maker.close()
 
-    def start_of(self, tenant: str, problem: Problem, method: str, objective: Objective, warm_start: Schedule | None) -> Start:
-        """The best that is there within `first_schedule_s`. Raises `InputError` for a method that is none, or none for this problem."""
+    def start_of(
+        self, tenant: str, problem: Problem, method: str, objective: Objective, warm_start: Schedule | None
+    ) -> Start:
+        """The best that is there within `first_schedule_s`. Raises `InputError` for a method that is none, or none for
+        this problem."""
         return self._start(tenant, problem, method, objective, warm_start, "warm_start")
 
     def carry(self, tenant: str, problem: Problem, method: str, objective: Objective, best: Schedule | None) -> Start:
-        """`start_of` for a job whose costs have changed: `best`, made for those before, is taken as it is where it still holds."""
+        """`start_of` for a job whose costs have changed: `best`, made for those before, is taken as it is where it
+        still holds."""
         return self._start(tenant, problem, method, objective, best, "carried")
 
-    def _start(self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source) -> Start:
+    def _start(
+        self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source
+    ) -> Start:
         patience_s = self._settings.first_schedule_s
         deadline = time.monotonic() + max(patience_s / 2, patience_s - CHECKED_S * size(problem))
         start = Start(self._cached(tenant, problem, objective), "cache")
@@ -81,7 +89,9 @@ class Desk:
                 to_repair = Programs.of(retimed)
             else:
                 start = _better(start, Start(Result("feasible", retimed, objective, method=retimed.method), source))
-        request = Request(problem=problem, method=method, objective=objective, time_limit_s=PUBLISHED_S, warm_start=to_repair)
+        request = Request(
+            problem=problem, method=method, objective=objective, time_limit_s=PUBLISHED_S, warm_start=to_repair
+        )
         return _better(start, Start(self._made(request, deadline), "heuristic"))
 
     def _cached(self, tenant: str, problem: Problem, objective: Objective) -> Result:
@@ -112,8 +122,8 @@ class Desk:
         return _judged(request, answer)
 
     def _made_alone(self, request: Request, deadline: float) -> Result:
-        """By a process of its own, and one at a time: each takes this process seconds to check, and much memory. Some may wait; more would
-        take the threads of those who ask about something small."""
+        """By a process of its own, and one at a time: each takes this process seconds to check, and much memory. Some
+        may wait; more would take the threads of those who ask about something small."""
         if not self._places.acquire(blocking=False):
             return _judged(request, Answer())
         try:
@@ -157,7 +167,8 @@ class Answer:
 
 
 class Maker:
-    """A process that makes first schedules, another one wherever it has ended or had to be ended. `ask` is for one thread at a time."""
+    """A process that makes first schedules, another one wherever it has ended or had to be ended. `ask` is for one
+    thread at a time."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()  # of whoever reads what the process writes
@@ -166,7 +177,8 @@ class Maker:
         self._child: Child | None = Child(MAKER)
 
     def ask(self, request: Request, deadline: float) -> Answer:
-        """What it says before the deadline (`time.monotonic`), then the process is ended. Raises `InputError` for a refused request."""
+        """What it says before the deadline (`time.monotonic`), then the process is ended. Raises `InputError` for a
+        refused request."""
         answer = Answer()
         with self._turn:
             for _again in range(2):  # where it had ended before it was asked
@@ -243,6 +255,13 @@ def _judged(request: Request, answer: Answer) -> Result:
 def _warm_up() -> None:
     """So that no submission waits for imports and compiled code."""
     compile_at_once()
-    stage = Stage(device=0, forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0, activation_bytes=1, weight_grad_bytes=0)
-    problem = Problem(microbatches=1, devices=(Device(memory_bytes=1),), stages=(stage,))
+    stage = Stage(
+        device=0,
+        forward_ms=1.0,
+        backward_input_ms=1.0,
+        backward_weight_ms=1.0,
+        activation_bytes=1,
+        saved_for_weight_bytes=0,
+    )
+    problem = Problem(microbatches=1, devices=(Device(activation_budget_bytes=1),), stages=(stage,))
     assert not check(problem, Schedule.parse(problem, [["0F0", "0BW0"]]))

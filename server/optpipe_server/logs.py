@@ -1,8 +1,9 @@
 """What the service says on stderr: a line an event, JSON for machines and readable for people.
 
-A line has `time` (UTC), `level`, `event`, `logger`, and what the place that wrote it adds: `job`, `attempt`, `worker`, `tenant`, figures.
-Modules write `log = structlog.get_logger("optpipe.<part>")` and `log.info("claimed", job=..., attempt=...)`. The lines of other
-libraries (uvicorn, SQLAlchemy, asyncio, warnings, threads that die) go the same way. No line holds a key, a password or a body.
+A line has `time` (UTC), `level`, `event`, `logger`, and what the place that wrote it adds: `job`, `attempt`, `worker`,
+`tenant`, figures. Modules write `log = structlog.get_logger("optpipe.<part>")` and `log.info("claimed", job=...,
+attempt=...)`. The lines of other libraries (uvicorn, SQLAlchemy, asyncio, warnings, threads that die) go the same way.
+No line holds a key, a password or a body.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _SHARED: tuple[Processor, ...] = (
     structlog.stdlib.ExtraAdder(),
 )
 
-# Through the standard library's loggers, also before `configure`: then only warnings are seen, and stdout stays the user's.
+# Through the standard library's loggers, also before `configure`: then only warnings are seen, and stdout stays the
+# user's.
 structlog.configure(
     processors=[
         structlog.stdlib.filter_by_level,
@@ -67,7 +69,8 @@ structlog.configure(
 
 
 def configure(json: bool | None = None) -> None:
-    """Lines on stderr from now on, of the service's own doings from `info`, of libraries from `warning`; JSON where no person looks on."""
+    """Lines on stderr from now on, of the service's own doings from `info`, of libraries from `warning`; JSON where no
+    person looks on."""
     as_json = not sys.stderr.isatty() if json is None else json
     readable = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, timestamp_key="time")
     rendered: Processor = structlog.processors.JSONRenderer() if as_json else readable

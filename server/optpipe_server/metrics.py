@@ -1,4 +1,5 @@
-"""What Prometheus is told. Counters are of this process; how many jobs wait or run is read from the database when it is asked for."""
+"""What Prometheus is told. Counters are of this process; how many jobs wait or run is read from the database when it is
+asked for."""
 
 from __future__ import annotations
 
@@ -9,16 +10,31 @@ REGISTRY = CollectorRegistry()
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.3, 1.0, 3.0, 10.0, 60.0)
 _SOLVE_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
 
-REQUESTS = Histogram("optpipe_request_seconds", "HTTP requests", ["method", "route", "status"], buckets=_SECONDS, registry=REGISTRY)
-FIRST = Histogram("optpipe_first_schedule_seconds", "From a submission to its first schedule", buckets=_SECONDS, registry=REGISTRY)
+REQUESTS = Histogram(
+    "optpipe_request_seconds", "HTTP requests", ["method", "route", "status"], buckets=_SECONDS, registry=REGISTRY
+)
+FIRST = Histogram(
+    "optpipe_first_schedule_seconds", "From a submission to its first schedule", buckets=_SECONDS, registry=REGISTRY
+)
 SUBMITTED = Counter("optpipe_jobs_submitted", "Jobs taken in", registry=REGISTRY)
-CACHE = Counter("optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY)  # exact, near, miss, failed
+CACHE = Counter(
+    "optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY
+)  # exact, near, miss, failed
 STREAMS = Gauge("optpipe_event_streams", "Open event streams", registry=REGISTRY)
 ADOPTIONS = Counter("optpipe_adoptions", "Schedules that a training said it had swapped in", registry=REGISTRY)
-SOLVES = Histogram("optpipe_solve_seconds", "Jobs that ended here", ["state"], buckets=_SOLVE_SECONDS, registry=REGISTRY)
+SOLVES = Histogram(
+    "optpipe_solve_seconds", "Jobs that ended here", ["state"], buckets=_SOLVE_SECONDS, registry=REGISTRY
+)
 INCUMBENTS = Counter("optpipe_incumbents", "Verified schedules that were committed", registry=REGISTRY)
-REJECTED = Counter("optpipe_rejected_schedules", "What solvers wrote that was no valid schedule or no frame", registry=REGISTRY)
+REJECTED = Counter(
+    "optpipe_rejected_schedules", "What solvers wrote that was no valid schedule or no frame", registry=REGISTRY
+)
 CRASHES = Counter("optpipe_solver_crashes", "Solver processes that ended on their own", registry=REGISTRY)
 LOST = Counter("optpipe_lost_leases", "Jobs that were another's when this process came back to them", registry=REGISTRY)
 REAPED = Counter("optpipe_reaped_jobs", "Jobs whose worker was gone", registry=REGISTRY)
-GAP = Histogram("optpipe_gap", "Of jobs that ended here with a schedule", buckets=(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5), registry=REGISTRY)
+GAP = Histogram(
+    "optpipe_gap",
+    "Of jobs that ended here with a schedule",
+    buckets=(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    registry=REGISTRY,
+)

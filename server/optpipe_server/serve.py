@@ -9,7 +9,7 @@ from collections.abc import Callable
 import uvicorn
 
 from optpipe.errors import InputError
-from optpipe.heap import settle
+from optpipe.process.heap import settle
 from optpipe_server.http.app import create_app
 from optpipe_server.http.connections import LONGEST_HEAD, connections
 from optpipe_server.http.guard import is_loopback
@@ -40,10 +40,13 @@ def announce(url: str) -> None:
     print(f"optpipe serves on {url}", flush=True)
 
 
-def serve(settings: Settings | None = None, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] = announce) -> None:
+def serve(
+    settings: Settings | None = None, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] = announce
+) -> None:
     """Serves until SIGINT or SIGTERM. `ready(url)` is called when requests are answered; port 0 is a free port.
 
-    Raises `InputError` for a database or an address that cannot be used, and for one that others can reach where there are no keys.
+    Raises `InputError` for a database or an address that cannot be used, and for one that others can reach where there
+    are no keys.
     """
 
     def answers(url: str) -> None:
@@ -61,18 +64,21 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise InputError(f"port = {port}: must be 0 to 65535")
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"host = {host!r}, port = {port}: {why or error}") from None
-    # Its connections inherit it. Without, a reply's body waits 40 ms for the client to acknowledge the head: asyncio sets it for sockets
-    # that name their protocol only.
+    # Its connections inherit it. Without, a reply's body waits 40 ms for the client to acknowledge the head: asyncio
+    # sets it for sockets that name their protocol only.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def make_server(listener: socket.socket, settings: Settings, ready: Callable[[str], None]) -> Server:
-    """The server that will answer on the socket; `run` it, from a thread of its own where signals belong to somebody else.
+    """The server that will answer on the socket; `run` it, from a thread of its own where signals belong to somebody
+    else.
 
     Raises `InputError` for bad settings, and where others can reach the socket and there are no keys.
     """
@@ -83,7 +89,8 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
     if not is_loopback(host) and not service.keys.any():
         service.database.close()
         raise InputError(
-            f"host = {host!r}: others can reach it, and there are no keys yet; 127.0.0.1, or a key by `optpipe keys create`, would be right"
+            f"host = {host!r}: others can reach it, and there are no keys yet; 127.0.0.1, or a key by `optpipe "
+            "keys create`, would be right"
         )
     config = uvicorn.Config(
         app,

@@ -16,9 +16,12 @@ class Settings:
     """All of it has a default that suits one machine with one training job."""
 
     database: str = "sqlite:///optpipe.db"  # an SQLAlchemy URL
-    cache: Path = field(default_factory=default_path)  # the user's own file of solved schedules: the cache of a service without keys
+    cache: Path = field(
+        default_factory=default_path
+    )  # the user's own file of solved schedules: the cache of a service without keys
     shared_cache: bool = False  # tenants find each other's schedules
-    solves: int = 1  # searches at a time in this process; further jobs get their first schedule and wait; 0: other processes solve
+    # searches at a time in this process; further jobs get their first schedule and wait; 0: other processes solve
+    solves: int = 1
     threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) - 1))  # of all searches together
     memory_mib: int | None = None  # of one search's processes together
     makers: int = 1  # processes that make first schedules

@@ -38,7 +38,8 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
     """
     if settings.database.startswith("sqlite"):
         raise InputError(
-            f"database = {settings.database!r}: a worker shares it with other processes, and SQLite has one that writes, `optpipe serve`; "
+            f"database = {settings.database!r}: a worker shares it with other processes, and SQLite has one that "
+            "writes, `optpipe serve`; "
             "postgresql://USER:PASSWORD@HOST/NAME would be right"
         )
     if settings.solves < 1:
@@ -111,7 +112,9 @@ def _answering(supervisor: Supervisor, host: str, port: int | None) -> Iterator[
         if environ["PATH_INFO"] != "/healthz":
             return metrics(environ, start_response)
         health = supervisor.health()
-        start_response("200 OK" if health["status"] == "ok" else "503 Service Unavailable", [("Content-Type", "application/json")])
+        start_response(
+            "200 OK" if health["status"] == "ok" else "503 Service Unavailable", [("Content-Type", "application/json")]
+        )
         return [json.dumps(health).encode()]
 
     try:

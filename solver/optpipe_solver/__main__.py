@@ -1,12 +1,13 @@
-"""`python -m optpipe_solver`: reads one request, writes frames (`optpipe.child`), and ends within the request's time limit."""
+"""`python -m optpipe_solver`: reads one request, writes frames (`optpipe.process.child`), and ends within the request's
+time limit."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-from optpipe.child import End, Refused, read_request, write_frame
 from optpipe.errors import InputError
+from optpipe.process.child import End, Refused, read_request, write_frame
 from optpipe_solver.placements import PlacementSearch
 from optpipe_solver.portfolio import Portfolio
 
@@ -14,7 +15,9 @@ from optpipe_solver.portfolio import Portfolio
 def main() -> None:
     request = read_request()
     try:
-        search = PlacementSearch(request, write_frame) if request.placements == "all" else Portfolio(request, write_frame)
+        search = (
+            PlacementSearch(request, write_frame) if request.placements == "all" else Portfolio(request, write_frame)
+        )
     except InputError as error:
         write_frame(Refused(reason=str(error)))
         return

@@ -1,5 +1,5 @@
-"""Lower bounds that need no search: no device is faster than its work, no micro-batch than its way there and back, and memory is held
-for a time."""
+"""Lower bounds that need no search: no device is faster than its work, no micro-batch than its way there and back, and
+memory is held for a time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from math import ceil, inf
 
 import numpy as np
 
-from optpipe.child import Objective
-from optpipe.graph import Flags, Floats
-from optpipe.ops import Kind
-from optpipe.problem import Problem, Stage
+from optpipe.evaluate.graph import Flags, Floats
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem, Stage
+from optpipe.process.child import Objective
 from optpipe_solver.floor import part_bytes, without_evictions
 
 
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
     """No schedule of the problem is shorter, in ms, whatever the memory.
 
-    Makespan: a device starts when the first forward can have reached it, then has all its work to do; or all but the weight gradients,
-    and its last input gradient goes the way back. Span (OptPipe Eq. 3): a device's work, or one micro-batch's way from it and back.
+    Makespan: a device starts when the first forward can have reached it, then has all its work to do; or all but the
+    weight gradients, and its last input gradient goes the way back. Span (OptPipe Eq. 3): a device's work, or one
+    micro-batch's way from it and back.
     """
     ways, ms = _ways(problem), _shortest(problem)
     whole, inputs = _work(problem, (Kind.B, Kind.W))[ways.used], _work(problem, (Kind.B,))[ways.used]
@@ -33,16 +34,19 @@ def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
 
 
 def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """No schedule that fits is shorter, in ms: what a device holds, summed up over time, fits into its memory times its time.
+    """No schedule that fits is shorter, in ms: what a device holds, summed up over time, fits into its memory times its
+    time.
 
-    An activation that stays is held from its forward to its backward; one that leaves is held less, but keeps the link busy; one that is
-    recomputed keeps the device busy. For a device that runs for T ms, T of memory, T of link and T of compute have to suffice. Any weights
-    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every activation.
+    An activation that stays is held from its forward to its backward; one that leaves is held less, but keeps the link
+    busy; one that is recomputed keeps the device busy. For a device that runs for T ms, T of memory, T of link and T of
+    compute have to suffice. Any weights of these three, adding up to one, give a bound: T is at least the weighted cost
+    of the cheapest choice for every activation.
 
-    Bytes do not fill memory as water does: of three activations of 10 and a memory of 38 the last 8 are of no use to a fourth. So sizes are
-    measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory at once has values that add up to at
-    most 1, hence the values of all that is held, summed up over time, add up to at most T. f(x) = x / memory is one of them. What cannot
-    be in use right after the start and right before the end comes on top (`_unused`). A makespan has the `deferral_bound`, too.
+    Bytes do not fill memory as water does: of three activations of 10 and a memory of 38 the last 8 are of no use to a
+    fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
+    at once has values that add up to at most 1, hence the values of all that is held, summed up over time, add up to at
+    most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end comes
+    on top (`_unused`). A makespan has the `deferral_bound`, too.
     """
     problem = without_evictions(problem)
     ways, ms = _ways(problem), _shortest(problem)
@@ -55,22 +59,26 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     for d in np.flatnonzero(ways.used).tolist():
         weight = _Weights.all()
         stages = [problem.stages[s] for _, s in own[d]]
-        for measure in _measures(problem.devices[d].memory_bytes, stages):
+        for measure in _measures(problem.devices[d].activation_budget_bytes, stages):
             needed = work[d] * weight.compute
             for r, s in own[d]:
                 needed = needed + passing[r] * _cheapest(problem, s, ms[:, s], ways.turn[r, s], measure, weight)
-            unused = _unused(measure, [(stage, ms[:, s]) for stage, (_, s) in zip(stages, own[d], strict=True)], float(needed.max()) / 2)
+            unused = _unused(
+                measure,
+                [(stage, ms[:, s]) for stage, (_, s) in zip(stages, own[d], strict=True)],
+                float(needed.max()) / 2,
+            )
             longest = float((needed + unused * weight.memory).max())
             bounds.append(longest + (float(ways.arrives[d]) if objective == "makespan" else 0.0))
     return max(bounds)
 
 
 def _cheapest(problem: Problem, s: int, ms: Floats, turn: float, measure: Measure, weight: _Weights) -> Floats:
-    """The least weighted cost of one activation: of what it holds from its forward to the end of its weight gradient, of the link's time
-    and of computing it again.
+    """The least weighted cost of one activation: of what it holds from its forward to the end of its weight gradient,
+    of the link's time and of computing it again.
 
-    It is whole during its forward and its backward. In between, of one that leaves in part what stays and each part during its own
-    transfers are worth no more one by one than together, as f is superadditive.
+    It is whole during its forward and its backward. In between, of one that leaves in part what stays and each part
+    during its own transfers are worth no more one by one than together, as f is superadditive.
     """
     stage = problem.stages[s]
     size, ends = stage.activation_bytes, float(ms[Kind.F] + ms[Kind.B])
@@ -79,7 +87,9 @@ def _cheapest(problem: Problem, s: int, ms: Floats, turn: float, measure: Measur
     cheapest: Floats = memory * whole * turn
     if stage.can_offload:
         carry = float(ms[Kind.O] + ms[Kind.R])
-        duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # full duplex: two links' time, each the busier one's at least
+        duplex = (
+            1.0 if problem.transfer_mode == "half_duplex" else 0.5
+        )  # full duplex: two links' time, each the busier one's at least
         parts = sorted(part_bytes(stage), reverse=True)
         for n, gone in enumerate(accumulate(parts), start=1):
             held = whole * ends + measure(size - gone) * max(between, carry) + n * measure(parts[-1]) * carry
@@ -88,7 +98,7 @@ def _cheapest(problem: Problem, s: int, ms: Floats, turn: float, measure: Measur
         again = float(ms[Kind.C])
         held = whole * (ends + again) + measure(stage.checkpoint_bytes or 0) * max(0.0, between - again)
         cheapest = np.minimum(cheapest, memory * held + weight.compute * again)
-    after: Floats = memory * measure(min(size, stage.weight_grad_bytes)) * float(ms[Kind.W])
+    after: Floats = memory * measure(min(size, stage.saved_for_weight_bytes)) * float(ms[Kind.W])
     return cheapest + after
 
 
@@ -126,7 +136,11 @@ def _measures(memory: int, stages: list[Stage]) -> list[Measure]:
     def steps(k: int) -> Measure:
         return lambda size: share(size) if (k + 1) * size % memory == 0 else (k + 1) * size // memory / k
 
-    sizes = {size for stage in stages for size in (stage.activation_bytes, stage.checkpoint_bytes or 0, stage.weight_grad_bytes)}
+    sizes = {
+        size
+        for stage in stages
+        for size in (stage.activation_bytes, stage.checkpoint_bytes or 0, stage.saved_for_weight_bytes)
+    }
     found: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
     for k in range(1, FINEST + 1 if len(stages) <= MOST_STAGES else 1):
         measure = steps(k)
@@ -136,19 +150,24 @@ def _measures(memory: int, stages: list[Stage]) -> list[Measure]:
 
 
 def _unused(measure: Measure, stages: list[tuple[Stage, Floats]], within: float) -> float:
-    """How much of a device's memory must stay unused at its start and at its end, each within so many ms; in ms of all of it.
+    """How much of a device's memory must stay unused at its start and at its end, each within so many ms; in ms of all
+    of it.
 
-    Forwards run one after the other: while the n-th runs, n activations are there at most. And whatever is held t ms before the end has
-    its backward and weight gradient, or only the latter, still to run in that time, but for what is over of the one that runs.
+    Forwards run one after the other: while the n-th runs, n activations are there at most. And whatever is held t ms
+    before the end has its backward and weight gradient, or only the latter, still to run in that time, but for what is
+    over of the one that runs.
     """
-    largest = max(measure(max(stage.activation_bytes, stage.weight_grad_bytes)) for stage, _ in stages)
+    largest = max(measure(max(stage.activation_bytes, stage.saved_for_weight_bytes)) for stage, _ in stages)
     first = min(float(ms[Kind.F]) for _, ms in stages)
     steps = min(ceil(1 / largest) - 1 if largest else 0, ceil(within / first) if first else 0)
     start = sum((1 - n * largest) * min(first, within - (n - 1) * first) for n in range(1, steps + 1))
     rate, over = 0.0, 0.0  # of the memory, what a ms of compute can free; and ms that may have passed already
     for stage, ms in stages:
         weights, both = float(ms[Kind.W]), float(ms[Kind.B] + ms[Kind.W])
-        for held, lasts in ((stage.weight_grad_bytes, weights), (max(stage.activation_bytes, stage.weight_grad_bytes), both)):
+        for held, lasts in (
+            (stage.saved_for_weight_bytes, weights),
+            (max(stage.activation_bytes, stage.saved_for_weight_bytes), both),
+        ):
             rate = max(rate, measure(held) / lasts if lasts else inf if measure(held) else 0.0)
         over = max(over, both)
     emptying = min(within, 1 / rate - over) if rate else 0.0
@@ -156,12 +175,14 @@ def _unused(measure: Measure, stages: list[tuple[Stage, Floats]], within: float)
 
 
 def deferral_bound(problem: Problem) -> float:
-    """No schedule that fits ends earlier, in ms: before a stage's last input gradient, memory lets only so much of other work wait.
+    """No schedule that fits ends earlier, in ms: before a stage's last input gradient, memory lets only so much of
+    other work wait.
 
-    When the last B of stage s runs, its device has behind it all forwards and input gradients of s and of what follows s there, the
-    forwards of what comes before s, and of the weight gradients all but its own and those that wait. Each that waits holds
-    `weight_grad_bytes` beside the activation of s. So the end is no sooner than the first arrival at the device, this work with as much
-    weight gradient left out as memory can hold (a fractional knapsack), and the way from s back to the beginning.
+    When the last B of stage s runs, its device has behind it all forwards and input gradients of s and of what follows
+    s there, the forwards of what comes before s, and of the weight gradients all but its own and those that wait. Each
+    that waits holds `saved_for_weight_bytes` beside the activation of s. So the end is no sooner than the first arrival
+    at the device, this work with as much weight gradient left out as memory can hold (a fractional knapsack), and the
+    way from s back to the beginning.
     """
     costs, ms = problem.costs, _shortest(problem)
     ways = _ways(problem)
@@ -179,8 +200,8 @@ def deferral_bound(problem: Problem) -> float:
                 if costs.device[other] == d:
                     done += m * (ms[Kind.F, other] + (ms[[Kind.B, Kind.W], other].sum() if k >= at else 0.0))
                     if k >= at:
-                        weights.append((ms[Kind.W, other], problem.stages[other].weight_grad_bytes, m))
-        waiting = _heaviest(weights, int(costs.memory[d]) - stage.activation_bytes)
+                        weights.append((ms[Kind.W, other], problem.stages[other].saved_for_weight_bytes, m))
+        waiting = _heaviest(weights, int(costs.activation_budget[d]) - stage.activation_bytes)
         way_back = min((ways.after[r, s] for r in routes), default=0.0)
         bound = max(bound, ways.arrives[d] + done - waiting + way_back) if routes else bound
     return float(bound)
@@ -201,13 +222,18 @@ class _Ways:
     used: Flags  # (D,) devices that some micro-batch passes
     arrives: Floats  # (D,) the soonest that a forward reaches each device
     leaves: Floats  # (D,) the least time from its last input gradient to the end
-    turn: dict[tuple[int, int], float]  # by route and stage: the least time from a forward's start to its input gradient's end
-    after: dict[tuple[int, int], float]  # by route and stage: the least time from its input gradient's end to the end of all
+    turn: dict[
+        tuple[int, int], float
+    ]  # by route and stage: the least time from a forward's start to its input gradient's end
+    after: dict[
+        tuple[int, int], float
+    ]  # by route and stage: the least time from its input gradient's end to the end of all
     longest: float  # the least time for one micro-batch's whole way
 
 
 def _shortest(problem: Problem) -> Floats:
-    """(len(Kind), S) the least time that can be put down to each op: of a pair's time its share, W as a part of a paired BW."""
+    """(len(Kind), S) the least time that can be put down to each op: of a pair's time its share, W as a part of a
+    paired BW."""
     ms = problem.costs.ms.copy()
     ms[[Kind.F, Kind.B, Kind.W]] *= problem.overlap_factor or 1.0
     return ms
@@ -240,8 +266,8 @@ def _ways(problem: Problem) -> _Ways:
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
     """(D,) the least compute time of each device's forwards and these parts of its backwards.
 
-    In pairs they take `overlap_factor` of their time, but for a device's first forward and last backward: no backward can come before
-    that forward, no forward after that backward.
+    In pairs they take `overlap_factor` of their time, but for a device's first forward and last backward: no backward
+    can come before that forward, no forward after that backward.
     """
     costs, factor = problem.costs, problem.overlap_factor or 1.0
     passes = (costs.before[costs.route] != -2).sum(axis=0)  # (S,) micro-batches
@@ -250,5 +276,7 @@ def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
     np.add.at(work, costs.device, factor * passes * (forward + gradient))
     for d in range(len(work)):
         own = (costs.device == d) & (passes > 0)
-        work[d] += (1 - factor) * (forward[own].min(initial=np.inf) + gradient[own].min(initial=np.inf)) if own.any() else 0.0
+        work[d] += (
+            (1 - factor) * (forward[own].min(initial=np.inf) + gradient[own].min(initial=np.inf)) if own.any() else 0.0
+        )
     return work

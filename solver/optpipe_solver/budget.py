@@ -14,7 +14,8 @@ BACKSTOP = 2.0  # where work is counted, the clock ends what takes so many times
 
 
 class Budget:
-    """Seconds of the clock or, with one thread, of work that is counted, so that the same request has the same answer on a busy machine."""
+    """Seconds of the clock or, with one thread, of work that is counted, so that the same request has the same answer
+    on a busy machine."""
 
     def __init__(self, seconds: float, threads: int) -> None:
         self._threads, self._counts = threads, threads == 1
@@ -38,7 +39,9 @@ class Budget:
     def allot(self, solver: cp_model.CpSolver, seconds: float) -> None:
         """Gives a solver that much of what is left."""
         solver.parameters.num_workers = self._threads
-        solver.parameters.max_time_in_seconds = max(0.0, self._ends - time.monotonic()) if self._counts else min(seconds, self.left())
+        solver.parameters.max_time_in_seconds = (
+            max(0.0, self._ends - time.monotonic()) if self._counts else min(seconds, self.left())
+        )
         if self._counts:
             solver.parameters.max_deterministic_time = COUNTED_PER_S * min(seconds, self.left())
 

@@ -1,15 +1,27 @@
-"""`python -m optpipe_solver.compare`: the schedule of every published system and every heuristic, side by side, whether it fits or not.
+"""`python -m optpipe_solver.compare`: the schedule of every published system and every heuristic, side by side, whether
+it fits or not.
 
-Reads one request, whose method names those that are asked for, with a space between them, or is `auto` for all. For each it writes the
-bound for its stages and its schedule or, where it is not for the problem, a note that says why.
+Reads one request, whose method names those that are asked for, with a space between them, or is `auto` for all. For
+each it writes the bound for its stages and its schedule or, where it is not for the problem, a note that says why.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from optpipe.child import Bound, End, Frame, Incumbent, Note, Programs, Refused, Request, read_request, write_frame
 from optpipe.errors import InputError, OptPipeError
+from optpipe.process.child import (
+    Bound,
+    End,
+    Frame,
+    Incumbent,
+    Note,
+    Programs,
+    Refused,
+    Request,
+    read_request,
+    write_frame,
+)
 from optpipe.schedule import Schedule
 from optpipe_solver import heuristics, systems
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -55,7 +67,10 @@ def made(name: str, request: Request, bounds: dict[str, float]) -> list[Frame]:
     placed = schedule.problem
     if placed.sha256 not in bounds:
         bounds[placed.sha256] = max(trivial_bound(placed, request.objective), memory_bound(placed, request.objective))
-    return [Bound(method=name, lower_bound_ms=bounds[placed.sha256]), Incumbent(method=name, schedule=Programs.of(schedule))]
+    return [
+        Bound(method=name, lower_bound_ms=bounds[placed.sha256]),
+        Incumbent(method=name, schedule=Programs.of(schedule)),
+    ]
 
 
 def _schedule(name: str, request: Request) -> Schedule:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from optpipe.child import Child, Frame, Programs, Request
 from optpipe.errors import OptPipeError
+from optpipe.process.child import Child, Frame, Programs, Request
 from optpipe.schedule import Schedule
 
 ENGINE = "optpipe_solver.engine"
@@ -94,7 +94,8 @@ class Crew:
             yield from self.news(1.0)
 
     def held_bytes(self) -> dict[Worker, int]:
-        """Resident memory of each engine that is not dismissed, with all that it started; shared pages count for each process."""
+        """Resident memory of each engine that is not dismissed, with all that it started; shared pages count for each
+        process."""
         return {worker: _resident(worker.child.pid) for worker in self.workers if worker.until < float("inf")}
 
 

@@ -1,7 +1,9 @@
-"""`python -m optpipe_solver.first`: what is known of a problem at once, for one request after the other (`optpipe.child.requests`).
+"""`python -m optpipe_solver.first`: what is known of a problem at once, for one request after the other
+(`optpipe.process.child.requests`).
 
-An answer is the beginning of the real search (`optpipe_solver.portfolio`): the bounds, the warm start and the first of the heuristics, in a
-process that has paid for its imports. It ends with `End`, or with `Refused` for a method that is none or none for the problem.
+An answer is the beginning of the real search (`optpipe_solver.portfolio`): the bounds, the warm start and the first of
+the heuristics, in a process that has paid for its imports. It ends with `End`, or with `Refused` for a method that is
+none or none for the problem.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import time
 
 from pydantic import ValidationError
 
-from optpipe.child import End, Note, Refused, Request, requests, write_frame
 from optpipe.errors import InputError, input_error
-from optpipe.heap import settle
-from optpipe.jit import compile_at_once
-from optpipe.problem import Problem
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.model.problem import Problem
+from optpipe.process.child import End, Note, Refused, Request, requests, write_frame
+from optpipe.process.heap import settle
 from optpipe_solver.portfolio import OPS_PER_S, Emit, Portfolio
 
 WORTHWHILE_S = 0.5  # for one schedule by list scheduling
@@ -36,8 +38,8 @@ def main() -> None:
 
 
 def answer(request: Request, emit: Emit) -> None:
-    """Tells the frames of one answer. What list scheduling finds first is enough; where it would take too long there is naive at once, and
-    what is published is tried for the request's time limit."""
+    """Tells the frames of one answer. What list scheduling finds first is enough; where it would take too long there is
+    naive at once, and what is published is tried for the request's time limit."""
     large = 3 * len(request.problem.stages) * request.problem.microbatches / OPS_PER_S > WORTHWHILE_S
     enough = time.monotonic() + (min(request.time_limit_s, WORTHWHILE_S) if large else 0.0)
     try:
@@ -59,10 +61,16 @@ def answer(request: Request, emit: Emit) -> None:
 
 
 def _small() -> Problem:
-    stage = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 2, "weight_grad_bytes": 1}
+    stage = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 2,
+        "saved_for_weight_bytes": 1,
+    }
     leaves = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2}
     stages = [{"device": d, **stage, **leaves} for d in range(2)]
-    return Problem.from_dict({"microbatches": 4, "devices": [{"memory_bytes": 4}] * 2, "stages": stages})
+    return Problem.from_dict({"microbatches": 4, "devices": [{"activation_budget_bytes": 4}] * 2, "stages": stages})
 
 
 if __name__ == "__main__":

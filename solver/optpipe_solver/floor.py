@@ -1,9 +1,9 @@
 """The least device memory with which any schedule exists.
 
-When the forward of stage b runs, every stage a before it on the route and on the same device is open, and holds at least its residual:
-its activation, or what offload or recompute leave of it. So every schedule needs max over b of activation_b + the residuals before b,
-and one micro-batch at a time needs no more. What remains is the choice per stage, under the limit of pinned host memory. What may be
-evicted to a peer is taken to need no room there (`relaxed`).
+When the forward of stage b runs, every stage a before it on the route and on the same device is open, and holds at
+least its residual: its activation, or what offload or recompute leave of it. So every schedule needs max over b of
+activation_b + the residuals before b, and one micro-batch at a time needs no more. What remains is the choice per
+stage, under the limit of pinned host memory. What may be evicted to a peer is taken to need no room there (`relaxed`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from optpipe.problem import Problem, Stage, StageCosts
+from optpipe.model.problem import Problem, Stage, StageCosts
 
 MOST_STATES = 20_000  # of the search over the choices, looked at for one stage; equal stages need a handful
 
 
 @dataclass(frozen=True)
 class Relief:
-    """What happens to a stage's activation between forward and backward: the parts that are offloaded, or recompute, or nothing."""
+    """What happens to a stage's activation between forward and backward: the parts that are offloaded, or recompute, or
+    nothing."""
 
     parts: tuple[int, ...] = ()
     recompute: bool = False
@@ -49,13 +50,16 @@ class _State(NamedTuple):
 
 
 def relaxed(costs: Costs) -> Costs:
-    """What is no dearer and has a schedule no longer for every schedule: instead of being evicted an activation leaves as much for nothing
-    and is back at once, as a recompute that takes no time has it. So what holds for all schedules of this holds for evictions, too."""
+    """What is no dearer and has a schedule no longer for every schedule: instead of being evicted an activation leaves
+    as much for nothing and is back at once, as a recompute that takes no time has it. So what holds for all schedules
+    of this holds for evictions, too."""
     if not costs.can_evict:
         return costs
     stays = costs.activation_bytes - (costs.evict_bytes or 0)
     kept = stays if costs.checkpoint_bytes is None else min(stays, costs.checkpoint_bytes)
-    return costs.model_copy(update={"recompute_ms": 0.0, "checkpoint_bytes": kept, "evict_ms": None, "load_ms": None, "evict_bytes": None})
+    return costs.model_copy(
+        update={"recompute_ms": 0.0, "checkpoint_bytes": kept, "evict_ms": None, "load_ms": None, "evict_bytes": None}
+    )
 
 
 def without_evictions(problem: Problem) -> Problem:
@@ -69,28 +73,41 @@ def without_evictions(problem: Problem) -> Problem:
 def least_memory(problem: Problem) -> list[int]:
     """(D,) the bytes below which no schedule exists, per device."""
     problem = without_evictions(problem)
-    return [max((_least(problem, d, route, host=True) for route in used_routes(problem)), default=0) for d in range(len(problem.devices))]
+    return [
+        max((_least(problem, d, route, host=True) for route in used_routes(problem)), default=0)
+        for d in range(len(problem.devices))
+    ]
 
 
 def infeasibility(problem: Problem) -> str | None:
     """Which device cannot hold even one micro-batch, what it needs and what it has; None where a schedule exists."""
     for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
-        if needed > device.memory_bytes:
-            without_limit = max(_least(without_evictions(problem), d, route, host=False) for route in used_routes(problem))
-            why = f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload" if without_limit < needed else ""
-            return f"device {d} needs at least {needed} bytes for one micro-batch at a time and has {device.memory_bytes}{why}"
+        if needed > device.activation_budget_bytes:
+            without_limit = max(
+                _least(without_evictions(problem), d, route, host=False) for route in used_routes(problem)
+            )
+            why = (
+                f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload"
+                if without_limit < needed
+                else ""
+            )
+            return (
+                f"device {d} needs at least {needed} bytes for one micro-batch at a time and has "
+                f"{device.activation_budget_bytes}{why}"
+            )
     return None
 
 
 def reliefs(problem: Problem, route: tuple[int, ...]) -> dict[int, Relief]:
-    """For one micro-batch at a time on a route: what to offload or recompute, least time first, so that every device's memory suffices.
+    """For one micro-batch at a time on a route: what to offload or recompute, least time first, so that every device's
+    memory suffices.
 
     Where a device's memory does not suffice its stages keep everything; `infeasibility` says so beforehand.
     """
     found: dict[int, Relief] = {}
     for d, device in enumerate(problem.devices):
         own = [s for s in route if problem.stages[s].device == d]
-        states = _search([problem.stages[s] for s in own], device.host_memory_bytes, device.memory_bytes)[0]
+        states = _search([problem.stages[s] for s in own], device.host_memory_bytes, device.activation_budget_bytes)[0]
         best = min(states, key=lambda state: state.score, default=None)
         found |= dict(zip(own, best.chosen if best else (Relief(),) * len(own), strict=True))
     return found
@@ -123,7 +140,9 @@ def _search(stages: list[Stage], host: int | None, memory: int | None) -> tuple[
     states, complete = [_State(0, 0, 0)], True
     unlimited = host is None or sum(stage.offload_bytes or 0 for stage in stages) <= host
     for k, stage in enumerate(stages):
-        options = [(Relief(), stage.activation_bytes, 0, 0.0)] if k == len(stages) - 1 else list(_options(stage, unlimited))
+        options = (
+            [(Relief(), stage.activation_bytes, 0, 0.0)] if k == len(stages) - 1 else list(_options(stage, unlimited))
+        )
         following = []
         most = max(1, MOST_STATES // len(options))
         if len(states) > most:
@@ -150,7 +169,9 @@ def _options(stage: Stage, all_parts: bool) -> Iterator[tuple[Relief, int, int, 
         total, n = stage.offload_bytes or 0, stage.offload_parts
         each = (stage.offload_ms or 0.0) / n + (stage.reload_ms or 0.0) / n
         size = part_bytes(stage)
-        larger = [p for p in range(n) if size[p] > total // n]  # parts differ by a byte where n does not divide the total
+        larger = [
+            p for p in range(n) if size[p] > total // n
+        ]  # parts differ by a byte where n does not divide the total
         smaller = [p for p in range(n) if size[p] == total // n]
         for count in (n,) if all_parts else range(1, n + 1):
             for large in range(max(0, count - len(smaller)), min(count, len(larger)) + 1):

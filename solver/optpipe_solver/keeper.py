@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from optpipe.child import Frame, Incumbent, Programs, Request
 from optpipe.errors import InputError
+from optpipe.evaluate.validity import check
+from optpipe.process.child import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver.cpsat.timed import covers, split
 from optpipe_solver.heuristics import generate, value
 from optpipe_solver.methods import WITHIN_MEMORY
@@ -16,8 +16,8 @@ from optpipe_solver.paths import familiar
 
 
 class Keeper:
-    """`value` is what is to be beaten, `best` the schedule that has it: at first the warm start, if it holds for these costs and the
-    models know its ops."""
+    """`value` is what is to be beaten, `best` the schedule that has it: at first the warm start, if it holds for these
+    costs and the models know its ops."""
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
@@ -45,7 +45,8 @@ class Keeper:
 
 
 class TimedKeeper(Keeper):
-    """`start` is the best schedule that the models of CP-SAT know (no pairs, no needless BW), which need not be the best."""
+    """`start` is the best schedule that the models of CP-SAT know (no pairs, no needless BW), which need not be the
+    best."""
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         super().__init__(request, emit)

@@ -1,7 +1,9 @@
-"""`lift`: from times to programs. A solver that thinks in start times hands them in and gets a schedule that runs no later.
+"""`lift`: from times to programs. A solver that thinks in start times hands them in and gets a schedule that runs no
+later.
 
-All ops are put in one global order, by start, that keeps precedence. Whatever a program adds (a transfer waits for the compute op before
-it, a compute op for the drop before it) points forward in that order, so the programs cannot deadlock.
+All ops are put in one global order, by start, that keeps precedence. Whatever a program adds (a transfer waits for the
+compute op before it, a compute op for the drop before it) points forward in that order, so the programs cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -13,19 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.graph import Flags, Floats, Ints, Table, Where, is_transfer
-from optpipe.ops import BACKWARD, COMPUTE, Kind, Op
-from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program
+from optpipe.evaluate.graph import Flags, Floats, Ints, Table, Where, is_transfer
+from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program
 from optpipe.schedule import Schedule
 
 TOLERANCE_MS = 1e-6  # times closer than this are the same moment
 
 
 def lift(problem: Problem, starts: Mapping[Op, float], method: str = "") -> Schedule:
-    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O and R; an F and a backward that start together
-    on one device become a pair where the problem has an `overlap_factor`. Drops are derived: each as early as its offload has ended,
-    and never so that compute waits for it. The schedule is free of deadlock, and no later than the times given if they are valid.
+    """Programs and shared links' orders from the start (ms) of every F, B, W, BW, C, O and R; an F and a backward that
+    start together on one device become a pair where the problem has an `overlap_factor`. Drops are derived: each as
+    early as its offload has ended, and never so that compute waits for it. The schedule is free of deadlock, and no
+    later than the times given if they are valid.
     """
     table = np.array([(*op, 0) for op in starts], dtype=np.int32).reshape(-1, 5)
     return lift_table(problem, table, np.fromiter(starts.values(), dtype=np.float64, count=len(table)), method)
@@ -49,7 +52,9 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     start[first] = start[second] = np.maximum(start[first], start[second])
 
     moment = np.rint(start / grain(start))
-    lasts = duration > 2 * grain(start)  # at one moment, what takes no time comes first, one micro-batch after the other to hold little
+    lasts = duration > 2 * grain(
+        start
+    )  # at one moment, what takes no time comes first, one micro-batch after the other to hold little
     order = np.lexsort((table[:, PART], phase, table[:, MICROBATCH], lasts, moment))
     rank = np.empty(len(table), dtype=np.int64)
     rank[order] = np.arange(len(table))
@@ -65,7 +70,10 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     programs = tuple(Program(table[in_program[a:b]]) for a, b in pairwise(ends))
     transfers = in_program[is_transfer(table[in_program])]
     transfers = transfers[np.argsort(rank[transfers], kind="stable")]
-    links = {link: Program(table[transfers[np.isin(device[transfers], sharers)]]) for link, sharers in problem.shared_links.items()}
+    links = {
+        link: Program(table[transfers[np.isin(device[transfers], sharers)]])
+        for link, sharers in problem.shared_links.items()
+    }
     return Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, method)
 
 
@@ -75,12 +83,15 @@ def grain(start: Floats) -> float:
 
 
 def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
-    """Rows of the ops that run together: a forward and a backward of another micro-batch that start at one moment on one device."""
+    """Rows of the ops that run together: a forward and a backward of another micro-batch that start at one moment on
+    one device."""
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
     moment = np.rint(start / grain(start))
-    lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * grain(start)) & np.isin(table[:, KIND], list(COMPUTE))
+    lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * grain(start)) & np.isin(
+        table[:, KIND], list(COMPUTE)
+    )
     rows = np.flatnonzero(lasting)
     device = problem.costs.device[table[rows, STAGE]]
     by_time = np.lexsort((table[rows, KIND], moment[rows], device))
@@ -92,10 +103,13 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
 
 
 def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Floats, Ints]:
-    """Each op's start, moved behind what it depends on where float noise or a drop's unknown time had it before that, and its phase:
-    how far along its micro-batch's way it stands, for ties."""
+    """Each op's start, moved behind what it depends on where float noise or a drop's unknown time had it before that,
+    and its phase: how far along its micro-batch's way it stands, for ties."""
     costs, where = problem.costs, Where(problem, table)
-    at = {kind: where.of(kind) for kind in (Kind.F, Kind.C)} | {Kind.B: where.of(Kind.B, Kind.BW), Kind.W: where.of(Kind.W)}
+    at = {kind: where.of(kind) for kind in (Kind.F, Kind.C)} | {
+        Kind.B: where.of(Kind.B, Kind.BW),
+        Kind.W: where.of(Kind.W),
+    }
     parts = {kind: where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R)}
     start, duration = np.r_[start, -np.inf], np.r_[duration, 0.0]  # row -1, no op, ends before all time
     phase = np.zeros(len(start), dtype=np.int64)
@@ -119,7 +133,9 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
             if costs.can_offload[s]:
                 offloads = parts[Kind.O][s, passing]
                 left = move(offloads, reached[:, None], 4 * k + 1)
-                move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2)  # noise must not push it on
+                move(
+                    parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2
+                )  # noise must not push it on
                 reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 1)
             returned[s] = np.maximum(np.maximum(recomputed, reached), reloaded.max(axis=1))
         gradient = np.full(len(passing), -np.inf)
@@ -131,9 +147,11 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
 
 
 def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, joins: Flags) -> Ints:
-    """Where each op stands: compute ops are numbered along their device, the others stand before the compute op with their number.
+    """Where each op stands: compute ops are numbered along their device, the others stand before the compute op with
+    their number.
 
-    A transfer stands behind the compute ops that have ended at its start, a drop before the first that starts when its offload has ended.
+    A transfer stands behind the compute ops that have ended at its start, a drop before the first that starts when its
+    offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
     compute = np.isin(table[:, KIND], list(COMPUTE))
@@ -157,14 +175,15 @@ def _falls(slot: Ints, group: NDArray[np.integer[Any]]) -> Flags:
 
 
 def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
-    """Where a compute op spans the time from an offload's end to its reload's start, the reload stands behind it, as its drop does, and
-    the device's later transfers behind the reload."""
+    """Where a compute op spans the time from an offload's end to its reload's start, the reload stands behind it, as
+    its drop does, and the device's later transfers behind the reload."""
     others = np.flatnonzero(np.isin(table[:, KIND], [Kind.O, Kind.D, Kind.R]))
     moving = others[is_transfer(table[others])]
     by_device = moving[np.lexsort((rank[moving], device[moving]))]
     by_activation = others[np.lexsort((rank[others], *table[others, STAGE : PART + 1].T))]
     if not (
-        _falls(slot[by_device], device[by_device, None]).any() or _falls(slot[by_activation], table[by_activation, STAGE : PART + 1]).any()
+        _falls(slot[by_device], device[by_device, None]).any()
+        or _falls(slot[by_activation], table[by_activation, STAGE : PART + 1]).any()
     ):
         return
     others = others[np.argsort(rank[others])]

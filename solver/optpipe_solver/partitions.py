@@ -1,4 +1,5 @@
-"""Which layers make a stage: the partition that the given stages are, better and better ones, and what holds for all of them."""
+"""Which layers make a stage: the partition that the given stages are, better and better ones, and what holds for all of
+them."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from itertools import accumulate, islice, permutations
 
 import numpy as np
 
-from optpipe.child import Objective
-from optpipe.costs import Floats
 from optpipe.errors import OptPipeError
-from optpipe.placement import Placement, Shape
-from optpipe.problem import Problem, StageCosts
+from optpipe.model.costs import Floats
+from optpipe.model.placement import Placement, Shape
+from optpipe.model.problem import Problem, StageCosts
+from optpipe.process.child import Objective
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.floor import infeasibility, without_evictions
 from optpipe_solver.heuristics import STREAMS, value
@@ -31,7 +32,10 @@ def given(problem: Problem) -> Placement | None:
     stages = [problem.stages[s] for s in problem.all_routes[0]]
     devices = [stage.device for stage in stages]
     chunks = len(stages) // len(set(devices))
-    shape = next((shape for shape in SHAPES if chunks <= 64 and Placement(chunks=chunks, shape=shape).order(problem) == devices), None)
+    shape = next(
+        (shape for shape in SHAPES if chunks <= 64 and Placement(chunks=chunks, shape=shape).order(problem) == devices),
+        None,
+    )
     layers, ends = problem.layers or (), [0]
     reached = [np.zeros(4), *accumulate(_figures(layer) for layer in layers)]
     for total in accumulate(_figures(stage) for stage in stages):
@@ -45,10 +49,13 @@ def given(problem: Problem) -> Placement | None:
 
 
 def mismatch(problem: Problem) -> str | None:
-    """Where the layers are not what the given stages are made of: stages cut from them would be those of another model."""
-    names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "weight_grad_bytes")
+    """Where the layers are not what the given stages are made of: stages cut from them would be those of another
+    model."""
+    names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "saved_for_weight_bytes")
     for name in names:
-        layers, stages = (sum(getattr(costs, name) for costs in these) for these in (problem.layers or (), problem.stages))
+        layers, stages = (
+            sum(getattr(costs, name) for costs in these) for these in (problem.layers or (), problem.stages)
+        )
         rounded = len(problem.stages) if name.endswith("_bytes") else 0
         if abs(layers - stages) > ROUNDING * max(layers, stages) + rounded:
             sums = f"{layers:.6g}, those of the stages to {stages:.6g}"
@@ -57,13 +64,16 @@ def mismatch(problem: Problem) -> str | None:
 
 
 def _figures(costs: StageCosts) -> Floats:
-    return np.array([costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes], dtype=float)
+    return np.array(
+        [costs.forward_ms, costs.backward_input_ms, costs.backward_weight_ms, costs.activation_bytes], dtype=float
+    )
 
 
 @dataclass
 class Climb:
-    """From one partition to a better neighbour, as long as there is one: a layer less for one stage, one more for another, those between
-    shifted. A partition is as good as the best simulated schedule of a few policies of AdaOffload, which knows the memory."""
+    """From one partition to a better neighbour, as long as there is one: a layer less for one stage, one more for
+    another, those between shifted. A partition is as good as the best simulated schedule of a few policies of
+    AdaOffload, which knows the memory."""
 
     problem: Problem
     objective: Objective
@@ -116,12 +126,14 @@ class Climb:
 
 
 def partition_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """No schedule of any partition of the layers into looped or V-shaped chunks on the problem's devices is shorter, in ms.
+    """No schedule of any partition of the layers into looped or V-shaped chunks on the problem's devices is shorter, in
+    ms.
 
-    The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops after the first, and
-    after its last input gradient as much is still to come. All micro-batches pass each layer, after the layers before it. One micro-batch
-    passes all layers and all devices there and back. What layers hold over time has to fit into all devices' memory, each left to its own
-    best choice (`_held`, 0 where activations do not leave in equally many parts).
+    The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops
+    after the first, and after its last input gradient as much is still to come. All micro-batches pass each layer,
+    after the layers before it. One micro-batch passes all layers and all devices there and back. What layers hold over
+    time has to fit into all devices' memory, each left to its own best choice (`_held`, 0 where activations do not
+    leave in equally many parts).
     """
     problem = without_evictions(problem)
     layers, m, hop = problem.layers or (), problem.microbatches, problem.p2p_ms
@@ -130,7 +142,8 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
         return float("inf")  # there is no partition
     share = problem.overlap_factor or 1.0
     forward, backward, weight = (
-        share * np.array([getattr(layer, f"{name}_ms") for layer in layers]) for name in ("forward", "backward_input", "backward_weight")
+        share * np.array([getattr(layer, f"{name}_ms") for layer in layers])
+        for name in ("forward", "backward_input", "backward_weight")
     )
     whole = forward + backward + weight
     hops = hop * np.arange(p)
@@ -147,22 +160,26 @@ def partition_bound(problem: Problem, objective: Objective = "makespan") -> floa
 
 
 def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backward: Floats, weight: Floats) -> float:
-    """The time that one micro-batch needs of all devices together, so that memory, link and compute suffice for its layers.
+    """The time that one micro-batch needs of all devices together, so that memory, link and compute suffice for its
+    layers.
 
-    A device that runs for T ms has T of link and T of compute, and its memory's bytes for T. Weights of the three, adding up to one, make
-    of this one sum over all layers, each with the cheapest of its choices (`memory_bound` has the same of one device's stages). An
-    activation is held from its stage's forward, which begins no later than the layer's own, to the stage's input gradient. Where stages
-    leave in n parts, the largest k parts of a stage are no more than those of its layers, each cut into n.
+    A device that runs for T ms has T of link and T of compute, and its memory's bytes for T. Weights of the three,
+    adding up to one, make of this one sum over all layers, each with the cheapest of its choices (`memory_bound` has
+    the same of one device's stages). An activation is held from its stage's forward, which begins no later than the
+    layer's own, to the stage's input gradient. Where stages leave in n parts, the largest k parts of a stage are no
+    more than those of its layers, each cut into n.
     """
     parts = {layer.offload_parts for layer in layers if layer.can_offload} or {1}
-    roomiest = max(1, *(problem.devices[stage.device].memory_bytes for stage in problem.stages))
+    roomiest = max(1, *(problem.devices[stage.device].activation_budget_bytes for stage in problem.stages))
     if len(parts) > 1:
         return 0.0
     (n,) = parts
     steps = range(GRAIN + 1)
     memory, link, compute = np.array([(a, b, GRAIN - a - b) for a in steps for b in steps if a + b <= GRAIN]).T / GRAIN
     byte = memory / roomiest  # of a byte for a ms
-    duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # full duplex: two links' time, each the busier one's at least
+    duplex = (
+        1.0 if problem.transfer_mode == "half_duplex" else 0.5
+    )  # full duplex: two links' time, each the busier one's at least
     turns = (forward + backward)[::-1].cumsum()[::-1]
     needed = compute * (forward + backward + weight).sum()
     for layer, ends, turn, last in zip(layers, forward + backward, turns, weight, strict=True):
@@ -177,7 +194,7 @@ def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backw
         if layer.can_recompute:
             again = layer.recompute_ms or 0.0
             choices.append(byte * (kept * turn + (size - kept) * (ends + again)) + compute * again)
-        needed = needed + np.minimum.reduce(choices) + byte * min(size, layer.weight_grad_bytes) * last
+        needed = needed + np.minimum.reduce(choices) + byte * min(size, layer.saved_for_weight_bytes) * last
     return float(needed.max())
 
 
@@ -185,16 +202,21 @@ def no_partition_fits(problem: Problem) -> str | None:
     """Why memory admits no schedule of any partition of the layers, where that can be shown at once."""
     problem = without_evictions(problem)
     devices = {stage.device for stage in problem.stages}
-    memory = [problem.devices[d].memory_bytes for d in devices]
+    memory = [problem.devices[d].activation_budget_bytes for d in devices]
     layers = problem.layers or ()
     if len(devices) > len(layers):
         return f"{len(layers)} layers cannot make a stage for each of {len(devices)} devices"
     largest = max(range(len(layers)), key=lambda k: layers[k].activation_bytes)
     if layers[largest].activation_bytes > max(memory):
-        return f"layers[{largest}] needs {layers[largest].activation_bytes} bytes and no device has more than {max(memory)}"
+        return (
+            f"layers[{largest}] needs {layers[largest].activation_bytes} bytes and no device has more than "
+            f"{max(memory)}"
+        )
     stays = sum(_residual(layer) for layer in layers)
     if stays > sum(memory):
-        return f"one micro-batch leaves at least {stays} bytes on the devices, and all of them together have {sum(memory)}"
+        return (
+            f"one micro-batch leaves at least {stays} bytes on the devices, and all of them together have {sum(memory)}"
+        )
     return None
 
 

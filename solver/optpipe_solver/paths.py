@@ -1,4 +1,5 @@
-"""What a schedule's order says beyond its times: what must follow each op, where a transfer stands, a BW as its B and its W."""
+"""What a schedule's order says beyond its times: what must follow each op, where a transfer stands, a BW as its B and
+its W."""
 
 from __future__ import annotations
 
@@ -7,23 +8,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from optpipe.graph import ACROSS, Flags, Floats, dependencies, durations, flatten, is_transfer, streams
-from optpipe.ops import COMPUTE, Kind
-from optpipe.program import KIND, STAGE, Program, of_kinds
+from optpipe.evaluate.graph import ACROSS, Flags, Floats, dependencies, durations, flatten, is_transfer, streams
+from optpipe.evaluate.timeline import Timeline
+from optpipe.model.ops import COMPUTE, Kind
+from optpipe.model.program import KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
-from optpipe.timeline import Timeline
 
 KNOWN = (*COMPUTE, Kind.O, Kind.D, Kind.R)
 
 
 def familiar(schedule: Schedule) -> bool:
-    """Whether its ops are all of kinds that the engines' models know: nothing is evicted to a peer, no optimizer runs on the
-    host."""
+    """Whether its ops are all of kinds that the engines' models know: nothing is evicted to a peer, no optimizer runs
+    on the host."""
     return all(bool(of_kinds(program.table, *KNOWN).all()) for program in schedule.programs)
 
 
 def tails(schedule: Schedule) -> list[float]:
-    """The longest path from each op's start to the end, in ms, by rows of the timeline: the same graph as `simulate`'s, backwards."""
+    """The longest path from each op's start to the end, in ms, by rows of the timeline: the same graph as `simulate`'s,
+    backwards."""
     table, device = flatten(schedule)
     needs, delay = dependencies(schedule.problem, table, device)
     order, begins = streams(schedule.problem, schedule, table, device)
@@ -50,8 +52,8 @@ def tails(schedule: Schedule) -> list[float]:
 
 
 def stands(timeline: Timeline) -> Floats:
-    """(n,) the moment at which each op stands in its program, in ms: of a transfer its start or, where it waits for its link, the start of
-    the next op that computes."""
+    """(n,) the moment at which each op stands in its program, in ms: of a transfer its start or, where it waits for its
+    link, the start of the next op that computes."""
     found = timeline.start.copy()
     moving, device = is_transfer(timeline.table).tolist(), timeline.device.tolist()
     following = dict.fromkeys(device, np.inf)

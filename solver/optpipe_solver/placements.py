@@ -1,8 +1,9 @@
-"""Placement search: the same model on the same devices as one chunk a device or several, looped or V-shaped, or, where forwards run beside
-backwards, one each way; with layers, cut anew.
+"""Placement search: the same model on the same devices as one chunk a device or several, looped or V-shaped, or, where
+forwards run beside backwards, one each way; with layers, cut anew.
 
-A `Portfolio` searches the schedules of one placement. Here they are run in turn by successive halving (Jamieson and Talwalkar 2016): a
-heuristic on every placement, then everything there is for a short time on the best few, then all that is left on the best.
+A `Portfolio` searches the schedules of one placement. Here they are run in turn by successive halving (Jamieson and
+Talwalkar 2016): a heuristic on every placement, then everything there is for a short time on the best few, then all
+that is left on the best.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
-from optpipe.child import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.errors import InputError
-from optpipe.placement import Placement
-from optpipe.problem import Problem, Stage
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem, Stage
+from optpipe.process.child import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.methods import ENGINES
 from optpipe_solver.partitions import SHAPES, Climb, given, mismatch, no_partition_fits, partition_bound
@@ -74,8 +75,8 @@ class PlacementSearch:
         return self.deadline - time.monotonic()
 
     def run(self) -> None:
-        """Something at once for the stages as given, then from many placements for a short time to one for long. A system that is named
-        runs on the stages that it is for, and nothing else does."""
+        """Something at once for the stages as given, then from many placements for a short time to one for long. A
+        system that is named runs on the stages that it is for, and nothing else does."""
         self.at_once.run()
         self.candidates = [self.keep, *self.others(), *([self.asked] if self.asked else [])]
         self.start_warm()
@@ -99,7 +100,9 @@ class PlacementSearch:
                 planned -= share
                 for candidate in self.ranked()[:count]:
                     self.search(candidate, method, share / count)
-        for candidate in self.ranked():  # the next ones only where the best is proven for its placement before time is up
+        for (
+            candidate
+        ) in self.ranked():  # the next ones only where the best is proven for its placement before time is up
             self.search(candidate, method, planned if self.request.threads == 1 else 1.0)
             if self.request.threads == 1:  # one search in one order, whatever the clock says
                 break
@@ -154,8 +157,8 @@ class PlacementSearch:
         own.best = own.best or programs
 
     def look(self, candidates: list[Candidate], share: float) -> None:
-        """At each with a heuristic; should time be up before, at the given stages and those of the lowest bounds. Then at what is published
-        for such stages, unless that takes half of all the time."""
+        """At each with a heuristic; should time be up before, at the given stages and those of the lowest bounds. Then
+        at what is published for such stages, unless that takes half of all the time."""
         portfolios = []
         for candidate in sorted(candidates, key=lambda candidate: (candidate is not self.keep, candidate.bound_ms)):
             portfolios.append(self.search(candidate, self.heuristic("adaoffload"), share / len(candidates)))
@@ -169,15 +172,20 @@ class PlacementSearch:
         return name if self.request.method in ("auto", *ENGINES) else self.request.method
 
     def climb(self) -> list[Candidate]:
-        """Better partitions: from the even one and from the given one, for every number and shape of chunks, then for the best of them."""
+        """Better partitions: from the even one and from the given one, for every number and shape of chunks, then for
+        the best of them."""
         problem, request = self.request.problem, self.request
-        starts = [candidate.placement for candidate in self.candidates if candidate.placement and not candidate.goes_both_ways]
+        starts = [
+            candidate.placement for candidate in self.candidates if candidate.placement and not candidate.goes_both_ways
+        ]
         starts += [own for own in [given(problem)] if own]
         climbs = [Climb(problem, request.objective, placement, request.seed) for placement in starts]
         for count in (len(climbs), -(-len(climbs) // 3)):
             for climb in sorted(climbs, key=lambda climb: climb.length_ms)[:count]:
                 self.ascend(climb, CLIMBING / 2 / count * request.time_limit_s)
-        found = list(self.new({candidate.problem.stages for candidate in self.candidates}, [climb.placement for climb in climbs]))
+        found = list(
+            self.new({candidate.problem.stages for candidate in self.candidates}, [climb.placement for climb in climbs])
+        )
         self.candidates += found
         return found
 
@@ -186,7 +194,9 @@ class PlacementSearch:
         until, ops = time.monotonic() + seconds, 0
         for done in climb.looks:
             ops += done
-            if self.time_left < WORTHWHILE_S or (ops > seconds * OPS_PER_S if self.request.threads == 1 else time.monotonic() > until):
+            if self.time_left < WORTHWHILE_S or (
+                ops > seconds * OPS_PER_S if self.request.threads == 1 else time.monotonic() > until
+            ):
                 return
 
     def ranked(self) -> list[Candidate]:
@@ -195,7 +205,8 @@ class PlacementSearch:
         return sorted(alive, key=lambda candidate: candidate.best_ms)
 
     def search(self, candidate: Candidate, method: str, share: float) -> Portfolio | None:
-        """A portfolio on one placement for a share of the time, from its best schedule so far; None where that is no use."""
+        """A portfolio on one placement for a share of the time, from its best schedule so far; None where that is no
+        use."""
         if candidate.infeasible is not None or self.bound_ms >= self.best_ms * (1 - 1e-9) or self.time_left <= 0:
             return None
         portfolio = self.portfolio(candidate, method, share)
@@ -204,7 +215,12 @@ class PlacementSearch:
 
     def portfolio(self, candidate: Candidate, method: str, share: float) -> Portfolio:
         start = candidate.best
-        if start is None and candidate is self.keep and self.request.warm_start and not self.request.warm_start.placement:
+        if (
+            start is None
+            and candidate is self.keep
+            and self.request.warm_start
+            and not self.request.warm_start.placement
+        ):
             start = self.request.warm_start
         asked = {
             "problem": candidate.problem,
@@ -213,7 +229,9 @@ class PlacementSearch:
             "time_limit_s": max(1e-3, min(share * self.request.time_limit_s, self.time_left)),
             "warm_start": start,
         }
-        portfolio = Portfolio(self.request.model_copy(update=asked), lambda frame: self.hear(candidate, portfolio, frame))
+        portfolio = Portfolio(
+            self.request.model_copy(update=asked), lambda frame: self.hear(candidate, portfolio, frame)
+        )
         return portfolio
 
     def hear(self, candidate: Candidate, portfolio: Portfolio, frame: Frame) -> None:
@@ -235,8 +253,11 @@ class PlacementSearch:
             self.note(frame.text, candidate.placement)
 
     def raise_bound(self) -> None:
-        """What no schedule of any placement is shorter than: each has its bound, and all partitions of layers have theirs."""
-        own = [c for c in self.candidates if c is self.keep or c.goes_both_ways] if self.cuts_layers else self.candidates
+        """What no schedule of any placement is shorter than: each has its bound, and all partitions of layers have
+        theirs."""
+        own = (
+            [c for c in self.candidates if c is self.keep or c.goes_both_ways] if self.cuts_layers else self.candidates
+        )
         bound_ms = min([self.for_all_ms, *(c.bound_ms for c in own if not c.infeasible)])
         if self.bound_ms * (1 + 1e-9) < bound_ms < float("inf"):
             self.bound_ms = bound_ms

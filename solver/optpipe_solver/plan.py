@@ -1,8 +1,10 @@
-"""What runs when: the one place to tune. Heuristics first, in the solver's own process, then engines, each in a process of its own.
+"""What runs when: the one place to tune. Heuristics first, in the solver's own process, then engines, each in a process
+of its own.
 
-Threads are dealt out in lanes. Heuristics keep one lane for their share of the time; on every free lane the next turn of the table starts,
-from the best schedule so far. A turn lasts its share of the engines' time; one that ends early leaves the rest to those behind it. Turns
-marked `again` fill what is left, each from the best so far and with another seed. With one thread there is one lane: one after the other.
+Threads are dealt out in lanes. Heuristics keep one lane for their share of the time; on every free lane the next turn
+of the table starts, from the best schedule so far. A turn lasts its share of the engines' time; one that ends early
+leaves the rest to those behind it. Turns marked `again` fill what is left, each from the best so far and with another
+seed. With one thread there is one lane: one after the other.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_solver import methods
 
 LANES = 2  # engines side by side; with more threads than that each has several
 HEURISTICS_SHARE = 0.15  # of the time, where engines follow
 HEURISTICS_S = 2.0  # at least that long, or half of a short time: until then they gain more than engines do
-COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that what is counted fits in on a busy machine, too
+COUNTED_SHARE = (
+    0.75  # of the engines' time is planned with one thread, so that what is counted fits in on a busy machine, too
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,9 @@ class Turn:
 
     engine: str
     share: float = 1.0  # of the engines' time on all lanes
-    most_passes: int | None = None  # micro-batches through stages: a larger problem is not for this engine within a minute or so
+    most_passes: int | None = (
+        None  # micro-batches through stages: a larger problem is not for this engine within a minute or so
+    )
     again: bool = False  # over and over until time is up
     anew: bool = False  # from a heuristic's schedule and not from the best, which other windows may have led astray
 
@@ -48,7 +54,8 @@ def heuristics_share(seconds: float) -> float:
 
 
 def turns(method: str, jitter: float, problem: Problem, applies: Callable[[str], bool]) -> list[Turn]:
-    """The turns of a method in the order in which they start; none for a heuristic. `applies` says whether an engine is for the problem."""
+    """The turns of a method in the order in which they start; none for a heuristic. `applies` says whether an engine is
+    for the problem."""
     if method in methods.ENGINES:
         return [Turn(method)] if applies(method) else []
     if method != "auto":

@@ -1,4 +1,5 @@
-"""The search for one request: heuristics in this process, engines in processes of their own (`plan`, `crew`), the best of all of them."""
+"""The search for one request: heuristics in this process, engines in processes of their own (`plan`, `crew`), the best
+of all of them."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from optpipe.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.errors import OptPipeError
-from optpipe.jitter import Noise
-from optpipe.program import JOINED
+from optpipe.evaluate.jitter import Noise
+from optpipe.evaluate.validity import check
+from optpipe.model.program import JOINED
+from optpipe.process.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
@@ -42,8 +43,8 @@ Emit = Callable[[Frame], None]
 class Portfolio:
     """One request's search: the best schedule and the best bound so far, both told as soon as they are known.
 
-    With one thread everything happens in one order and shares of the time are counted in work, so that the same request has the same
-    answer, however busy the machine; the clock only ends what would not end in time.
+    With one thread everything happens in one order and shares of the time are counted in work, so that the same request
+    has the same answer, however busy the machine; the clock only ends what would not end in time.
     """
 
     def __init__(self, request: Request, emit: Emit) -> None:
@@ -59,13 +60,16 @@ class Portfolio:
         self.bound = float("-inf")  # the first bound is told, whatever it is
         self.crew = Crew()
         self.heuristics_share = heuristics_share(self.seconds)
-        self.engines_s = (1 - self.heuristics_share) * self.seconds * (COUNTED_SHARE if self.one_thread else 1)  # planned for each lane
+        self.engines_s = (
+            (1 - self.heuristics_share) * self.seconds * (COUNTED_SHARE if self.one_thread else 1)
+        )  # planned for each lane
         self.planned_s = self.engines_s  # what is left of it, with one thread
         self.stints = 0
         self.exhausted: dict[str, Schedule | None] = {}  # from where an engine knows nothing more to do
 
     def run(self) -> None:
-        """Tells what is known to be impossible, else the bound, the warm start, what heuristics find and what engines make of it."""
+        """Tells what is known to be impossible, else the bound, the warm start, what heuristics find and what engines
+        make of it."""
         if not self.begun():
             return
         problem, method = self.request.problem, self.request.method
@@ -110,7 +114,8 @@ class Portfolio:
             self.emit(Bound(method=method, lower_bound_ms=lower_bound_ms))
 
     def offer(self, schedule: Schedule) -> str | None:
-        """Takes a schedule if it is better and valid; says what is wrong with it, if anything. Raises `ScheduleError` if it cannot run."""
+        """Takes a schedule if it is better and valid; says what is wrong with it, if anything. Raises `ScheduleError`
+        if it cannot run."""
         nominal_ms = value(schedule, self.request.objective)
         shortest = self.nominal is None or nominal_ms < value(self.nominal, self.request.objective) * (1 - 1e-9)
         counts_ms = nominal_ms
@@ -135,17 +140,21 @@ class Portfolio:
         return None
 
     def within_memory(self) -> list[str]:
-        """The heuristics that fit, the most promising first; where these take their time, naive, which takes none, before them."""
+        """The heuristics that fit, the most promising first; where these take their time, naive, which takes none,
+        before them."""
         problem = self.request.problem
         large = sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > LARGE
         return sorted(WITHIN_MEMORY, key=lambda name: large and name != "naive")
 
     def take_warm_start(self) -> None:
-        """Costs may have changed since: re-timed where it still holds, repaired where it does not. Its stages are taken for these here."""
+        """Costs may have changed since: re-timed where it still holds, repaired where it does not. Its stages are taken
+        for these here."""
         if self.request.warm_start is None:
             return
         try:
-            given = self.request.warm_start.model_copy(update={"placement": None}).schedule(self.request.problem, "warm start")
+            given = self.request.warm_start.model_copy(update={"placement": None}).schedule(
+                self.request.problem, "warm start"
+            )
             wrong = check(self.request.problem, given)
             schedule = repair(self.request.problem, given) if wrong else given
             if schedule is not None:
@@ -156,8 +165,8 @@ class Portfolio:
         self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong[0]}"))
 
     def applies(self, engine: str) -> bool:
-        """Whether an engine is there and for the problem: within its size or, where it is named or the only one, able to do anything with
-        it."""
+        """Whether an engine is there and for the problem: within its size or, where it is named or the only one, able
+        to do anything with it."""
         cpsat = importlib.util.find_spec("ortools") is not None
         if engine in ON_CPSAT and not cpsat:
             self.emit(Note(text=f"{engine} is not available: ortools is not installed"))
@@ -168,7 +177,8 @@ class Portfolio:
         return bool(able(self.request.problem))
 
     def search(self, heuristics: Iterator[None], due: deque[Turn]) -> None:
-        """Heuristics step by step in one lane, engines in the others, until time is up, nothing is left to try or the best is proven."""
+        """Heuristics step by step in one lane, engines in the others, until time is up, nothing is left to try or the
+        best is proven."""
         lanes = min(LANES, self.request.threads) if self.request.method == "auto" else 1
         trying = True
         try:
@@ -196,8 +206,8 @@ class Portfolio:
         return {name: STREAMS[name](self.request.problem, self.request.objective, self.deadline) for name in names}
 
     def heuristics(self, streams: dict[str, Iterator[Schedule]], share: float) -> Iterator[None]:
-        """In turn a schedule of each: first what they are known for, then what is published, then, for a share of the time, what varying
-        their policies brings; those that are behind have fewer turns."""
+        """In turn a schedule of each: first what they are known for, then what is published, then, for a share of the
+        time, what varying their policies brings; those that are behind have fewer turns."""
         until = time.monotonic() + (share * self.time_left if not self.one_thread else self.time_left)
         work, most_work = 0, share * self.seconds * OPS_PER_S
         each = 3 * len(self.request.problem.stages) * self.request.problem.microbatches * (NOISY if self.noise else 1)
@@ -241,8 +251,8 @@ class Portfolio:
         return None if wrong else schedule
 
     def published(self) -> Iterator[None]:
-        """Each system for these stages, once, so that none that fits is better than the answer. That one does not fit, or is not for the
-        problem, is no news."""
+        """Each system for these stages, once, so that none that fits is better than the answer. That one does not fit,
+        or is not for the problem, is no news."""
         for method in seeds(self.request.problem):
             try:
                 self.offer(generate(method, self.request.problem))
@@ -255,7 +265,11 @@ class Portfolio:
     def start_due(self, due: deque[Turn], lanes: int, trying: bool) -> None:
         """On each free lane the next turn, with its share of the threads that are free."""
         free = lanes - len(self.crew.workers) - trying
-        threads = self.request.threads - sum(worker.threads for worker in self.crew.workers) - trying * (self.request.threads // lanes)
+        threads = (
+            self.request.threads
+            - sum(worker.threads for worker in self.crew.workers)
+            - trying * (self.request.threads // lanes)
+        )
         while free > 0 and due:
             left_s = min(self.planned_s, self.time_left) if self.one_thread else self.time_left
             if left_s <= WORTHWHILE_S:
@@ -274,7 +288,8 @@ class Portfolio:
             free, threads = free - 1, threads - own
 
     def start(self, turn: Turn, given_s: float, threads: int) -> None:
-        """An engine, from the schedule that it could make better. What it needs to start and to end is part of its time."""
+        """An engine, from the schedule that it could make better. What it needs to start and to end is part of its
+        time."""
         asked = {
             "method": turn.engine,
             "time_limit_s": max(given_s - WORTHWHILE_S, given_s / 2),
@@ -307,7 +322,9 @@ class Portfolio:
             if word.lower_bound_ms <= shortest * (1 + 1e-6):
                 self.raise_bound(word.lower_bound_ms, word.method)
             else:
-                self.emit(Note(text=f"{engine} claims a bound of {word.lower_bound_ms} ms, above a schedule of {shortest} ms"))
+                self.emit(
+                    Note(text=f"{engine} claims a bound of {word.lower_bound_ms} ms, above a schedule of {shortest} ms")
+                )
         elif isinstance(word, Note):
             self.emit(word)
         elif isinstance(word, OptPipeError):
@@ -316,7 +333,9 @@ class Portfolio:
         elif isinstance(word, End):
             worker.spent_s = word.spent_s
         elif word is None:
-            self.planned_s -= worker.given_s if worker.spent_s is None else min(worker.given_s, worker.spent_s + WORTHWHILE_S)
+            self.planned_s -= (
+                worker.given_s if worker.spent_s is None else min(worker.given_s, worker.spent_s + WORTHWHILE_S)
+            )
             if worker.gave_back:
                 self.exhausted[engine] = worker.start or self.best_for(engine)
 
@@ -345,7 +364,9 @@ class Portfolio:
             self.crew.dismiss(worker)
             self.drop(worker.engine, due)
             together, own = f"{total // MIB} MiB together", f"{held[worker] // MIB} of them {worker.engine}"
-            text = f"{worker.engine} was ended: the solver's processes held {together}, {own}, and memory_mib is {limit}"
+            text = (
+                f"{worker.engine} was ended: the solver's processes held {together}, {own}, and memory_mib is {limit}"
+            )
             self.emit(Note(text=text))
 
 

@@ -7,15 +7,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.graph import is_transfer
-from optpipe.memory import device_bytes
-from optpipe.ops import BACKWARD, Kind
-from optpipe.program import PART, STAGE, Program
+from optpipe.evaluate.graph import is_transfer
+from optpipe.evaluate.memory import device_bytes
+from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.program import PART, STAGE, Program
 from optpipe.schedule import Schedule
 
 
 def prune(schedule: Schedule) -> Schedule:
-    """The same without the offloads whose bytes fit all the time. Nothing starts later, since fewer ops wait for each other.
+    """The same without the offloads whose bytes fit all the time. Nothing starts later, since fewer ops wait for each
+    other.
 
     Those go first that keep compute waiting longest: a drop for its offload's end, a backward for its reload's.
     """
@@ -24,7 +25,7 @@ def prune(schedule: Schedule) -> Schedule:
     taken, freed = device_bytes(problem, table)
     size = problem.costs.part_bytes(table[:, STAGE], table[:, PART])
     keep = np.ones(len(table), dtype=np.bool_)
-    for d, limit in enumerate(problem.costs.memory.tolist()):
+    for d, limit in enumerate(problem.costs.activation_budget.tolist()):
         own = np.flatnonzero(device == d)
         during = np.cumsum(taken[own]) - np.cumsum(freed[own]) + freed[own]
         waits = _waits(table[own], timeline.start[own], timeline.end[own])
@@ -55,7 +56,8 @@ def _only(schedule: Schedule, table: NDArray[np.int32], device: NDArray[np.int64
     """The schedule's rows that are marked."""
     kept = {tuple(row) for row in table[keep, :4].tolist()}
     links = {
-        link: Program(order.table[[tuple(row) in kept for row in order.table[:, :4].tolist()]]) for link, order in schedule.links.items()
+        link: Program(order.table[[tuple(row) in kept for row in order.table[:, :4].tolist()]])
+        for link, order in schedule.links.items()
     }
     return replace(
         schedule,

@@ -1,8 +1,9 @@
-"""`repair`: a schedule made for other figures becomes one of this problem, with as little of its order changed as memory demands.
+"""`repair`: a schedule made for other figures becomes one of this problem, with as little of its order changed as
+memory demands.
 
-Times may drift as they like: programs are re-timed. Where an op of a program exceeds the memory that there is now, activations that are
-held meanwhile leave, or are computed again, those first that keep compute waiting least; and what still does not fit stands back behind
-what makes room (`_replayed`).
+Times may drift as they like: programs are re-timed. Where an op of a program exceeds the memory that there is now,
+activations that are held meanwhile leave, or are computed again, those first that keep compute waiting least; and what
+still does not fit stands back behind what makes room (`_replayed`).
 """
 
 from __future__ import annotations
@@ -15,22 +16,34 @@ from itertools import pairwise
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.graph import ACROSS, ISSUED, Ints, Table, dependencies, flatten, on_host_link, require_known, second_of_pair
-from optpipe.memory import device_bytes, host_bytes
-from optpipe.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
-from optpipe.problem import Problem
-from optpipe.program import JOINED, KIND, PART, STAGE, Program
+from optpipe.evaluate.graph import (
+    ACROSS,
+    ISSUED,
+    Ints,
+    Table,
+    dependencies,
+    flatten,
+    on_host_link,
+    require_known,
+    second_of_pair,
+)
+from optpipe.evaluate.memory import device_bytes, host_bytes
+from optpipe.evaluate.validity import check
+from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, KIND, PART, STAGE, Program
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver.floor import part_bytes
 
 EARLY = 1.5  # a reload stands this many reload times before its backward, where memory admits it
 
 
 def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """The schedule, whatever problem it was made for, as a valid one of this problem; None where a few changes do not do.
+    """The schedule, whatever problem it was made for, as a valid one of this problem; None where a few changes do not
+    do.
 
-    Stages, placement and number of micro-batches have to be the same. What is returned has passed `check`, and is the shortest found.
+    Stages, placement and number of micro-batches have to be the same. What is returned has passed `check`, and is the
+    shortest found.
     """
     try:
         able = _only_what_can_be(problem, schedule)
@@ -50,7 +63,8 @@ def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
 
 
 def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
-    """Without what the problem does not know: offloads, recomputes, updates, pairs. Raises `ScheduleError` where stages are others."""
+    """Without what the problem does not know: offloads, recomputes, updates, pairs. Raises `ScheduleError` where stages
+    are others."""
     costs = problem.costs
 
     def able(program: Program) -> Program:
@@ -72,10 +86,11 @@ def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
 
 
 def _replayed(schedule: Schedule) -> Schedule:
-    """All ops once more in the order of their starts; what does not fit waits for memory, and what needs it waits with it.
+    """All ops once more in the order of their starts; what does not fit waits for memory, and what needs it waits with
+    it.
 
-    All programs and links keep the one order in which ops are let through, so they cannot deadlock. Raises `LookupError` where all that
-    is left waits for memory.
+    All programs and links keep the one order in which ops are let through, so they cannot deadlock. Raises
+    `LookupError` where all that is left waits for memory.
     """
     problem, timeline = schedule.problem, schedule.timeline
     table, second = timeline.table, second_of_pair(timeline.table)
@@ -94,7 +109,9 @@ def _replayed(schedule: Schedule) -> Schedule:
     memory = _Memory(problem, table)
     ready = [(soonest[row], row) for row in leads.tolist() if not missing[row]]
     heapq.heapify(ready)
-    short: list[list[tuple[float, int]]] = [[] for _ in range(2 * len(problem.devices))]  # what lacks memory: forwards, and what restores
+    short: list[list[tuple[float, int]]] = [
+        [] for _ in range(2 * len(problem.devices))
+    ]  # what lacks memory: forwards, and what restores
     order = []
     while ready:
         now, row = heapq.heappop(ready)
@@ -128,7 +145,7 @@ class _Memory:
         on_device, on_host = device_bytes(problem, table), host_bytes(problem, table)
         self._takes: list[tuple[int, int]] = list(zip(on_device[0].tolist(), on_host[0].tolist(), strict=True))
         self._frees: list[tuple[int, int]] = list(zip(on_device[1].tolist(), on_host[1].tolist(), strict=True))
-        self._left = [device.memory_bytes for device in problem.devices]
+        self._left = [device.activation_budget_bytes for device in problem.devices]
         self._host_left: list[int] = problem.costs.host_memory.tolist()
 
     def fits(self, d: int, row: int) -> bool:
@@ -151,17 +168,23 @@ def _in_order(schedule: Schedule, leads: Ints) -> Schedule:
     rows = np.repeat(leads, 1 + paired)
     rows[np.cumsum(1 + paired)[paired] - 1] += 1
     table, device = timeline.table[rows], timeline.device[rows]
-    links = {link: Program(table[on_host_link(table) & np.isin(device, sharers)]) for link, sharers in problem.shared_links.items()}
+    links = {
+        link: Program(table[on_host_link(table) & np.isin(device, sharers)])
+        for link, sharers in problem.shared_links.items()
+    }
     programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
     return replace(schedule, programs=programs, links={link: order for link, order in links.items() if len(order)})
 
 
 DROP, RESTORE, ROW, OFFLOAD = range(4)  # what may stand before a row, the row itself, and behind it, in this order
-New = tuple[int, int, tuple[int, int, int, int, int]]  # at which row of the old program, as what of the above, and the new row
+New = tuple[
+    int, int, tuple[int, int, int, int, int]
+]  # at which row of the old program, as what of the above, and the new row
 
 
 def _lightened(schedule: Schedule) -> Schedule:
-    """With more offloads and recomputes: where a program holds too much, what stays over that goes, as far as this does it."""
+    """With more offloads and recomputes: where a program holds too much, what stays over that goes, as far as this does
+    it."""
     problem, timeline = schedule.problem, schedule.timeline
     bounds = np.searchsorted(timeline.device, np.arange(len(problem.devices) + 1))
     programs, moments = [], []
@@ -200,7 +223,7 @@ class _Scan:
     def __init__(self, problem: Problem, d: int, table: Table, start: list[float], end: list[float]) -> None:
         self.problem, self.table, self.start, self.end = problem, table, start, end
         self.ms: list[list[float]] = problem.costs.ms.tolist()
-        self.limit, self.host_limit = problem.devices[d].memory_bytes, int(problem.costs.host_memory[d])
+        self.limit, self.host_limit = problem.devices[d].activation_budget_bytes, int(problem.costs.host_memory[d])
         self.during, self.hosted = _held(*device_bytes(problem, table)), _held(*host_bytes(problem, table))
         self.lead = (np.arange(len(table)) - second_of_pair(table)).tolist()  # a pair's first row
         self.last = (np.arange(len(table)) + (table[:, JOINED] == 1)).tolist()
@@ -216,7 +239,11 @@ class _Scan:
                 held.append(coming.pop())
             held = [stay for stay in held if stay.backward > i]
             while self.during[i] > self.limit and held:
-                ways = [(*self._waits(i, stay, recompute), n, recompute) for n, stay in enumerate(held) for recompute in self._means(stay)]
+                ways = [
+                    (*self._waits(i, stay, recompute), n, recompute)
+                    for n, stay in enumerate(held)
+                    for recompute in self._means(stay)
+                ]
                 if not ways:
                     break
                 *_, n, recompute = min(ways)
@@ -243,7 +270,8 @@ class _Scan:
             yield True
 
     def _waits(self, i: int, stay: _Stay, recompute: bool) -> tuple[float, float]:
-        """About how long compute stands still, or computes again, if it is away during a row; then, the later it is needed the better."""
+        """About how long compute stands still, or computes again, if it is away during a row; then, the later it is
+        needed the better."""
         needed = self.start[stay.backward]
         if recompute:
             return self.ms[Kind.C][stay.stage], -needed
@@ -252,11 +280,16 @@ class _Scan:
         return max(0.0, out) + max(0.0, back), -needed
 
     def _offloaded(self, i: int, stay: _Stay) -> list[New]:
-        """The next part leaves after the forward, is gone before row i and back so early that the reload ends in time, if memory admits."""
+        """The next part leaves after the forward, is gone before row i and back so early that the reload ends in time,
+        if memory admits."""
         s, j, p = stay.stage, stay.microbatch, stay.parts.pop()
         size, soon = self.size[s][p], self.start[stay.backward] - EARLY * self.ms[Kind.R][s]
         back = stay.backward
-        while (before := self.lead[back - 1]) > i and self.start[before] >= soon and (self.during[before:back] <= self.limit).all():
+        while (
+            (before := self.lead[back - 1]) > i
+            and self.start[before] >= soon
+            and (self.during[before:back] <= self.limit).all()
+        ):
             back = before
         self.during[i:back] -= size
         self.hosted[stay.forward : stay.backward + 1] += size
@@ -267,7 +300,9 @@ class _Scan:
         """Only its checkpoint stays, until right before the backward."""
         stay.parts.clear()
         stage = self.problem.stages[stay.stage]
-        self.during[self.last[stay.forward] + 1 : stay.backward] -= stage.activation_bytes - (stage.checkpoint_bytes or 0)
+        self.during[self.last[stay.forward] + 1 : stay.backward] -= stage.activation_bytes - (
+            stage.checkpoint_bytes or 0
+        )
         return [(stay.backward, RESTORE, (int(Kind.C), stay.stage, stay.microbatch, 0, 0))]
 
 

@@ -1,8 +1,9 @@
-"""The engine for noisy op times: local search on programs by the percentile that simulation gives (`optpipe.jitter`).
+"""The engine for noisy op times: local search on programs by the percentile that simulation gives
+(`optpipe.evaluate.jitter`).
 
-A move is one of job-shop scheduling (van Laarhoven et al. 1992), made where it hurts: on the critical path of a bad sample of the noise,
-two ops that follow each other for no other reason than a program's order change places. The noise of the search is other noise than what
-the portfolio judges by, so what is found has not merely learnt its samples.
+A move is one of job-shop scheduling (van Laarhoven et al. 1992), made where it hurts: on the critical path of a bad
+sample of the noise, two ops that follow each other for no other reason than a program's order change places. The noise
+of the search is other noise than what the portfolio judges by, so what is found has not merely learnt its samples.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from optpipe.child import Frame, Incumbent, Programs, Request
 from optpipe.errors import OptPipeError
-from optpipe.graph import ISSUED
-from optpipe.jitter import PERCENTILE, Noise, waits_for
-from optpipe.problem import Problem
-from optpipe.program import JOINED, MICROBATCH, STAGE, Program
+from optpipe.evaluate.graph import ISSUED
+from optpipe.evaluate.jitter import PERCENTILE, Noise, waits_for
+from optpipe.evaluate.validity import check
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, MICROBATCH, STAGE, Program
+from optpipe.process.child import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver.heuristics import value
 from optpipe_solver.prune import prune
 
@@ -38,8 +39,9 @@ def applies(problem: Problem) -> bool:
 
 
 def run(request: Request, emit: Callable[[Frame], None]) -> float:
-    """Emits each schedule that is better by the engine's own noise, from the warm start on, until the request's time is up: with one thread
-    by a count of simulated ops, which it returns as seconds, so that the search is the same on a busy machine."""
+    """Emits each schedule that is better by the engine's own noise, from the warm start on, until the request's time is
+    up: with one thread by a count of simulated ops, which it returns as seconds, so that the search is the same on a
+    busy machine."""
     began = time.monotonic()
     if request.warm_start is None:
         return 0.0
@@ -119,12 +121,15 @@ class _Search:
         return arcs
 
     def _neighbour(self, first: int, second: int) -> Schedule | None:
-        """The second op stands before the first, or the first behind the second; None where one of them waits for the other."""
+        """The second op stands before the first, or the first behind the second; None where one of them waits for the
+        other."""
         device = self.schedule.timeline.device
         d = int(device[first])
         offset = int(np.searchsorted(device, d))
         own = self.schedule.programs[d].table
-        source, target = (second - offset, first - offset) if self.random.random() < 0.5 else (first - offset, second - offset)
+        source, target = (
+            (second - offset, first - offset) if self.random.random() < 0.5 else (first - offset, second - offset)
+        )
         low, high = min(source, target), max(source, target)
         passed = np.delete(own[low : high + 1], source - low, axis=0)
         moved = own[source]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from math import ceil
 
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import SYSTEMS, parse
 
@@ -22,7 +22,8 @@ CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by de
 
 
 def is_system(method: str) -> bool:
-    """Whether the method is a published schedule, with its parameters. Raises `InputError` for what is no method at all."""
+    """Whether the method is a published schedule, with its parameters. Raises `InputError` for what is no method at
+    all."""
     if method in METHODS:
         return False
     if method.partition(":")[0] not in SYSTEMS:

@@ -30,7 +30,9 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache
         yield Cache(path), lambda column, value: _spoil(path, column, value)
         return
     database = Database(request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url"))
-    Cache(TableShelf(database, "other")).add(one_by_one(chain(forward=0.25)), "feasible")  # another tenant's, in nobody's way
+    Cache(TableShelf(database, "other")).add(
+        one_by_one(chain(forward=0.25)), "feasible"
+    )  # another tenant's, in nobody's way
 
     def spoil(column: str, value: str | bytes) -> None:
         with database.write() as db:
@@ -103,7 +105,9 @@ def test_a_faster_machine_has_distance_zero_and_its_own_makespan(cache: Cache) -
     assert hit.distance == 0.0
     assert hit.schedule.problem == twice
     assert hit.schedule.makespan_ms == pytest.approx(2 * gpipe(chain()).makespan_ms)
-    assert (hit.status, hit.lower_bound_ms) == ("feasible", None), "what was proven of another problem says nothing of this one"
+    assert (hit.status, hit.lower_bound_ms) == ("feasible", None), (
+        "what was proven of another problem says nothing of this one"
+    )
 
 
 def test_the_nearest_comes_first(cache: Cache) -> None:
@@ -153,7 +157,9 @@ def test_distance_says_what_its_documentation_says() -> None:
     shifted = Problem.from_dict({**chain().to_dict(), "p2p_ms": 0.1 + 0.3})
     assert distance(features(chain()), features(shifted)) == pytest.approx(0.1)  # F + B + W is 3 ms
     assert distance(features(chain(memory=1)), features(chain(memory=2))) == pytest.approx(1.0)
-    assert distance(features(chain(memory=2)), features(chain(memory=9))) == 0.0, "memory for all micro-batches is as good as any more"
+    assert distance(features(chain(memory=2)), features(chain(memory=9))) == 0.0, (
+        "memory for all micro-batches is as good as any more"
+    )
 
 
 def test_proportions_of_times_near_zero_are_numbers(cache: Cache) -> None:

@@ -11,17 +11,27 @@ import pytest
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import Problem, ScheduleFile, Stage, anytime
-from optpipe.cli import main as cli
 from optpipe_cache import shelf
+from optpipe_cli import main as cli
 
 TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def problem(tmp_path):
-    stage = Stage(device=0, forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0, activation_bytes=1, weight_grad_bytes=1)
+    stage = Stage(
+        device=0,
+        forward_ms=1.0,
+        backward_input_ms=1.0,
+        backward_weight_ms=1.0,
+        activation_bytes=1,
+        saved_for_weight_bytes=1,
+    )
     problem = Problem(
-        name="small", microbatches=3, devices=[{"memory_bytes": 10}] * 2, stages=[stage, stage.model_copy(update={"device": 1})]
+        name="small",
+        microbatches=3,
+        devices=[{"activation_budget_bytes": 10}] * 2,
+        stages=[stage, stage.model_copy(update={"device": 1})],
     )
     problem.save(tmp_path / "p.json")
     return problem
@@ -29,7 +39,8 @@ def problem(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process, with a cache of its own and the fake solver; returns exit code, stdout, stderr."""
+    """Runs a command in this process, with a cache of its own and the fake solver; returns exit code, stdout,
+    stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
@@ -65,7 +76,9 @@ def test_solve_as_json(run, problem):
 
 def test_what_is_proven_is_not_solved_again(run, problem):
     run("solve", "p.json", "--method", "good")
-    assert "(cached)" in run("solve", "p.json")[1]  # the fake solver does not know the method auto and would find nothing
+    assert (
+        "(cached)" in run("solve", "p.json")[1]
+    )  # the fake solver does not know the method auto and would find nothing
     assert "(cached)" not in run("solve", "p.json", "--no-cache", "--method", "worse")[1]
 
 
@@ -124,11 +137,13 @@ def test_a_full_disk_is_one_sentence_and_does_not_hide_the_answer(run, problem):
     assert err == "error: /dev/full: cannot be written: No space left on device\n"
     one_at_a_time(problem).save("s.json")
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", CLI, "check", "p.json", "s.json"], stdout=full, stderr=subprocess.PIPE, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", CLI, "check", "p.json", "s.json"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
     assert (done.returncode, done.stderr) == (2, b"error: No space left on device\n")
 
 
-CLI = "from optpipe.cli.main import main; main()"
+CLI = "from optpipe_cli.main import main; main()"
 
 
 def test_pages_are_utf_8_wherever_they_are_written(run, problem):
@@ -149,7 +164,9 @@ def test_check_lists_what_is_wrong(run, problem):
     assert (code, out) == (1, "stage 0, micro-batch 2 has no backward: 0B2 and 0W2, or 0BW2\n")
 
 
-@pytest.mark.parametrize(("field", "value"), [("makespan_ms", 1.0), ("span_ms", 99.0), ("lower_bound_ms", 1e6), ("status", "optimal")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("makespan_ms", 1.0), ("span_ms", 99.0), ("lower_bound_ms", 1e6), ("status", "optimal")]
+)
 def test_check_finds_false_figures(run, problem, field, value):
     run("solve", "p.json", "--method", "worse", "-o", "s.json")
     content = json.loads(Path("s.json").read_text()) | {field: value}
@@ -203,11 +220,17 @@ def test_the_cache_finds_and_keeps_the_better(run, problem):
 WRONG = [
     (("solve", "nothing.json"), "error: nothing.json: No such file or directory"),
     (("solve", "bad.json", "-o", "s.json"), "error: bad.json: stages[0].forward_ms = -1: "),
-    (("solve", "p.json", "-o", "no/such/s.json"), "error: no/such/s.json: cannot be written: No such file or directory"),
+    (
+        ("solve", "p.json", "-o", "no/such/s.json"),
+        "error: no/such/s.json: cannot be written: No such file or directory",
+    ),
     (("solve", "p.json", "--time-limit", "-1"), "error: --time-limit = -1.0: "),
-    (("solve", "p.json", "--solver", "cplex"), "error: --solver = 'cplex': auto, highs, gurobi, pulp or pulp:NAME was expected"),
-    (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
-    (("check", "p.json", "p.json"), "error: p.json: format = 'optpipe.problem/1': "),
+    (
+        ("solve", "p.json", "--solver", "cplex"),
+        "error: --solver = 'cplex': auto, highs, gurobi, pulp or pulp:NAME was expected",
+    ),
+    (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/2': "),
+    (("check", "p.json", "p.json"), "error: p.json: format = 'optpipe.problem/2': "),
     (("solve", "p.json", "-o", "a" * 300), f"error: {'a' * 300}: File name too long"),
     (("cache", "add", "proud.json"), "error: proud.json: status = 'optimal': lower_bound_ms = None does not prove it"),
     (("show", "twisted.json"), "error: programs[0]: op '0X0': "),
@@ -220,7 +243,9 @@ def test_a_users_mistake_is_one_sentence(run, problem, words, message):
     Path("bad.json").write_text(problem.to_json().replace('"forward_ms": 1.0', '"forward_ms": -1', 1))
     content = json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json())
     content["devices"][0]["program"][0] = "0X0"
-    Path("proud.json").write_text(json.dumps(json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json()) | {"status": "optimal"}))
+    Path("proud.json").write_text(
+        json.dumps(json.loads(ScheduleFile.of(one_at_a_time(problem)).to_json()) | {"status": "optimal"})
+    )
     Path("twisted.json").write_text(json.dumps(content))
     content["devices"][0]["program"] = [f"0{kind}{j}" for j in range(2) for kind in ("F", "B", "W")]
     Path("broken.json").write_text(json.dumps(content))
@@ -234,9 +259,10 @@ def test_a_users_mistake_is_one_sentence(run, problem, words, message):
 def test_help_is_quick_and_imports_nothing_heavy():
     code = (
         "import sys, time; began = time.perf_counter(); sys.argv = ['optpipe', '--help']\n"
-        "from optpipe.cli.main import main\n"
+        "from optpipe_cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'numpy', 'ortools', 'highspy', 'numba', 'fastapi', 'pydantic') if m in sys.modules])"
+        "print([m for m in ('torch', 'numpy', 'ortools', 'highspy', 'numba', 'fastapi', 'pydantic') if m in "
+        "sys.modules])"
     )
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -251,7 +277,9 @@ def test_the_incumbents_are_listed(run, problem):
         ("slow", slow, None),
         ("fast", fast, 1.0),
     ]
-    assert 0 < figures["incumbents"][0]["time_s"] <= figures["incumbents"][1]["time_s"] <= figures["time_s"] + 0.001  # rounded
+    assert (
+        0 < figures["incumbents"][0]["time_s"] <= figures["incumbents"][1]["time_s"] <= figures["time_s"] + 0.001
+    )  # rounded
     assert (figures["method"], figures["makespan_ms"], figures["percentile_ms"]) == ("fast", fast, None)
 
 

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from optpipe import Problem, comparison
-from optpipe.cli import main as cli
-from optpipe.cli.bench_pareto import table, verdicts
-from optpipe.cli.compare import names
 from optpipe.show.pareto import Point, chart, frontier
+from optpipe_cli import main as cli
+from optpipe_cli.bench_pareto import table, verdicts
+from optpipe_cli.compare import names
 from optpipe_solver import systems
 from optpipe_solver.heuristics import generate
 
@@ -37,10 +37,14 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
-    code, out, err = run(PROBLEM, "--methods", "gpipe,1f1b-recompute,naive,zb-v,auto", "--placements", "all", "--time-limit", "2")
+    code, out, err = run(
+        PROBLEM, "--methods", "gpipe,1f1b-recompute,naive,zb-v,auto", "--placements", "all", "--time-limit", "2"
+    )
     assert (code, err) == (0, "")
     head, columns, *rows = [line.rstrip() for line in out.splitlines()]
-    assert head == "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857; ms, peak of the device whose memory is fullest"
+    assert head == (
+        "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857; ms, peak of the device whose memory is fullest"
+    )
     assert columns.split() == ["method", "makespan", "span", "bubble", "peak", "gap", "stages"]
     assert all(re.match(r"auto(, any)? \(\S+\) ", row) for row in rows[:2])
     assert [row.split()[0] for row in rows[2:]] == ["naive", "zb-v", "gpipe", "1f1b-recompute"]
@@ -99,7 +103,20 @@ def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
 
 def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypatch, capsys):
     picture = tmp_path / "pareto.svg"
-    words = ["bench", "pareto", PROBLEM, "--budgets", "0.5", "--time-limit", "1", "--threads", "2", "--svg", str(picture), "--json"]
+    words = [
+        "bench",
+        "pareto",
+        PROBLEM,
+        "--budgets",
+        "0.5",
+        "--time-limit",
+        "1",
+        "--threads",
+        "2",
+        "--svg",
+        str(picture),
+        "--json",
+    ]
     monkeypatch.setattr(sys, "argv", ["optpipe", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -109,8 +126,13 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypa
     fitting = [row for row in answer["rows"]["0.5 M"] if row["fits"]]
     assert all(max(row["peak_bytes"]) <= 10 * 10**9 for row in fitting)
     corners = {corner["published"]: corner for corner in answer["between"]}
-    assert {corner["memory_bytes"] for corner in corners.values()} == {5 * 10**9, 6 * 10**9}  # naive and PO-F, below the budget
-    assert all(max(corner["peak_bytes"]) <= corner["memory_bytes"] for corner in corners.values() if corner["fits"])
+    assert {corner["activation_budget_bytes"] for corner in corners.values()} == {
+        5 * 10**9,
+        6 * 10**9,
+    }  # naive and PO-F, below the budget
+    assert all(
+        max(corner["peak_bytes"]) <= corner["activation_budget_bytes"] for corner in corners.values() if corner["fits"]
+    )
     drawn = picture.read_text(encoding="utf-8")
     assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
 
@@ -121,7 +143,9 @@ def test_pareto_as_a_table(capsys):
     tight = comparison.Comparison.of(
         problem, [comparison.Row("1f1b", schedule=steady, reason="needs more"), comparison.Row("naive", schedule=naive)]
     )
-    ample = comparison.Comparison.of(problem, [comparison.Row("1f1b", schedule=steady), comparison.Row("naive", schedule=naive)])
+    ample = comparison.Comparison.of(
+        problem, [comparison.Row("1f1b", schedule=steady), comparison.Row("naive", schedule=naive)]
+    )
     Console(width=100).print(table({"ample": ample, "0.5 M": tight}, {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}))
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"],
@@ -132,7 +156,10 @@ def test_pareto_as_a_table(capsys):
 
 @pytest.mark.parametrize(
     ("budgets", "told"),
-    [("half", "error: budgets: 'half': expected shares of M above 0, or ample\n"), ("1,-2", "error: budgets: '-2': expected shares")],
+    [
+        ("half", "error: budgets: 'half': expected shares of M above 0, or ample\n"),
+        ("1,-2", "error: budgets: '-2': expected shares"),
+    ],
 )
 def test_a_budget_is_a_share_or_ample(monkeypatch, capsys, budgets, told):
     monkeypatch.setattr(sys, "argv", ["optpipe", "bench", "pareto", PROBLEM, "--budgets", budgets])
@@ -150,14 +177,26 @@ def test_being_behind_is_said():
     (first, behind), (second, again) = verdicts("1 M", found)
     assert behind
     assert again
-    assert first == f"1 M, any stages: BEHIND the frontier, {late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"
+    assert (
+        first
+        == f"1 M, any stages: BEHIND the frontier, {late.makespan_ms:g} ms against {soon.makespan_ms:g} ms by zb-h2"
+    )
     assert second.startswith("1 M, the stages as given: BEHIND ")
 
 
 def test_the_frontier_is_what_no_other_betters():
-    points = [Point("a", 10, 5.0), Point("b", 5, 9.0), Point("c", 7, 9.0), Point("d", 20, 5.0), Point("e", 3, 20.0), Point("f", 10, 6.0)]
+    points = [
+        Point("a", 10, 5.0),
+        Point("b", 5, 9.0),
+        Point("c", 7, 9.0),
+        Point("d", 20, 5.0),
+        Point("e", 3, 20.0),
+        Point("f", 10, 6.0),
+    ]
     assert [point.name for point in frontier(points)] == ["e", "b", "a"]
     drawn = chart(points, {"ours & theirs": [Point("x", 4, 6.0)]}, {"all": 30}, "t")
     assert "ours &amp; theirs" in drawn
-    assert drawn.count("<circle") == 2 + 1 + 6 - 3  # legend, ours, and theirs but for those of more than 1.7 times the shortest
+    assert (
+        drawn.count("<circle") == 2 + 1 + 6 - 3
+    )  # legend, ours, and theirs but for those of more than 1.7 times the shortest
     assert "not drawn: b 9 ms, 5 B; c 9 ms, 7 B; e 20 ms, 3 B" in drawn

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from optpipe import Problem
-from optpipe.cli.main import main
 from optpipe.errors import InputError
+from optpipe_cli.main import main
 from optpipe_runtime.factory import Setup, find_factory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
@@ -31,25 +31,32 @@ def run(tmp_path: Path):  # type: ignore[no-untyped-def]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "optpipe", "profile", *words]
-        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False)
+        line = [sys.executable, "-m", "optpipe_cli", "profile", *words]
+        return subprocess.run(
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        )
 
     return command
 
 
 @pytest.mark.timeout(120)
 def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = "--ranks 2 --model model:factory --microbatches 4 --memory-bytes 4000000 --offload-parts 2 --repeats 3 -o problem.json --json"
+    words = (
+        "--ranks 2 --model model:factory --microbatches 4 --activation-budget-bytes 4000000 --offload-parts "
+        "2 --repeats 3 -o problem.json --json"
+    )
     done = run(*words.split())
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     problem = Problem.load(tmp_path / "problem.json")
     assert problem == Problem.from_dict(told["problem"])
     assert (problem.microbatches, problem.transfer_mode) == (4, "full_duplex")
-    assert [device.memory_bytes for device in problem.devices] == [4 * 10**6] * 2
+    assert [device.activation_budget_bytes for device in problem.devices] == [4 * 10**6] * 2
     assert [stage.device for stage in problem.stages] == [0, 1]
     for stage, times in zip(problem.stages, told["stages"], strict=True):
-        assert {name for name in type(stage).model_fields if name.endswith("_ms") and getattr(stage, name) is not None} == set(times)
+        assert {
+            name for name in type(stage).model_fields if name.endswith("_ms") and getattr(stage, name) is not None
+        } == set(times)
         for name, spread in times.items():
             assert getattr(stage, name) == spread["ms"] > 0
             assert spread["iqr_ms"] >= 0
@@ -59,18 +66,25 @@ def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # typ
 
 @pytest.mark.timeout(120)
 def test_what_one_rank_gets_wrong_is_one_sentence(run) -> None:  # type: ignore[no-untyped-def]
-    done = run("--ranks", "2", "--model", "model:mistaken", "--memory-bytes", "1000000")
+    done = run("--ranks", "2", "--model", "model:mistaken", "--activation-budget-bytes", "1000000")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: model = 'model:mistaken': it returned a str, optpipe_runtime.Setup was expected"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "error: model = 'model:mistaken': it returned a str, optpipe_runtime.Setup was expected"
+    )
     assert "Traceback" not in done.stderr
 
 
-def test_without_ranks_it_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_ranks_it_says_how_to_start_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["optpipe", "profile", "--model", "model:factory"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ranks = None: say how many to start here, or start them by torchrun")
+    assert capsys.readouterr().err.startswith(
+        "error: ranks = None: say how many to start here, or start them by torchrun"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +95,10 @@ def test_without_ranks_it_says_how_to_start_them(monkeypatch: pytest.MonkeyPatch
         ("no.such.module:factory", "no.such.module cannot be imported: No module named 'no'"),
         ("broken:factory", "broken cannot be imported: invalid syntax (broken.py, line 1)"),
         ("os.path:isfile", "it is called with rank and ranks: too many positional arguments"),
-        ("support.chain:nothing", "support.chain has no function nothing, but Problem, Schedule, chain, gpipe, one_by_one"),
+        (
+            "support.chain:nothing",
+            "support.chain has no function nothing, but Problem, Schedule, chain, gpipe, one_by_one",
+        ),
     ],
 )
 def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""`optpipe solve` and `bench` with the real solver behind them: Ctrl-C while engines compute, and the progress of searches."""
+"""`optpipe solve` and `bench` with the real solver behind them: Ctrl-C while engines compute, and the progress of
+searches."""
 
 from __future__ import annotations
 
@@ -15,16 +16,28 @@ import psutil
 import pytest
 
 from optpipe import ScheduleFile, check
-from optpipe.cli import main as cli
 from optpipe.show.progress import Progress, chart
+from optpipe_cli import main as cli
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-CLI = "from optpipe.cli.main import main; main()"
+CLI = "from optpipe_cli.main import main; main()"
 
 
 def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
-    words = ["solve", str(EXAMPLES / "fastlink-8x16.json"), "--method", "lns", "--threads", "1", "--no-cache", "-o", "s.json"]
-    with subprocess.Popen([sys.executable, "-c", CLI, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    words = [
+        "solve",
+        str(EXAMPLES / "fastlink-8x16.json"),
+        "--method",
+        "lns",
+        "--threads",
+        "1",
+        "--no-cache",
+        "-o",
+        "s.json",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", CLI, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
         family = psutil.Process(process.pid)
         deadline = time.monotonic() + 90
         while not any(at_work(child) for child in family.children(recursive=True)):
@@ -62,7 +75,9 @@ def bench(monkeypatch, capsys, *words: str) -> str:
 def test_bench_solver_tells_and_draws_the_progress(monkeypatch, capsys, tmp_path):
     paths = [str(EXAMPLES / f"{name}.json") for name in ("figure4-4x6", "vshape-4x8")]
     picture = tmp_path / "progress.svg"
-    rows = json.loads(bench(monkeypatch, capsys, "solver", *paths, "--time-limit", "3", "--json", "--svg", str(picture)))
+    rows = json.loads(
+        bench(monkeypatch, capsys, "solver", *paths, "--time-limit", "3", "--json", "--svg", str(picture))
+    )
     assert [row["problem"] for row in rows] == ["figure4-4x6", "vshape-4x8"]
     assert {"first_s", "first_ms", "ms_after_1_s", "best_ms", "bound_ms", "gap", "method", "status"} <= rows[0].keys()
     assert "ms_after_10_s" not in rows[0]
@@ -82,7 +97,14 @@ def test_bench_jitter_compares_under_noise(monkeypatch, capsys):
 
 def test_the_picture_of_progress():
     steps = [(0.2, 150.0, "naive"), (1.0, 110.0, "cyclic"), (30.0, 100.0, "lns")]
-    drawn = chart([Progress("one & two", steps, 100.0, 60.0), Progress("none", [], 5.0, 60.0), Progress("no bound", steps, 0.0, 60.0)], "t")
+    drawn = chart(
+        [
+            Progress("one & two", steps, 100.0, 60.0),
+            Progress("none", [], 5.0, 60.0),
+            Progress("no bound", steps, 0.0, 60.0),
+        ],
+        "t",
+    )
     assert "one &amp; two" in drawn
     assert "100 ms, proven optimal" in drawn
     assert "no schedule" in drawn

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
-from optpipe import InputError, Problem, Stage, anytime, child, improve, solve
-from optpipe.child import Request
+from optpipe import InputError, Problem, Stage, anytime, improve, solve
+from optpipe.process import child
+from optpipe.process.child import Request
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,8 +26,19 @@ def scripted_solver(monkeypatch):
 
 @pytest.fixture
 def problem():
-    stage = Stage(device=0, forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0, activation_bytes=1, weight_grad_bytes=1)
-    return Problem(microbatches=3, devices=[{"memory_bytes": 10}] * 2, stages=[stage, stage.model_copy(update={"device": 1})])
+    stage = Stage(
+        device=0,
+        forward_ms=1.0,
+        backward_input_ms=1.0,
+        backward_weight_ms=1.0,
+        activation_bytes=1,
+        saved_for_weight_bytes=1,
+    )
+    return Problem(
+        microbatches=3,
+        devices=[{"activation_budget_bytes": 10}] * 2,
+        stages=[stage, stage.model_copy(update={"device": 1})],
+    )
 
 
 def test_results_get_better_until_proven(problem):
@@ -56,7 +68,9 @@ def test_an_invalid_schedule_is_never_seen(problem):
     assert "still here" in results[-1].notes
 
 
-@pytest.mark.parametrize(("method", "note"), [("crash", "something broke"), ("garbage", "the solver's answer"), ("half a frame", "ended")])
+@pytest.mark.parametrize(
+    ("method", "note"), [("crash", "something broke"), ("garbage", "the solver's answer"), ("half a frame", "ended")]
+)
 def test_a_broken_solver_leaves_the_best_so_far(problem, method, note):
     result = solve(problem, method=method, time_limit=20)
     assert (result.status, result.method) == ("feasible", "slow")
@@ -192,7 +206,14 @@ def test_a_warm_start_reaches_the_solver(problem):
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("time_limit", 0.0), ("time_limit", float("nan")), ("threads", -1), ("threads", 0), ("seed", -1), ("objective", "x")],
+    [
+        ("time_limit", 0.0),
+        ("time_limit", float("nan")),
+        ("threads", -1),
+        ("threads", 0),
+        ("seed", -1),
+        ("objective", "x"),
+    ],
 )
 def test_bad_arguments_are_one_sentence(problem, argument, value):
     with pytest.raises(InputError, match=argument):

@@ -9,7 +9,7 @@ from support.chain import chain
 from typer.testing import CliRunner
 
 import optpipe
-from optpipe.cli.main import app
+from optpipe_cli.main import app
 
 PROBLEM = chain()
 
@@ -18,10 +18,19 @@ PROBLEM = chain()
     ("asked", "told"),
     [
         ({"time_limit": 0}, "improve: time_limit = 0: input should be greater than 0"),
-        ({"time_limit": "soon"}, "improve: time_limit = 'soon': input should be a valid number, unable to parse string as a number"),
-        ({"time_limit": "time_limit_s"}, "improve: time_limit = 'time_limit_s': input should be a valid number, unable to parse string as"),
+        (
+            {"time_limit": "soon"},
+            "improve: time_limit = 'soon': input should be a valid number, unable to parse string as a number",
+        ),
+        (
+            {"time_limit": "time_limit_s"},
+            "improve: time_limit = 'time_limit_s': input should be a valid number, unable to parse string as",
+        ),
         ({"threads": 0}, "improve: threads = 0: input should be greater than or equal to 1"),
-        ({"warm_start": "s.json"}, "improve: warm_start is of type str: a Schedule was expected (Schedule.load reads a file)"),
+        (
+            {"warm_start": "s.json"},
+            "improve: warm_start is of type str: a Schedule was expected (Schedule.load reads a file)",
+        ),
         ({"warm_start": ""}, "improve: warm_start is of type str: a Schedule was expected"),
         ({"warm_start": PROBLEM}, "improve: warm_start is of type Problem: a Schedule was expected"),
     ],

@@ -9,7 +9,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_imports_follow_the_arrows():
     done = subprocess.run(
-        [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
 
@@ -17,7 +21,8 @@ def test_imports_follow_the_arrows():
 def test_the_core_needs_no_torch_and_no_solver():
     code = (
         "import optpipe, sys; [getattr(optpipe, name) for name in optpipe.__all__]; "
-        "print([m for m in ('torch', 'ortools', 'highspy', 'numba', 'fastapi', 'sqlalchemy', 'httpx') if m in sys.modules])"
+        "print([m for m in ('torch', 'ortools', 'highspy', 'numba', 'fastapi', 'sqlalchemy', 'httpx') if m in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

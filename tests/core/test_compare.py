@@ -17,12 +17,18 @@ TESTS = Path(__file__).parents[1]
 
 
 def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 15, **changes: object) -> Problem:
-    costs = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    costs = {
+        "forward_ms": 10.0,
+        "backward_input_ms": 10.0,
+        "backward_weight_ms": 8.0,
+        "activation_bytes": 5,
+        "saved_for_weight_bytes": 2,
+    }
     offload = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
     return Problem(
         microbatches=microbatches,
         p2p_ms=1.0,
-        devices=[Device(memory_bytes=memory)] * devices,
+        devices=[Device(activation_budget_bytes=memory)] * devices,
         stages=[Stage(device=d, **costs, **offload) for d in range(devices)],
         **changes,
     )
@@ -47,7 +53,11 @@ def test_what_fits_comes_first_the_shortest_ahead_and_nothing_is_ahead_of_the_so
         assert values == sorted(values)
     assert found.rows[0].method == "auto"
     kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
-    assert all(kept.makespan_ms <= row.makespan_ms for row in found.rows if row.fits and row.schedule.placement is None and row is not kept)
+    assert all(
+        kept.makespan_ms <= row.makespan_ms
+        for row in found.rows
+        if row.fits and row.schedule.placement is None and row is not kept
+    )
 
 
 def test_each_row_is_what_its_schedule_says(found):
@@ -80,12 +90,15 @@ def test_what_is_proven_of_the_given_stages_holds_for_all_on_these(found):
 
 def test_stages_that_are_kept_are_not_for_every_system():
     told: list[str] = []
-    rows = optpipe.compare(pipeline(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)).rows
+    rows = optpipe.compare(
+        pipeline(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)
+    ).rows
     assert told == ["interleaved", "1f1b"]
     assert [row.method for row in rows] == ["1f1b", "interleaved"]
     assert rows[0].reason == "needs 20 of 15 bytes on device 0"
     assert rows[1].reason == (
-        "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements it is given them)"
+        "interleaved needs 2 or more looped stages a device: the problem has other stages (with all placements "
+        "it is given them)"
     )
 
 
@@ -126,7 +139,11 @@ def test_what_is_made_is_verified(monkeypatch):
     monkeypatch.setattr(comparison, "MAKER", "support.lying_maker")
     problem = chain(m=3)
     honest, greedy, *rest = optpipe.compare(problem, ["any"]).rows
-    assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == ("honest", one_by_one(problem).makespan_ms, 3.0)
+    assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == (
+        "honest",
+        one_by_one(problem).makespan_ms,
+        3.0,
+    )
     assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(problem).makespan_ms)
     assert greedy.reason == "needs 3000 of 2000 bytes on device 0"
     reasons = {row.method: row.reason for row in rest}
@@ -136,7 +153,7 @@ def test_what_is_made_is_verified(monkeypatch):
 
 
 def test_host_memory_that_is_short_is_named():
-    problem = pipeline().replace(devices=[Device(memory_bytes=15, host_memory_bytes=4)] * 4)
+    problem = pipeline().replace(devices=[Device(activation_budget_bytes=15, host_memory_bytes=4)] * 4)
     (row,) = optpipe.compare(problem, ["po-h"]).rows
     peaks = [peak.bytes for peak in row.certificate.host]
     assert row.reason == f"needs {max(peaks)} of 4 bytes of host memory on device {peaks.index(max(peaks))}"
@@ -151,5 +168,10 @@ def test_rows_are_ordered_whatever_comes_first():
         comparison.Row("auto", schedule=one_by_one(problem)),
     ]
     for turned in (rows, rows[::-1]):
-        assert [row.method for row in comparison.Comparison.of(problem, turned).rows] == ["auto", "long", "large", "none"]
+        assert [row.method for row in comparison.Comparison.of(problem, turned).rows] == [
+            "auto",
+            "long",
+            "large",
+            "none",
+        ]
     assert all(a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(problem, rows).rows))

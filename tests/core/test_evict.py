@@ -10,13 +10,32 @@ from hypothesis import strategies as st
 from support import clock
 from support.strategies import problems_with_schedules, stages
 
-from optpipe import DeadlockError, Device, InputError, Kind, Op, Problem, Schedule, ScheduleError, ScheduleFile, certify, check, simulate
-from optpipe.jitter import Noise
-from optpipe.placement import together
+from optpipe import (
+    DeadlockError,
+    Device,
+    InputError,
+    Kind,
+    Op,
+    Problem,
+    Schedule,
+    ScheduleError,
+    ScheduleFile,
+    certify,
+    check,
+    simulate,
+)
+from optpipe.evaluate.jitter import Noise
+from optpipe.model.placement import together
 from optpipe.show.lanes import blocks, kinds_in
 from optpipe.show.svg import gantt
 
-STAGE = {"forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+STAGE = {
+    "forward_ms": 2.0,
+    "backward_input_ms": 2.0,
+    "backward_weight_ms": 1.0,
+    "activation_bytes": 10,
+    "saved_for_weight_bytes": 4,
+}
 EVICT = {"evict_ms": 1.0, "load_ms": 3.0, "evict_bytes": 8}
 
 
@@ -24,7 +43,7 @@ def pair(m: int = 2, memory: int = 100, **changes: Any) -> Problem:
     """Two stages on two devices; the first evicts to the second."""
     fields = {
         "microbatches": m,
-        "devices": [{"memory_bytes": memory, "peer": 1}, {"memory_bytes": memory}],
+        "devices": [{"activation_budget_bytes": memory, "peer": 1}, {"activation_budget_bytes": memory}],
         "stages": [{"device": 0, **STAGE, **EVICT}, {"device": 1, **STAGE}],
     }
     return Problem.from_dict(fields | changes)
@@ -111,9 +130,21 @@ def test_a_circle_through_a_peers_room_is_shown():
         (FIRST.replace("0D0 0F1 0L0", "0L0 0F1 0D0"), SECOND, "0D0 stands after 0L0"),
         (FIRST.replace("0F0 0E0", "0E0 0F0"), SECOND, "0F0 stands after 0E0"),
         (FIRST, "0V0 1F0 1BW0 1F1 1BW1 0A0", "0A0 stands after 0V0"),
-        (FIRST.replace("0F1 0L0", "0C0 0F1 0L0"), SECOND, "0E0: an activation is offloaded, evicted or recomputed, one of them"),
-        (FIRST.replace("0F1", "0O0 0R0 0F1"), SECOND, "0E0: an activation is offloaded, evicted or recomputed, one of them"),
-        ("0A0 " + FIRST, SECOND.replace("0A0 ", ""), "0A0 in the program of device 0: the stage's device has another peer"),
+        (
+            FIRST.replace("0F1 0L0", "0C0 0F1 0L0"),
+            SECOND,
+            "0E0: an activation is offloaded, evicted or recomputed, one of them",
+        ),
+        (
+            FIRST.replace("0F1", "0O0 0R0 0F1"),
+            SECOND,
+            "0E0: an activation is offloaded, evicted or recomputed, one of them",
+        ),
+        (
+            "0A0 " + FIRST,
+            SECOND.replace("0A0 ", ""),
+            "0A0 in the program of device 0: the stage's device has another peer",
+        ),
         (FIRST, SECOND.replace("0A0", "0A0 0E1"), "0E1 in the program of device 1: the stage is on another device"),
         (FIRST.replace("0F1", "0F1 1A0"), SECOND, "1A0 in the program of device 0: the stage has no evict_ms"),
     ],
@@ -135,7 +166,9 @@ def test_what_simulate_cannot_time_is_refused():
 
 def test_a_device_that_only_accepts_has_no_span_of_its_own():
     problem = pair(
-        devices=[{"memory_bytes": 100, "peer": 1}, {"memory_bytes": 100}], stages=[{"device": 0, **STAGE, **EVICT}], microbatches=1
+        devices=[{"activation_budget_bytes": 100, "peer": 1}, {"activation_budget_bytes": 100}],
+        stages=[{"device": 0, **STAGE, **EVICT}],
+        microbatches=1,
     )
     schedule = parse(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
     assert check(problem, schedule) == []
@@ -150,7 +183,12 @@ def test_no_jitter_breaks_the_certificate_on_either_device(pair, random):
     problem, schedule = pair
     certificate = certify(problem, schedule)
     for _ in range(10):
-        seen = clock.run(problem, schedule, lambda op: random.choice([0.0, random.expovariate(0.2)]), lambda op: random.uniform(0, 30))
+        seen = clock.run(
+            problem,
+            schedule,
+            lambda op: random.choice([0.0, random.expovariate(0.2)]),
+            lambda op: random.uniform(0, 30),
+        )
         for d in range(len(problem.devices)):
             assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
 
@@ -184,4 +222,4 @@ def test_a_stage_evicts_only_where_its_device_has_a_peer():
     chunks = pair().rechunk(2)
     assert [stage.evict_bytes for stage in chunks.stages] == [4, None, 4, None]
     with pytest.raises(InputError, match=r"stages\[0\]\.evict_ms = 1\.0: its device 0 needs a peer"):
-        pair(devices=[Device(memory_bytes=9)] * 2)
+        pair(devices=[Device(activation_budget_bytes=9)] * 2)

@@ -10,10 +10,10 @@ from support.chain import chain, gpipe, one_by_one
 from support.strategies import problems_with_schedules
 
 from optpipe import DeadlockError, Op, Schedule
-from optpipe.graph import flatten
-from optpipe.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise, percentile_ms
-from optpipe.ops import Kind
-from optpipe.program import JOINED
+from optpipe.evaluate.graph import flatten
+from optpipe.evaluate.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise, percentile_ms
+from optpipe.model.ops import Kind
+from optpipe.model.program import JOINED
 
 
 @given(problems_with_schedules(beyond=True))
@@ -70,11 +70,16 @@ def test_the_noise_belongs_to_the_op_and_not_to_its_place():
 
 def test_the_seed_decides():
     schedule = gpipe(chain(m=4))
-    assert percentile_ms(schedule, 0.1, seed=1) == percentile_ms(schedule, 0.1, seed=1) != percentile_ms(schedule, 0.1, seed=2)
+    assert (
+        percentile_ms(schedule, 0.1, seed=1)
+        == percentile_ms(schedule, 0.1, seed=1)
+        != percentile_ms(schedule, 0.1, seed=2)
+    )
 
 
 def test_a_sum_of_times_in_a_row():
-    """One micro-batch: F B on one device, F B W on the way; a sum of independent times has the percentile of a normal distribution."""
+    """One micro-batch: F B on one device, F B W on the way; a sum of independent times has the percentile of a normal
+    distribution."""
     problem = chain(m=1)
     schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1BW0"]])
     ms = [1.0, 1.0, 2.0, 2.0]  # F, F, BW, BW, and 0.1 ms twice in between

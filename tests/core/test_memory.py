@@ -5,7 +5,7 @@ from support import clock
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
-from optpipe.memory import held_bytes
+from optpipe.evaluate.memory import held_bytes
 
 durations = st.floats(0.0, 20.0, allow_subnormal=False)
 
@@ -17,7 +17,9 @@ def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
     problem, schedule = pair
     certificate = certify(problem, schedule)
     for _ in range(20):
-        seen = clock.run(problem, schedule, lambda op: random.choice([0.0, random.uniform(0, 20)]), lambda op: random.uniform(0, 30))
+        seen = clock.run(
+            problem, schedule, lambda op: random.choice([0.0, random.uniform(0, 20)]), lambda op: random.uniform(0, 30)
+        )
         for d in range(len(problem.devices)):
             assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
             assert seen.peak(seen.host_events[d]) <= certificate.host[d].bytes
@@ -25,7 +27,8 @@ def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
 
 @given(problems_with_schedules(beyond=True))
 def test_the_peak_is_exact(pair):
-    """Where transfers take no time and the host enqueues at once, the clock reaches what the scan says, on the device at least."""
+    """Where transfers take no time and the host enqueues at once, the clock reaches what the scan says, on the device
+    at least."""
     problem, schedule = pair
     seen = clock.run(problem, schedule, lambda op: 1.0, lambda op: 0.0)
     certificate = certify(problem, schedule)
@@ -34,9 +37,17 @@ def test_the_peak_is_exact(pair):
 
 
 def one_device(memory: int, host: int | None = None, **stage: object) -> Problem:
-    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+    costs = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 10,
+        "saved_for_weight_bytes": 4,
+    }
     return Problem(
-        microbatches=2, devices=[Device(memory_bytes=memory, host_memory_bytes=host)], stages=[Stage(device=0, **(costs | stage))]
+        microbatches=2,
+        devices=[Device(activation_budget_bytes=memory, host_memory_bytes=host)],
+        stages=[Stage(device=0, **(costs | stage))],
     )
 
 
@@ -50,7 +61,7 @@ RECOMPUTE = {"recompute_ms": 1.0, "checkpoint_bytes": 1}
         ({}, "0F0 0BW0 0F1 0BW1", 10, "0F0"),
         ({}, "0F0 0F1 0BW0 0BW1", 20, "0F1"),
         ({}, "0F0 0B0 0F1 0B1 0W0 0W1", 14, "0F1"),
-        ({"weight_grad_bytes": 13}, "0F0 0B0 0W0 0F1 0BW1", 13, "0B0"),
+        ({"saved_for_weight_bytes": 13}, "0F0 0B0 0W0 0F1 0BW1", 13, "0B0"),
         (OFFLOAD, "0F0 0O0 0F1 0D0 0BW1 0R0 0BW0", 20, "0F1"),
         (OFFLOAD, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0", 12, "0F1"),
         (OFFLOAD, "0F0 0O0 0D0 0F1 0R0 0BW1 0BW0", 20, "0R0"),
@@ -99,7 +110,9 @@ def test_host_memory_is_held_until_the_backward():
     program = [["0F0", "0O0", "0D0", "0F1", "0O1", "0D1", "0R0", "0BW0", "0R1", "0BW1"]]
     enough, less = one_device(100, host=16, **OFFLOAD), one_device(100, host=15, **OFFLOAD)
     assert check(enough, Schedule.parse(enough, program)) == []
-    assert check(less, Schedule.parse(less, program)) == ["device 0 needs 16 bytes of host memory during 0O1 and has 15"]
+    assert check(less, Schedule.parse(less, program)) == [
+        "device 0 needs 16 bytes of host memory during 0O1 and has 15"
+    ]
 
 
 def test_parts_add_up_to_the_whole():

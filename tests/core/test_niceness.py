@@ -1,4 +1,5 @@
-"""Sessions share the cores; one whose leader is nice gives way to the others where the kernel has groups of sessions."""
+"""Sessions share the cores; one whose leader is nice gives way to the others where the kernel has groups of
+sessions."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from optpipe.niceness import group_as_nice
+from optpipe.process.niceness import group_as_nice
 
 LEADER = "import os, sys; os.nice(7); print(flush=True); sys.stdin.read()"
 
@@ -21,7 +22,9 @@ def group(pid: int) -> str:
 
 
 def test_a_session_is_as_nice_as_its_leader() -> None:
-    with subprocess.Popen([sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as leader:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as leader:
         assert leader.stdout is not None
         leader.stdout.readline()
         group_as_nice(leader.pid)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import InputError, Kind, Op, Pair, Program
-from optpipe.ops import parse_item
+from optpipe.model.ops import parse_item
 
 numbers = st.integers(0, 10**9 - 1)
 compute = st.builds(Op, st.sampled_from([Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C]), numbers, numbers, st.just(0))
@@ -27,7 +27,24 @@ def test_a_program_reads_back_what_it_prints(listed):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "0F", "0X0", "00F1", "0F01", "-1F0", "0F3.1", "0E3.1", "0f3", "0F3 ", "0F3+", "0F3+0B1+0F2", "0O1.", "٣F0"]
+    "text",
+    [
+        "",
+        "F0",
+        "0F",
+        "0X0",
+        "00F1",
+        "0F01",
+        "-1F0",
+        "0F3.1",
+        "0E3.1",
+        "0f3",
+        "0F3 ",
+        "0F3+",
+        "0F3+0B1+0F2",
+        "0O1.",
+        "٣F0",
+    ],
 )
 def test_what_is_no_op_is_refused_by_name(text):
     with pytest.raises(InputError, match=r"op '|program entry"):
@@ -35,7 +52,9 @@ def test_what_is_no_op_is_refused_by_name(text):
 
 
 def test_the_kinds_are_listed():
-    with pytest.raises(InputError, match=r"op '0X0': expected stage, kind \(F, B, W, BW, C, O, D, R, E, L, A, V.*\), micro-batch and"):
+    with pytest.raises(
+        InputError, match=r"op '0X0': expected stage, kind \(F, B, W, BW, C, O, D, R, E, L, A, V.*\), micro-batch and"
+    ):
         Op.parse("0X0")
 
 

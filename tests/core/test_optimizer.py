@@ -1,4 +1,5 @@
-"""Optimizers on the host: gradients out, update, parameters in; their streams, their order, and that activations do not notice."""
+"""Optimizers on the host: gradients out, update, parameters in; their streams, their order, and that activations do not
+notice."""
 
 from __future__ import annotations
 
@@ -10,17 +11,25 @@ from hypothesis import strategies as st
 from support.strategies import stages
 
 from optpipe import DeadlockError, Kind, Op, Problem, Schedule, ScheduleError, ScheduleFile, certify, check, simulate
-from optpipe.placement import together
+from optpipe.model.placement import together
 from optpipe.show.lanes import blocks, kinds_in
 
-STAGE = {"forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+STAGE = {
+    "forward_ms": 2.0,
+    "backward_input_ms": 2.0,
+    "backward_weight_ms": 1.0,
+    "activation_bytes": 10,
+    "saved_for_weight_bytes": 4,
+}
 UPDATE = {"gradient_out_ms": 4.0, "update_ms": 6.0, "parameters_in_ms": 3.0}
 
 
 def one_device(count: int = 2, m: int = 1, **changes: Any) -> Problem:
     """So many stages in a row on one device."""
     stage = {"device": 0, **STAGE, **UPDATE, "offload_ms": 5.0, "reload_ms": 5.0, "offload_bytes": 8}
-    return Problem.from_dict({"microbatches": m, "devices": [{"memory_bytes": 100}], "stages": [stage] * count} | changes)
+    return Problem.from_dict(
+        {"microbatches": m, "devices": [{"activation_budget_bytes": 100}], "stages": [stage] * count} | changes
+    )
 
 
 def starts(problem: Problem, *programs: str) -> dict[str, float]:
@@ -32,7 +41,12 @@ def starts(problem: Problem, *programs: str) -> dict[str, float]:
 
 def test_times_by_hand():
     at = starts(one_device(), "0P0 1P0 0F0 1F0 1BW0 1G0 1U0 0BW0 0G0 0U0")
-    assert (at["0P0"], at["0F0"], at["1P0"], at["1F0"]) == (0.0, 3.0, 3.0, 6.0)  # the forward waits for the parameters, one link
+    assert (at["0P0"], at["0F0"], at["1P0"], at["1F0"]) == (
+        0.0,
+        3.0,
+        3.0,
+        6.0,
+    )  # the forward waits for the parameters, one link
     assert (at["1BW0"], at["1G0"], at["0BW0"]) == (8.0, 11.0, 11.0)  # gradients leave beside the next backward
     assert (at["1U0"], at["0G0"]) == (15.0, 15.0)
     assert at["0U0"] == 21.0  # its gradients are there at 19, the host is busy until 21
@@ -53,7 +67,7 @@ def test_they_share_the_host_link_with_offloads(mode, parameters):
 
 
 def test_a_shared_link_orders_them_too():
-    devices = [{"memory_bytes": 100, "link": "pcie0"}] * 2
+    devices = [{"activation_budget_bytes": 100, "link": "pcie0"}] * 2
     problem = one_device(devices=devices, stages=[{"device": d, **STAGE, **UPDATE} for d in range(2)])
     programs = [["0P0", "0F0", "0BW0", "0G0", "0U0"], ["1P0", "1F0", "1BW0", "1G0", "1U0"]]
     schedule = Schedule.parse(problem, programs, {"pcie0": ["1P0", "0P0", "1G0", "0G0"]})
@@ -95,7 +109,11 @@ def test_what_simulate_cannot_time_is_refused():
     for program, m, message in (
         ("0F0 1F0 1BW0 0BW0 1U0", 1, "1U0 in the program of device 0 has no gradients"),
         ("0F0 1F0 1G0", 1, "1G0 in the program of device 0 has no weight gradient"),
-        ("0P1 0F0 1F0", 2, "0P1 in the program of device 0: what happens once an iteration is written with micro-batch 0"),
+        (
+            "0P1 0F0 1F0",
+            2,
+            "0P1 in the program of device 0: what happens once an iteration is written with micro-batch 0",
+        ),
     ):
         problem = one_device(m=m)
         with pytest.raises(ScheduleError, match=message):

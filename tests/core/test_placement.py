@@ -15,9 +15,9 @@ from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
 from optpipe.anytime import Result, _with_incumbent
-from optpipe.child import Incumbent, Programs, Request
-from optpipe.placement import Placement, _even_cuts
-from optpipe.problem import StageCosts
+from optpipe.model.placement import Placement, _even_cuts
+from optpipe.model.problem import StageCosts
+from optpipe.process.child import Incumbent, Programs, Request
 from optpipe_cache import Cache
 from optpipe_solver.heuristics import generate
 
@@ -31,26 +31,47 @@ def piped(draw: Any, layered: bool | None = None) -> Problem:
     layered = draw(st.booleans()) if layered is None else layered
     return Problem(
         microbatches=2,
-        devices=[Device(memory_bytes=AMPLE)] * 3,
+        devices=[Device(activation_budget_bytes=AMPLE)] * 3,
         stages=[draw(stages(d)) for d in devices],
         layers=[_layer(draw(stages(0))) for _ in range(draw(st.integers(12, 16)))] if layered else None,
     )
 
 
 def _layer(stage: Stage) -> StageCosts:
-    return StageCosts(**{name: value for name, value in stage.model_dump(exclude_none=True).items() if name != "device"})
+    return StageCosts(
+        **{name: value for name, value in stage.model_dump(exclude_none=True).items() if name != "device"}
+    )
 
 
 def layer(ms: float, size: int = 1, **more: Any) -> StageCosts:
     times = {"forward_ms": ms, "backward_input_ms": ms, "backward_weight_ms": ms}
-    return StageCosts(**times, activation_bytes=size, weight_grad_bytes=size, **more)
+    return StageCosts(**times, activation_bytes=size, saved_for_weight_bytes=size, **more)
 
 
 def plain(devices: int = 4, microbatches: int = 4, layers: list[StageCosts] | None = None, **changes: Any) -> Problem:
-    costs = {"forward_ms": 4.0, "backward_input_ms": 6.0, "backward_weight_ms": 2.0, "activation_bytes": 10, "weight_grad_bytes": 6}
-    costs |= {"offload_ms": 3.0, "reload_ms": 5.0, "offload_bytes": 8, "offload_parts": 2, "recompute_ms": 4.0, "checkpoint_bytes": 3}
+    costs = {
+        "forward_ms": 4.0,
+        "backward_input_ms": 6.0,
+        "backward_weight_ms": 2.0,
+        "activation_bytes": 10,
+        "saved_for_weight_bytes": 6,
+    }
+    costs |= {
+        "offload_ms": 3.0,
+        "reload_ms": 5.0,
+        "offload_bytes": 8,
+        "offload_parts": 2,
+        "recompute_ms": 4.0,
+        "checkpoint_bytes": 3,
+    }
     given = [Stage(device=d, **costs) for d in range(devices)]
-    return Problem(microbatches=microbatches, devices=[Device(memory_bytes=100)] * devices, stages=given, layers=layers, **changes)
+    return Problem(
+        microbatches=microbatches,
+        devices=[Device(activation_budget_bytes=100)] * devices,
+        stages=given,
+        layers=layers,
+        **changes,
+    )
 
 
 def held(problem: Problem, device: int, field: str) -> float:
@@ -65,7 +86,7 @@ def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
     for d in range(len(problem.devices)):
         for field in TIMES:
             assert held(placed, d, field) == pytest.approx(held(problem, d, field))
-        for field in ("activation_bytes", "weight_grad_bytes", "offload_bytes"):
+        for field in ("activation_bytes", "saved_for_weight_bytes", "offload_bytes"):
             assert held(placed, d, field) >= held(problem, d, field)
         stays = held(placed, d, "activation_bytes") - held(placed, d, "offload_bytes")
         assert stays >= held(problem, d, "activation_bytes") - held(problem, d, "offload_bytes")
@@ -106,7 +127,13 @@ def test_chunks_pass_the_devices_again_or_back():
     assert [stage.device for stage in backwards.rechunk(2).stages] == [3, 2, 1, 0, 3, 2, 1, 0]
     assert [stage.device for stage in plain().rechunk(3, "v").stages] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
     chunk = plain().rechunk(2).stages[5]
-    assert (chunk.device, chunk.forward_ms, chunk.activation_bytes, chunk.offload_bytes, chunk.offload_parts) == (1, 2.0, 5, 4, 2)
+    assert (chunk.device, chunk.forward_ms, chunk.activation_bytes, chunk.offload_bytes, chunk.offload_parts) == (
+        1,
+        2.0,
+        5,
+        4,
+        2,
+    )
     assert chunk.checkpoint_bytes == 3  # what goes into a chunk is as large as what goes into the whole
 
 
@@ -118,7 +145,9 @@ def test_two_ways_pass_the_devices_of_a_row_there_and_back(problem):
     placement = Placement.balanced(problem, 1, "bidirectional")
     assert placed.all_routes == (tuple(range(p)), tuple(range(p, 2 * p)))
     assert placed.microbatch_routes == (0, 1)
-    assert [stage.device for stage in placed.stages] == [d for way in (1, -1) for d in [s.device for s in row.stages][::way]]
+    assert [stage.device for stage in placed.stages] == [
+        d for way in (1, -1) for d in [s.device for s in row.stages][::way]
+    ]
     there, back = placed.stages[:p], placed.stages[p:]
     assert [s.model_copy(update={"device": 0}) for s in there] == [s.model_copy(update={"device": 0}) for s in back]
     if problem.layers is None:
@@ -129,20 +158,31 @@ def test_two_ways_pass_the_devices_of_a_row_there_and_back(problem):
 
 
 def test_two_ways_give_heavy_layers_to_devices_that_both_have_room():
-    problem = plain(devices=3, layers=[layer(1.0, 30)] * 6).replace(devices=[{"memory_bytes": size} for size in (90, 200, 60)])
+    problem = plain(devices=3, layers=[layer(1.0, 30)] * 6).replace(
+        devices=[{"activation_budget_bytes": size} for size in (90, 200, 60)]
+    )
     assert Placement.balanced(problem, 1).layers == (2, 2, 2)
-    assert Placement.balanced(problem.replace(devices=[{"memory_bytes": size} for size in (90, 200, 30)]), 1).layers == (2, 3, 1)
-    two_ways = Placement.balanced(problem.replace(devices=[{"memory_bytes": size} for size in (90, 200, 30)]), 1, "bidirectional")
+    assert Placement.balanced(
+        problem.replace(devices=[{"activation_budget_bytes": size} for size in (90, 200, 30)]), 1
+    ).layers == (2, 3, 1)
+    two_ways = Placement.balanced(
+        problem.replace(devices=[{"activation_budget_bytes": size} for size in (90, 200, 30)]), 1, "bidirectional"
+    )
     assert two_ways.layers == (1, 4, 1)  # what the first device has room for, the last one must have, too
 
 
 def test_two_ways_of_several_chunks_are_refused():
-    with pytest.raises(InputError, match=r"^placement: chunks = 2: a bidirectional placement has chunks = 1, one stage a device each way$"):
+    with pytest.raises(
+        InputError,
+        match=r"^placement: chunks = 2: a bidirectional placement has chunks = 1, one stage a device each way$",
+    ):
         plain().rechunk(2, "bidirectional")
     with pytest.raises(InputError, match=r"^placement: chunks = 0: "):
         plain().rechunk(0)
     placed = replace(two_way(), placement=None)
-    document = ScheduleFile.of(placed).model_dump(mode="json", exclude_none=True) | {"placement": {"chunks": 3, "shape": "bidirectional"}}
+    document = ScheduleFile.of(placed).model_dump(mode="json", exclude_none=True) | {
+        "placement": {"chunks": 3, "shape": "bidirectional"}
+    }
     with pytest.raises(InputError, match=r"^schedule: placement: chunks = 3: a bidirectional placement has chunks = 1"):
         ScheduleFile.from_json(json.dumps(document))
 
@@ -160,11 +200,13 @@ def two_way() -> Schedule:
 
 
 def test_two_ways_go_over_the_wire_and_through_files(tmp_path, capsys):
-    from optpipe.cli.inspect import check as inspect
+    from optpipe_cli.inspect import check as inspect
 
     schedule = two_way()
     assert check(schedule.problem, schedule) == []
-    assert schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24  # each begins where the one before has turned, and follows it
+    assert (
+        schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24
+    )  # each begins where the one before has turned, and follows it
     sent = Programs.model_validate_json(Programs.of(schedule).model_dump_json(exclude_none=True))
     received = sent.schedule(plain(), schedule.method)
     assert (received.problem, received.placement) == (schedule.problem, schedule.placement)
@@ -177,15 +219,28 @@ def test_two_ways_go_over_the_wire_and_through_files(tmp_path, capsys):
 
 def test_two_chunks_become_one_again():
     problem = plain()
-    assert problem.rechunk(2, "v").rechunk(1).stages == tuple(s.model_copy(update={"checkpoint_bytes": 6}) for s in problem.stages)
+    assert problem.rechunk(2, "v").rechunk(1).stages == tuple(
+        s.model_copy(update={"checkpoint_bytes": 6}) for s in problem.stages
+    )
 
 
 def test_what_can_leave_leaves_and_the_rest_stays():
     leaves = {"offload_ms": 1.0, "reload_ms": 2.0, "offload_bytes": 3}
-    layers = [layer(1.0, 4, **leaves, offload_parts=4), layer(1.0, 5), layer(1.0, 4, **leaves, offload_parts=2), layer(1.0)]
+    layers = [
+        layer(1.0, 4, **leaves, offload_parts=4),
+        layer(1.0, 5),
+        layer(1.0, 4, **leaves, offload_parts=2),
+        layer(1.0),
+    ]
     problem = plain(devices=2, layers=layers)
     first, last = Placement(chunks=1, layers=(3, 1)).apply(problem).stages
-    assert (first.activation_bytes, first.offload_bytes, first.offload_ms, first.reload_ms, first.offload_parts) == (13, 6, 2.0, 4.0, 2)
+    assert (first.activation_bytes, first.offload_bytes, first.offload_ms, first.reload_ms, first.offload_parts) == (
+        13,
+        6,
+        2.0,
+        4.0,
+        2,
+    )
     assert not last.can_offload
 
 
@@ -199,7 +254,10 @@ def test_the_heaviest_stage_is_as_light_as_any_partition_within_memory_has_it(si
         ends = [sum(counts[:k]) for k in range(len(counts) + 1)]
         return [sum(sizes[a:b]) for a, b in pairwise(ends)]
 
-    all_of_them = [tuple(b - a for a, b in pairwise((0, *cuts, len(sizes)))) for cuts in combinations(range(1, len(sizes)), stages - 1)]
+    all_of_them = [
+        tuple(b - a for a, b in pairwise((0, *cuts, len(sizes))))
+        for cuts in combinations(range(1, len(sizes)), stages - 1)
+    ]
     best = min((max(loads(counts)), sum(load**2 for load in loads(counts))) for counts in all_of_them)
     assert len(found) == stages
     assert sum(found) == len(sizes)
@@ -216,9 +274,21 @@ def test_behind_a_heavy_head_the_others_stay_even():
     ("problem", "placement", "sentence"),
     [
         (plain(), Placement(chunks=1, layers=(1, 1, 1, 1)), "placement.layers: the problem has none"),
-        (plain(layers=[layer(1.0)] * 5), Placement(chunks=1), "placement.layers is missing: the problem has 5 layers, each of 4 stages"),
-        (plain(layers=[layer(1.0)] * 5), Placement(chunks=1, layers=(5,)), "placement.layers has 1 entries: 1 chunks a device make 4"),
-        (plain(layers=[layer(1.0)] * 5), Placement(chunks=1, layers=(1, 1, 1, 1)), "placement.layers add up to 4: the problem has 5"),
+        (
+            plain(layers=[layer(1.0)] * 5),
+            Placement(chunks=1),
+            "placement.layers is missing: the problem has 5 layers, each of 4 stages",
+        ),
+        (
+            plain(layers=[layer(1.0)] * 5),
+            Placement(chunks=1, layers=(5,)),
+            "placement.layers has 1 entries: 1 chunks a device make 4",
+        ),
+        (
+            plain(layers=[layer(1.0)] * 5),
+            Placement(chunks=1, layers=(1, 1, 1, 1)),
+            "placement.layers add up to 4: the problem has 5",
+        ),
         (
             plain(routes=[[0, 1, 2, 3], [3, 2, 1, 0]], microbatch_routes=[0, 0, 1, 1]),
             Placement(chunks=2),
@@ -269,7 +339,11 @@ def test_a_solver_that_was_to_keep_the_stages_is_not_believed_others(placed):
 def test_a_file_and_a_cache_keep_a_placed_schedule(placed, tmp_path):
     placed.save(tmp_path / "s.json")
     loaded = Schedule.load(tmp_path / "s.json")
-    assert (loaded.problem, loaded.placement, loaded.makespan_ms) == (placed.problem, placed.placement, placed.makespan_ms)
+    assert (loaded.problem, loaded.placement, loaded.makespan_ms) == (
+        placed.problem,
+        placed.placement,
+        placed.makespan_ms,
+    )
     cache = Cache(tmp_path / "cache.db")
     cache.add(placed, "feasible")
     hit = cache.lookup(placed.problem)
@@ -279,7 +353,7 @@ def test_a_file_and_a_cache_keep_a_placed_schedule(placed, tmp_path):
 
 
 def test_check_wants_the_problem_that_was_asked_about_or_the_one_in_the_file(placed, tmp_path, capsys):
-    from optpipe.cli.inspect import check, simulate
+    from optpipe_cli.inspect import check, simulate
 
     placed.save(tmp_path / "s.json")
     plain().save(tmp_path / "asked.json")
@@ -289,18 +363,23 @@ def test_check_wants_the_problem_that_was_asked_about_or_the_one_in_the_file(pla
     for name in ("asked.json", "placed.json"):
         check(tmp_path / name, tmp_path / "s.json")
         assert "valid: " in capsys.readouterr().out
-    for name, difference in (("slower.json", "p2p_ms = 1.0, in the file 0.0"), ("longer.json", "microbatches = 5, in the file 4")):
+    for name, difference in (
+        ("slower.json", "p2p_ms = 1.0, in the file 0.0"),
+        ("longer.json", "microbatches = 5, in the file 4"),
+    ):
         with pytest.raises(Exit):
             check(tmp_path / name, tmp_path / "s.json")
         told = capsys.readouterr().out.splitlines()[0]
-        assert told.startswith("placement = 2 chunks a device, V-shaped: does not make the problem in the file of this one: ")
+        assert told.startswith(
+            "placement = 2 chunks a device, V-shaped: does not make the problem in the file of this one: "
+        )
         assert told.endswith(difference)
     simulate(tmp_path / "slower.json", tmp_path / "s.json")
     assert "makespan" in capsys.readouterr().out
 
 
 def test_a_lie_about_the_placed_problem_is_found(placed, tmp_path, capsys):
-    from optpipe.cli.inspect import check
+    from optpipe_cli.inspect import check
 
     stages = [stage.model_dump(exclude_none=True) for stage in placed.problem.stages]
     stages[2]["forward_ms"] = 0.5

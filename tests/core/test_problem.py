@@ -16,15 +16,15 @@ def content(**changes: Any) -> dict[str, Any]:
         "backward_input_ms": 10.0,
         "backward_weight_ms": 8.0,
         "activation_bytes": 50,
-        "weight_grad_bytes": 20,
+        "saved_for_weight_bytes": 20,
         "offload_ms": 12.0,
         "reload_ms": 12.0,
         "offload_bytes": 50,
     }
     return {
-        "format": "optpipe.problem/1",
+        "format": "optpipe.problem/2",
         "microbatches": 2,
-        "devices": [{"memory_bytes": 100}, {"memory_bytes": 100}],
+        "devices": [{"activation_budget_bytes": 100}, {"activation_budget_bytes": 100}],
         "stages": [stage, {**stage, "device": 1}],
     } | changes
 
@@ -58,18 +58,36 @@ WRONG = [
     (with_stage(recompute_ms=1.0), r"stages\[1\]\.checkpoint_bytes is missing"),
     (with_stage(recompute_ms=1.0, checkpoint_bytes=51), r"stages\[1\]\.checkpoint_bytes = 51"),
     (with_stage(evict_ms=1.0), r"stages\[1\]\.load_ms is missing: a stage with evict_ms needs load_ms and evict_bytes"),
-    (with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=51), r"stages\[1\]\.evict_bytes = 51: must be at most activation_bytes = 50"),
-    (with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=5), r"stages\[1\]\.evict_ms = 1\.0: its device 1 needs a peer to evict to"),
-    (with_stage(gradient_out_ms=1.0, update_ms=1.0), r"stages\[1\]\.parameters_in_ms is missing: a stage with gradient_out_ms needs"),
-    (content(devices=[{"memory_bytes": 100, "peer": 0}] * 2), r"devices\[0\]\.peer = 0: a device evicts to another one"),
-    (content(devices=[{"memory_bytes": 100, "peer": 2}] * 2), r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0"),
-    (content(devices=[{"memory_bytes": 100, "peer": -1}] * 2), r"devices\[0\]\.peer = -1"),
+    (
+        with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=51),
+        r"stages\[1\]\.evict_bytes = 51: must be at most activation_bytes = 50",
+    ),
+    (
+        with_stage(evict_ms=1.0, load_ms=1.0, evict_bytes=5),
+        r"stages\[1\]\.evict_ms = 1\.0: its device 1 needs a peer to evict to",
+    ),
+    (
+        with_stage(gradient_out_ms=1.0, update_ms=1.0),
+        r"stages\[1\]\.parameters_in_ms is missing: a stage with gradient_out_ms needs",
+    ),
+    (
+        content(devices=[{"activation_budget_bytes": 100, "peer": 0}] * 2),
+        r"devices\[0\]\.peer = 0: a device evicts to another one",
+    ),
+    (
+        content(devices=[{"activation_budget_bytes": 100, "peer": 2}] * 2),
+        r"devices\[0\]\.peer = 2: there are 2 devices, numbered from 0",
+    ),
+    (content(devices=[{"activation_budget_bytes": 100, "peer": -1}] * 2), r"devices\[0\]\.peer = -1"),
     (with_stage(surprise=1), r"stages\[1\]\.surprise is not a field"),
     (without("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
     (without("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
     (content(microbatches=0), r"microbatches = 0"),
     (content(microbatches=2.0), r"microbatches = 2\.0"),
-    (content(microbatches=2**16, stages=[content()["stages"][0] | {"offload_parts": 64}] * 16), r"offload_parts = 64: times 16 stages"),
+    (
+        content(microbatches=2**16, stages=[content()["stages"][0] | {"offload_parts": 64}] * 16),
+        r"offload_parts = 64: times 16 stages",
+    ),
     (content(microbatches=2**16, stages=[content()["stages"][0]] * 100), r"microbatches = 65536"),
     (content(p2p_ms=-0.5), r"p2p_ms = -0\.5"),
     (content(transfer_mode="duplex"), r"transfer_mode = 'duplex'"),
@@ -86,7 +104,10 @@ WRONG = [
     (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0]), r"microbatch_routes has 1 entries"),
     (content(routes=[[0, 1], [1, 0]], microbatch_routes=[0, 2]), r"microbatch_routes\[1\] = 2"),
     (content(layers=[{"forward_ms": 1.0}]), r"layers\[0\]"),
-    (content(devices=[{"memory_bytes": 100, "link": ""}, {"memory_bytes": 100}]), r"devices\[0\]\.link = ''"),
+    (
+        content(devices=[{"activation_budget_bytes": 100, "link": ""}, {"activation_budget_bytes": 100}]),
+        r"devices\[0\]\.link = ''",
+    ),
 ]
 
 
@@ -100,7 +121,8 @@ def test_every_bad_value_is_named(wrong, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"microbatches": 1e999}', "\ud800".encode("utf-8", "surrogatepass"), b"\xff", "[" * 9999]
+    "text",
+    ["", "{", "[]", "null", '{"microbatches": 1e999}', "\ud800".encode("utf-8", "surrogatepass"), b"\xff", "[" * 9999],
 )
 def test_what_is_no_problem_is_refused(text):
     with pytest.raises(InputError, match="problem"):
@@ -152,7 +174,7 @@ def test_fields_that_came_later_leave_the_hash_of_older_problems_as_it_was():
     base = Problem.from_dict(content())
     assert base.sha256 == "d3634479c68e9779d58527b58923b4b3c674906946b9291a2dadf11b29c56d38"
     evicting = {"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 5}
-    paired = base.replace(devices=[{"memory_bytes": 100, "peer": 1}, {"memory_bytes": 100}])
+    paired = base.replace(devices=[{"activation_budget_bytes": 100, "peer": 1}, {"activation_budget_bytes": 100}])
     assert paired.sha256 != base.sha256
     assert paired.replace(stages=[base.stages[0].model_dump() | evicting, base.stages[1]]).sha256 != paired.sha256
 
@@ -162,11 +184,11 @@ def test_the_hash_knows_every_figure_but_not_the_name():
     assert Problem.from_dict(content(name="other")).sha256 == base.sha256
     assert Problem.from_dict(content(p2p_ms=0.1)).sha256 != base.sha256
     assert Problem.from_dict(with_stage(forward_ms=10.0)).sha256 == base.sha256  # 10 and 10.0 are one number
-    assert Problem.from_dict(with_stage(weight_grad_bytes=21)).sha256 != base.sha256
+    assert Problem.from_dict(with_stage(saved_for_weight_bytes=21)).sha256 != base.sha256
 
 
 def test_memory_may_be_counted_in_activations():
     stage = content()["stages"][0]
     stages = [stage | {"device": d, "activation_bytes": nbytes} for d, nbytes in ((0, 60), (1, 70), (0, 81))]
     problem = Problem.from_dict(content(stages=stages)).with_memory_for(1.5)
-    assert [device.memory_bytes for device in problem.devices] == [211, 105]
+    assert [device.activation_budget_bytes for device in problem.devices] == [211, 105]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from support.strategies import problems_with_schedules
 
 from optpipe import Problem, Schedule, certify
-from optpipe.ops import MARKS
+from optpipe.model.ops import MARKS
 from optpipe.show.lanes import blocks, memory_over_time
 from optpipe.show.page import page
 from optpipe.show.svg import bytes_text, gantt
@@ -46,27 +46,40 @@ def test_the_terminal_shows_who_runs_when():
         "backward_input_ms": 1.0,
         "backward_weight_ms": 1.0,
         "activation_bytes": 3,
-        "weight_grad_bytes": 1,
+        "saved_for_weight_bytes": 1,
     }
-    problem = Problem(microbatches=2, devices=[{"memory_bytes": 10}], stages=[stage])
+    problem = Problem(microbatches=2, devices=[{"activation_budget_bytes": 10}], stages=[stage])
     schedule = Schedule.parse(problem, [["0F0", "0B0", "0W0", "0F1", "0BW1"]])
     assert chart(schedule, 12 + 16).plain.splitlines()[0] == "device 0    0000000011111111  3 B of 10 B"
     assert [str(block.op) for block in blocks(schedule)] == ["0F0", "0B0", "0W0", "0F1", "0BW1"]
 
 
 def test_bytes_are_readable():
-    assert [bytes_text(size) for size in (0, 999, 1000, 1.5e6, 15e9, 2e12)] == ["0 B", "999 B", "1 kB", "1.5 MB", "15 GB", "2 TB"]
+    assert [bytes_text(size) for size in (0, 999, 1000, 1.5e6, 15e9, 2e12)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.5 MB",
+        "15 GB",
+        "2 TB",
+    ]
 
 
 def test_a_devices_stages_differ_in_shade_and_a_pairs_ops_share_the_lane():
     problem = Problem.from_dict(
         {
             "microbatches": 2,
-            "devices": [{"memory_bytes": 10}],
+            "devices": [{"activation_budget_bytes": 10}],
             "overlap_factor": 0.8,
             "stages": [
-                {"device": 0, "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 1}
-                | {"weight_grad_bytes": 1}
+                {
+                    "device": 0,
+                    "forward_ms": 1.0,
+                    "backward_input_ms": 1.0,
+                    "backward_weight_ms": 1.0,
+                    "activation_bytes": 1,
+                }
+                | {"saved_for_weight_bytes": 1}
             ]
             * 2,
         }

@@ -7,19 +7,25 @@ from support import clock
 from support.strategies import AMPLE, problems_with_schedules
 
 from optpipe import DeadlockError, Device, Op, Problem, Schedule, ScheduleError, Stage, check, simulate
-from optpipe import timeline as timeline_module
-from optpipe.jit import ENOUGH, LazyJit
-from optpipe.ops import Kind
-from optpipe.program import KIND
+from optpipe.evaluate import timeline as timeline_module
+from optpipe.evaluate.jit import ENOUGH, LazyJit
+from optpipe.model.ops import Kind
+from optpipe.model.program import KIND
 
 
 def chain(devices: int = 2, microbatches: int = 2, **changes: object) -> Problem:
-    costs = {"forward_ms": 3.0, "backward_input_ms": 4.0, "backward_weight_ms": 2.0, "activation_bytes": 10, "weight_grad_bytes": 4}
+    costs = {
+        "forward_ms": 3.0,
+        "backward_input_ms": 4.0,
+        "backward_weight_ms": 2.0,
+        "activation_bytes": 10,
+        "saved_for_weight_bytes": 4,
+    }
     offload = {"offload_ms": 5.0, "reload_ms": 6.0, "offload_bytes": 8}
     return Problem(
         microbatches=microbatches,
         p2p_ms=1.0,
-        devices=[Device(memory_bytes=AMPLE)] * devices,
+        devices=[Device(activation_budget_bytes=AMPLE)] * devices,
         stages=[Stage(device=d, **costs, **offload) for d in range(devices)],
         **changes,
     )
@@ -29,7 +35,9 @@ def chain(devices: int = 2, microbatches: int = 2, **changes: object) -> Problem
 def test_it_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
-    seen = clock.run(problem, schedule, lambda op: float(problem.costs.ms[op.kind, op.stage]), lambda op: problem.p2p_ms)
+    seen = clock.run(
+        problem, schedule, lambda op: float(problem.costs.ms[op.kind, op.stage]), lambda op: problem.p2p_ms
+    )
     timeline = simulate(problem, schedule)
     ops = [op for program in schedule.programs for op in program.ops()]
     assert [seen.start[op] for op in ops] == pytest.approx(list(timeline.start))
@@ -59,14 +67,18 @@ _compiled._work = 10**9
 
 def test_where_nothing_can_be_written_a_loop_is_compiled_all_the_same():
     here: dict[str, Any] = {}
-    exec("def twice(number):\n    return 2 * number", here)  # of no file: numba finds no folder to keep what it compiles
+    exec(
+        "def twice(number):\n    return 2 * number", here
+    )  # of no file: numba finds no folder to keep what it compiles
     loop = LazyJit(here["twice"])
     assert loop(ENOUGH + 1, 21) == 42
     assert loop._function is not here["twice"]
 
 
 def test_by_hand():
-    schedule = Schedule.parse(chain(), [["0F0", "0O0", "0F1", "0D0", "0R0", "0B0", "0W0", "0BW1"], ["1F0", "1BW0", "1F1", "1B1", "1W1"]])
+    schedule = Schedule.parse(
+        chain(), [["0F0", "0O0", "0F1", "0D0", "0R0", "0B0", "0W0", "0BW1"], ["1F0", "1BW0", "1F1", "1B1", "1W1"]]
+    )
     times = dict(zip([op for p in schedule.programs for op in p.ops()], schedule.timeline.start.tolist(), strict=True))
     assert times[Op(Kind.O, 0, 0)] == 3.0  # when its forward has ended
     assert times[Op(Kind.D, 0, 0)] == 8.0  # when the offload has
@@ -90,7 +102,7 @@ def test_a_pair_lasts_the_factor_times_the_sum():
 
 def test_a_shared_link_is_one_queue():
     problem = chain(4)
-    shared = problem.replace(devices=[Device(memory_bytes=AMPLE, link="pcie0")] * 4)
+    shared = problem.replace(devices=[Device(activation_budget_bytes=AMPLE, link="pcie0")] * 4)
     programs = [[f"{s}F0", f"{s}O0", f"{s}D0", f"{s}R0", f"{s}BW0", f"{s}F1", f"{s}BW1"] for s in range(4)]
     order = [f"{s}O0" for s in range(4)] + [f"{s}R0" for s in reversed(range(4))]
     alone = Schedule.parse(problem, programs).makespan_ms
@@ -115,7 +127,10 @@ def test_no_ops_take_no_time():
 
 
 def test_full_duplex_lets_both_directions_run_at_once():
-    programs = [["0F0", "0O0", "0F1", "0D0", "0O1", "0R0", "0D1", "0R1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
+    programs = [
+        ["0F0", "0O0", "0F1", "0D0", "0O1", "0R0", "0D1", "0R1", "0BW0", "0BW1"],
+        ["1F0", "1BW0", "1F1", "1BW1"],
+    ]
     half = Schedule.parse(chain(), programs).makespan_ms
     full = Schedule.parse(chain(transfer_mode="full_duplex"), programs).makespan_ms
     assert full < half

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from support.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
-from optpipe.child import Bound
-from optpipe.ops import MARKS
+from optpipe.model.ops import MARKS
+from optpipe.process.child import Bound
 
 
 def items(schedule: Schedule) -> list[list[Op | Pair]]:
@@ -38,9 +38,9 @@ def test_schedule_files_read_back(pair):
 
 
 def test_the_longest_ops_make_a_file_and_a_bound():
-    stage = {"device": 0, "activation_bytes": 1, "weight_grad_bytes": 1}
+    stage = {"device": 0, "activation_bytes": 1, "saved_for_weight_bytes": 1}
     longest = {"forward_ms": 1e12, "backward_input_ms": 1e12, "backward_weight_ms": 1e12}
-    problem = Problem(microbatches=1, devices=[{"memory_bytes": 1}], stages=[stage | longest])
+    problem = Problem(microbatches=1, devices=[{"activation_budget_bytes": 1}], stages=[stage | longest])
     file = ScheduleFile.of(Schedule.parse(problem, [["0F0", "0BW0"]]), "optimal", 3e12)
     assert ScheduleFile.from_json(file.to_json()) == file
     assert (file.makespan_ms, file.ops[-1].end_ms) == (3e12, 3e12)
@@ -79,7 +79,8 @@ def test_two_dependent_ops_swapped_are_caught(pair, random: Random):
         for a, first in enumerate(program)
         for b, second in enumerate(program)
         if isinstance(first, Op) and isinstance(second, Op) and (first.kind.name, second.kind.name) in DEPENDENT
-        if first[1:3] == second[1:3] and (first.part == second.part or not {"F", "B", "BW"}.isdisjoint({first.kind.name, second.kind.name}))
+        if first[1:3] == second[1:3]
+        and (first.part == second.part or not {"F", "B", "BW"}.isdisjoint({first.kind.name, second.kind.name}))
     ]
     assume(candidates)
     d, a, b = random.choice(candidates)
@@ -107,7 +108,12 @@ def test_an_op_removed_or_doubled_is_caught(pair, random: Random):
 def test_a_reload_removed_is_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)
-    reloads = [(d, i) for d, program in enumerate(programs) for i, op in enumerate(program) if isinstance(op, Op) and op.kind is Kind.R]
+    reloads = [
+        (d, i)
+        for d, program in enumerate(programs)
+        for i, op in enumerate(program)
+        if isinstance(op, Op) and op.kind is Kind.R
+    ]
     assume(reloads)
     d, i = random.choice(reloads)
     gone = programs[d].pop(i)
@@ -121,10 +127,12 @@ def test_a_drop_behind_the_forward_that_needs_its_bytes_is_caught():
         "backward_input_ms": 1.0,
         "backward_weight_ms": 1.0,
         "activation_bytes": 10,
-        "weight_grad_bytes": 5,
+        "saved_for_weight_bytes": 5,
     }
     problem = Problem(
-        microbatches=2, devices=[{"memory_bytes": 10}], stages=[{**stage, "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 10}]
+        microbatches=2,
+        devices=[{"activation_budget_bytes": 10}],
+        stages=[{**stage, "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 10}],
     )
     assert check(problem, Schedule.parse(problem, [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])) == []
     late = Schedule.parse(problem, [["0F0", "0O0", "0F1", "0D0", "0BW1", "0R0", "0BW0"]])
@@ -139,7 +147,7 @@ def test_less_memory_than_certified_is_caught(pair):
     assume(certificate.device[d].bytes > 0)
     for spare, fits in ((0, True), (-1, False)):
         devices = list(problem.devices)
-        devices[d] = devices[d].model_copy(update={"memory_bytes": certificate.device[d].bytes + spare})
+        devices[d] = devices[d].model_copy(update={"activation_budget_bytes": certificate.device[d].bytes + spare})
         tight = problem.replace(devices=devices)
         assert (check(tight, schedule) == []) is fits
 
@@ -165,7 +173,7 @@ def test_by_hand(program, message):
     problem = Problem(
         microbatches=2,
         overlap_factor=0.9,
-        devices=[{"memory_bytes": 100}],
+        devices=[{"activation_budget_bytes": 100}],
         stages=[
             {
                 "device": 0,
@@ -173,7 +181,7 @@ def test_by_hand(program, message):
                 "backward_input_ms": 1.0,
                 "backward_weight_ms": 1.0,
                 "activation_bytes": 10,
-                "weight_grad_bytes": 5,
+                "saved_for_weight_bytes": 5,
                 "offload_ms": 1.0,
                 "reload_ms": 1.0,
                 "offload_bytes": 10,
@@ -190,7 +198,7 @@ def test_a_program_too_few_is_named():
     problem = Problem.from_dict(
         {
             "microbatches": 1,
-            "devices": [{"memory_bytes": 1}, {"memory_bytes": 1}],
+            "devices": [{"activation_budget_bytes": 1}, {"activation_budget_bytes": 1}],
             "stages": [
                 {
                     "device": 0,
@@ -198,9 +206,11 @@ def test_a_program_too_few_is_named():
                     "backward_input_ms": 1.0,
                     "backward_weight_ms": 1.0,
                     "activation_bytes": 1,
-                    "weight_grad_bytes": 1,
+                    "saved_for_weight_bytes": 1,
                 }
             ],
         }
     )
-    assert check(problem, Schedule.parse(problem, [["0F0", "0BW0"]])) == ["there are 1 programs: the problem has 2 devices"]
+    assert check(problem, Schedule.parse(problem, [["0F0", "0BW0"]])) == [
+        "there are 1 programs: the problem has 2 devices"
+    ]

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from support.postgres import Postgres
 
-from optpipe.cli.bench_service import Figure, measure, service
 from optpipe.errors import InputError
+from optpipe_cli.bench_service import Figure, measure, service
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,8 @@ from optpipe.errors import InputError
 def test_what_does_not_depend_on_the_machine_holds(
     kind: str, seconds: float, rate: float, clients: int, reconnects: int, postgres: Postgres
 ) -> None:
-    """Nothing lost, nothing twice, no reply but the right ones; and with PostgreSQL a lease's time until another worker goes on."""
+    """Nothing lost, nothing twice, no reply but the right ones; and with PostgreSQL a lease's time until another worker
+    goes on."""
     if kind == "sqlite":
         figures = asyncio.run(measure(None, rate, seconds, clients, reconnects, None))
     else:

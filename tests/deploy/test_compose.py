@@ -90,7 +90,12 @@ def test_nothing_else_is_left_to_the_environment() -> None:
 
 def test_only_the_api_and_prometheus_are_published_and_on_this_machine() -> None:
     published = {name: [interpolated(port) for port in service.get("ports", [])] for name, service in SERVICES.items()}
-    assert published == {"api": ["127.0.0.1:8000:8000"], "worker": [], "postgres": [], "prometheus": ["127.0.0.1:9090:9090"]}
+    assert published == {
+        "api": ["127.0.0.1:8000:8000"],
+        "worker": [],
+        "postgres": [],
+        "prometheus": ["127.0.0.1:9090:9090"],
+    }
 
 
 def test_the_database_is_in_a_network_that_leads_nowhere() -> None:
@@ -111,11 +116,16 @@ def test_prometheus_asks_where_something_answers(scraped: dict[str, Any]) -> Non
     port = {"api": "--port", "worker": "--metrics-port"}[name]
     listens = SERVICES[name]["command"][SERVICES[name]["command"].index(port) + 1]
     targets = [target for found in scraped.get("static_configs", []) for target in found["targets"]]
-    targets += [f"{service}:{found['port']}" for found in scraped.get("dns_sd_configs", []) for service in found["names"]]
+    targets += [
+        f"{service}:{found['port']}" for found in scraped.get("dns_sd_configs", []) for service in found["names"]
+    ]
     assert targets == [f"{name}:{listens}"]
     assert set(SERVICES[name]["networks"]) & set(SERVICES["prometheus"]["networks"])
     if name == "api":
-        assert scraped["authorization"]["credentials_file"].removeprefix("/run/secrets/") in SERVICES["prometheus"]["secrets"]
+        assert (
+            scraped["authorization"]["credentials_file"].removeprefix("/run/secrets/")
+            in SERVICES["prometheus"]["secrets"]
+        )
 
 
 def test_the_image_runs_as_the_user_of_the_compose_file_and_writes_below_tmp() -> None:
@@ -133,7 +143,9 @@ def test_the_image_is_made_of_files_that_are_sent_to_the_build() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert ignored[0] == "*"
     sent = [line[1:] for line in ignored if line.startswith("!")]
-    copied = [word for words in DOCKERFILE if words[0] == "COPY" for word in words[1:-1] if not word.startswith(("--", "/"))]
+    copied = [
+        word for words in DOCKERFILE if words[0] == "COPY" for word in words[1:-1] if not word.startswith(("--", "/"))
+    ]
     for path in copied:
         assert (ROOT / path).exists()
         assert any(fnmatch.fnmatch(path, pattern) for pattern in sent)

@@ -21,18 +21,25 @@ assert importlib.util.find_spec("torch") is None
 
 @pytest.mark.soak
 def test_the_image_s_packages_are_enough(tmp_path: Path) -> None:
-    """A virtual environment made by the Dockerfile's commands, of the files that are sent to the build, solves and has no torch."""
+    """A virtual environment made by the Dockerfile's commands, of the files that are sent to the build, solves and has
+    no torch."""
     for words in DOCKERFILE:
         if words[0] == "COPY" and not words[1].startswith("--"):
             for source in words[1:-1]:
                 whole = ROOT / source
                 if whole.is_dir():
-                    shutil.copytree(whole, tmp_path / "source" / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+                    shutil.copytree(
+                        whole, tmp_path / "source" / source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+                    )
                 else:
                     (tmp_path / "source").mkdir(exist_ok=True)
                     shutil.copy(whole, tmp_path / "source" / source)
     environment = tmp_path / "opt"
-    made, installed = [[word.replace("/opt/optpipe", str(environment)) for word in words[1:]] for words in DOCKERFILE if words[0] == "RUN"]
+    made, installed = [
+        [word.replace("/opt/optpipe", str(environment)) for word in words[1:]]
+        for words in DOCKERFILE
+        if words[0] == "RUN"
+    ]
     subprocess.run([sys.executable, *made[1:]], check=True)
     subprocess.run([word for word in installed if word != "--no-cache-dir"], cwd=tmp_path / "source", check=True)
     python = environment / "bin" / "python"

@@ -26,7 +26,8 @@ from optpipe_server.metrics import REGISTRY
 
 PAGE = (DOCS / "service.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh[a-z-]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done; }"  # waits until it answers or has ended
+# waits until it answers or has ended
+SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done; }"
 
 
 def script(ports: dict[str, int], database: str) -> str:
@@ -55,7 +56,9 @@ def ran(postgres_url: str, tmp_path: Path) -> Path:
     programs.mkdir()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     if shutil.which("curl") is None:
-        (programs / "curl").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {ROOT / "tests" / "support" / "curl.py"} "$@"\n')
+        (programs / "curl").write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {ROOT / "tests" / "support" / "curl.py"} "$@"\n'
+        )
         (programs / "curl").chmod(0o755)
     path = f"{Path(sys.executable).parent}:{programs}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     text = script({"8000": free_port(), "9101": free_port()}, postgres_url)
@@ -111,11 +114,15 @@ def test_its_commands_run(ran: Path) -> None:
 
 def test_the_compose_commands_are_of_what_there_is() -> None:
     [text] = [text for kind, text in BLOCKS if kind == "sh-compose"]
-    asked = [shlex.split(line.partition(" > ")[0])[2:] for line in text.splitlines() if line.startswith("docker compose ")]
+    asked = [
+        shlex.split(line.partition(" > ")[0])[2:] for line in text.splitlines() if line.startswith("docker compose ")
+    ]
     assert [words[0] for words in asked] == ["build", "run", "run", "up"]
     for words in asked:
         if words[0] == "run":
-            name, *command = [word for word in words[1:] if not word.startswith("-") or word.startswith("--t") or word == "--scope"]
+            name, *command = [
+                word for word in words[1:] if not word.startswith("-") or word.startswith("--t") or word == "--scope"
+            ]
             assert name in SERVICES
             assert command[:3] == ["optpipe", "keys", "create"]
     for secret in ("postgres_password", "metrics_key"):
@@ -164,8 +171,12 @@ def test_the_table_of_errors_has_every_status(tmp_path: Path) -> None:
         paths = app.openapi()["paths"]
     finally:
         app.state.service.database.close()
-    described = {int(status) for methods in paths.values() for operation in methods.values() for status in operation["responses"]}
-    assert {int(row[0]) for row in table("service.md", "status")} == {status for status in described if status >= 400} | {
+    described = {
+        int(status) for methods in paths.values() for operation in methods.values() for status in operation["responses"]
+    }
+    assert {int(row[0]) for row in table("service.md", "status")} == {
+        status for status in described if status >= 400
+    } | {
         405,
         408,
     }  # by the guard and the connection, before any route

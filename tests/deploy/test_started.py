@@ -1,4 +1,5 @@
-"""What docker-compose.yml starts does what it is for: the same commands and environments, against a real PostgreSQL with a password."""
+"""What docker-compose.yml starts does what it is for: the same commands and environments, against a real PostgreSQL
+with a password."""
 
 from __future__ import annotations
 
@@ -53,7 +54,15 @@ def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
 
 def key(stack: Stack, tenant: str, *scopes: str) -> str:
     """By the command that docs/service.md names."""
-    made = stack.run("api", "optpipe", "keys", "create", "--tenant", tenant, *(word for scope in scopes for word in ("--scope", scope)))
+    made = stack.run(
+        "api",
+        "optpipe",
+        "keys",
+        "create",
+        "--tenant",
+        tenant,
+        *(word for scope in scopes for word in ("--scope", scope)),
+    )
     assert (made.returncode, made.stderr) == (0, "")
     return made.stdout.strip()
 
@@ -83,9 +92,15 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         assert job["best"]["makespan_ms"] > 0
         ended = soon(lambda: (now := client.get(job["url"]).json())["state"] not in ("queued", "running") and now)
         assert ended["state"] == "done"
-        taken = [line["text"] for line in client.get(f"{job['url']}/log").json()["lines"] if line["text"].startswith("taken by ")]
+        taken = [
+            line["text"]
+            for line in client.get(f"{job['url']}/log").json()["lines"]
+            if line["text"].startswith("taken by ")
+        ]
         assert len(taken) == 1
-        assert client.put(f"{job['url']}/adoptions/1", json={"step": 7, "measured_iteration_ms": 500.0}).status_code == 200
+        assert (
+            client.put(f"{job['url']}/adoptions/1", json={"step": 7, "measured_iteration_ms": 500.0}).status_code == 200
+        )
         assert client.get("/metrics").status_code == 403
 
     counted = {name: scraped(stack, name) for name in ("api", *WORKERS)}
@@ -119,7 +134,9 @@ def scraped(stack: Stack, name: str) -> str:
         credentials = Path(stack.mapped(name, how["authorization"]["credentials_file"])).read_text().strip()
         headers = {"Authorization": f"Bearer {credentials}"}
     inside = {"api": "8000", "worker": "9101"}[how["job_name"]]
-    reply = httpx.get(f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=30, trust_env=False)
+    reply = httpx.get(
+        f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=30, trust_env=False
+    )
     assert reply.status_code == 200
     return reply.text
 

@@ -1,4 +1,5 @@
-"""The main job end to end: a service, a training under torchrun that swaps, the cache at the end; a service killed on the way."""
+"""The main job end to end: a service, a training under torchrun that swaps, the cache at the end; a service killed on
+the way."""
 
 import contextlib
 import os
@@ -11,8 +12,8 @@ import pytest
 from support.following import until
 from support.ports import free_port
 
-from optpipe.cli import demo
-from optpipe.cli.launch import torchrun
+from optpipe_cli import demo
+from optpipe_cli.launch import torchrun
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import Plan, Told
 
@@ -41,7 +42,9 @@ def test_the_main_job(tmp_path, capsys):
     assert {step.version for step in told.steps} == set(range(len(told.schedules)))
     best = min(schedule["predicted_ms"] for schedule in told.schedules)
     assert best < told.schedules[0]["predicted_ms"]
-    assert all(max(step.host_peak_bytes) > 0 for step in told.steps if step.version == 0), "activations were really offloaded"
+    assert all(max(step.host_peak_bytes) > 0 for step in told.steps if step.version == 0), (
+        "activations were really offloaded"
+    )
     assert told.steps[-1].loss < told.steps[0].loss
     printed = capsys.readouterr().out
     assert "optpipe cache lookup problem.json: exact hit" in printed
@@ -71,7 +74,8 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
 
 
 def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tmp_path):
-    """With kill -9, in the middle of the search and of the training. At the end the service knows what was adopted and what that gained."""
+    """With kill -9, in the middle of the search and of the training. At the end the service knows what was adopted and
+    what that gained."""
     port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
     replace(SMALL, most_live_steps=10**6).save(tmp_path / "plan.json")  # it trains until the search is over
 
@@ -92,13 +96,22 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
 
         killer = threading.Thread(target=kill_and_start_again)
         killer.start()
-        torchrun(2, "optpipe_runtime.demo.train", tmp_path / "plan.json", url, tmp_path / "told.json", environment=environment)
+        torchrun(
+            2,
+            "optpipe_runtime.demo.train",
+            tmp_path / "plan.json",
+            url,
+            tmp_path / "told.json",
+            environment=environment,
+        )
         killer.join()
         jobs = ask("/v1/jobs")["jobs"]
         log, adoptions = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
     told = Told.load(tmp_path / "told.json")
-    assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], "nothing was submitted again"
+    assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
+        "nothing was submitted again"
+    )
     assert jobs[0]["attempt"] == 2, log
     predicted = [schedule["predicted_ms"] for schedule in told.schedules[1:]]
     assert predicted

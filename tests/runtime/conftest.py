@@ -1,4 +1,5 @@
-"""Ranks for the tests: processes that run functions of `rank_cases` and `rank_systems`; two that live for the whole session, and four."""
+"""Ranks for the tests: processes that run functions of `rank_cases` and `rank_systems`; two that live for the whole
+session, and four."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""CUDA's rules about what happens before what, without a GPU: streams and events are vector clocks, and every access that torch makes is
-checked. Work runs at once, on the CPU; what is simulated is whether anything ordered it.
+"""CUDA's rules about what happens before what, without a GPU: streams and events are vector clocks, and every access
+that torch makes is checked. Work runs at once, on the CPU; what is simulated is whether anything ordered it.
 
-Two accesses to the same bytes, one of them a write, race unless the first happens before the second: on one stream in the order of the
-host, from one stream to another through an event that was waited for. The caching allocator hands out and takes back memory in the order of
-the host, for the stream that computes: so an allocation counts as a write by that stream, and so does a storage's end, since whoever
-computes next may be given its memory.
+Two accesses to the same bytes, one of them a write, race unless the first happens before the second: on one stream in
+the order of the host, from one stream to another through an event that was waited for. The caching allocator hands out
+and takes back memory in the order of the host, for the stream that computes: so an allocation counts as a write by that
+stream, and so does a storage's end, since whoever computes next may be given its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Stream:
-    """`clock`: for each stream, by id, how many of its accesses happen before what comes next here. No host can wait for it: none may."""
+    """`clock`: for each stream, by id, how many of its accesses happen before what comes next here. No host can wait
+    for it: none may."""
 
     def __init__(self, device: Any = None) -> None:
         self.clock: dict[int, int] = {}
@@ -62,7 +63,12 @@ class Races(TorchDispatchMode):
         self.found: list[str] = []
         self._compute = self._current = Stream()
         self._storages: dict[int, tuple[StorageWeakRef, list[Access]]] = {}
-        for name, fake in {"Stream": Stream, "Event": Event, "stream": self._on, "current_stream": lambda device: self._current}.items():
+        for name, fake in {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": self._on,
+            "current_stream": lambda device: self._current,
+        }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
 
     @contextmanager
@@ -76,7 +82,9 @@ class Races(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.")
         named = [(argument.alias_info, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
-        looks = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)  # a view of an argument
+        looks = any(
+            one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns
+        )  # a view of an argument
         if not looks and not name.startswith("set_"):
             written = [t for alias, value in named if alias is not None and alias.is_write for t in _tensors(value)]
             for tensor in _tensors((args, kwargs)):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from optpipe_runtime.split import weight_grads
+from optpipe_runtime.execute.split import weight_grads
 
 WIDTH, BATCH = 64, 3
 
@@ -72,7 +72,11 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.down, self.up = linear().requires_grad_(False), nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.base, self.down, self.up = (
+            linear().requires_grad_(False),
+            nn.Linear(WIDTH, 4, bias=False),
+            nn.Linear(4, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.base(x) + self.up(self.down(x))
@@ -112,8 +116,8 @@ class Averaging(Counting):
 
 
 class Delaying(nn.Module):
-    """Stands in for a layer of TransformerEngine with delay_wgrad_compute=True: a queue of its own, first in, first out, and a `.grad` that
-    `backward_dw` sets; of the bias only where there is none yet."""
+    """Stands in for a layer of TransformerEngine with delay_wgrad_compute=True: a queue of its own, first in, first
+    out, and a `.grad` that `backward_dw` sets; of the bias only where there is none yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,9 +209,13 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "other types": lambda: Of(lambda f, x: (f(x.double()).float(), x.bfloat16()), linear().double()),
     "a weight twice": lambda: Of(lambda f, x: f(f(x)), linear()),
     "lstm": lambda: Of(lambda f, x: f(x)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-    "layer norms": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH, bias=False), nn.Softmax(-1), nn.Tanh()),
+    "layer norms": lambda: nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH, bias=False), nn.Softmax(-1), nn.Tanh()
+    ),
     "attention": lambda: Of(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)),
-    "attention without dropout": lambda: Of(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, batch_first=True)),
+    "attention without dropout": lambda: Of(
+        lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    ),
     "transformer layer": block,
     "transformer layer in evaluation": lambda: block().eval(),
     "checkpoint": lambda: checkpointed(reentrant=False),
@@ -221,32 +229,51 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "convolutions": lambda: nn.Sequential(
         nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.ConvTranspose1d(8, 8, 3, padding=1)
     ),
-    "convolution of images": lambda: nn.Sequential(nn.Unflatten(2, (8, 8)), nn.Conv2d(8, 8, 3, padding="same", groups=2), nn.Flatten(2)),
+    "convolution of images": lambda: nn.Sequential(
+        nn.Unflatten(2, (8, 8)), nn.Conv2d(8, 8, 3, padding="same", groups=2), nn.Flatten(2)
+    ),
     "product with a parameter": lambda: Raw(lambda w, x: torch.tanh(x @ w), WIDTH, WIDTH),
-    "product with a transposed parameter": lambda: Raw(lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH),
-    "products of several": lambda: Raw(lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH),
-    "gradients that are an output's": lambda: Of(lambda f, g, x: f(x) + g(x), Raw(offset, BATCH, 8, WIDTH), Raw(offset, BATCH, 8, WIDTH)),
+    "product with a transposed parameter": lambda: Raw(
+        lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH
+    ),
+    "products of several": lambda: Raw(
+        lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH
+    ),
+    "gradients that are an output's": lambda: Of(
+        lambda f, g, x: f(x) + g(x), Raw(offset, BATCH, 8, WIDTH), Raw(offset, BATCH, 8, WIDTH)
+    ),
     "an expanded gradient": lambda: Raw(lambda w, x: x + offset(w, x).sum() / x.numel(), BATCH, 8, WIDTH),
     "words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, padding_idx=3)),
     "words, sparse": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, sparse=True)),
     "bags of words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x.mean(1), nn.EmbeddingBag(WIDTH, WIDTH)),
-    "mapped": lambda: Of(lambda f, x: torch.vmap(f)(x), nn.Sequential(linear(), nn.Conv1d(8, 8, 1), nn.LayerNorm(WIDTH))),
-    "called with parameters": lambda: Of(lambda f, x: torch.func.functional_call(f, dict(f.named_parameters()), x), linear()),
+    "mapped": lambda: Of(
+        lambda f, x: torch.vmap(f)(x), nn.Sequential(linear(), nn.Conv1d(8, 8, 1), nn.LayerNorm(WIDTH))
+    ),
+    "called with parameters": lambda: Of(
+        lambda f, x: torch.func.functional_call(f, dict(f.named_parameters()), x), linear()
+    ),
     "products of experts": lambda: Raw(experts, 2, WIDTH, WIDTH, dtype=torch.bfloat16),
-    "a gradient in a forward": lambda: Of(slope, nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH), linear(), nn.Tanh())),
+    "a gradient in a forward": lambda: Of(
+        slope, nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH), linear(), nn.Tanh())
+    ),
     "bilinear": lambda: Of(lambda f, x: f(x, x), nn.Bilinear(WIDTH, WIDTH, 8)),
     "rms norm": lambda: nn.Sequential(nn.RMSNorm(WIDTH), linear()),
     "frozen": lambda: nn.Sequential(linear(), linear().requires_grad_(False), linear()),
     "adapters": Adapted,
     "complex parameters": lambda: Raw(lambda w, x: (x.to(w.dtype) @ w).abs(), WIDTH, WIDTH, dtype=torch.complex64),
-    "complex layers": lambda: Of(lambda f, x: f(torch.complex(x, x)).real, nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)),
-    "bfloat16": lambda: Of(lambda f, x: f(x.bfloat16()).float(), nn.Sequential(nn.LayerNorm(WIDTH), linear()).bfloat16()),
+    "complex layers": lambda: Of(
+        lambda f, x: f(torch.complex(x, x)).real, nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+    ),
+    "bfloat16": lambda: Of(
+        lambda f, x: f(x.bfloat16()).float(), nn.Sequential(nn.LayerNorm(WIDTH), linear()).bfloat16()
+    ),
     "state": Counting,
     "state, replaced": Replacing,
     "state, averaged": Averaging,
 }
 
-# Those of their parameters whose gradient comes at B: of modules that have none for W; of norms, where they would keep more than F kept.
+# Those of their parameters whose gradient comes at B: of modules that have none for W; of norms, where they would keep
+# more than F kept.
 AT_B: dict[str, set[str]] = {
     "batch norm": {"0.weight", "0.bias", "2.weight", "2.bias"},
     "spectral norm": {"0.parametrizations.weight.original", "0.bias"},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import OptPipeError, ScheduleError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport, pipeline
 
@@ -43,7 +43,10 @@ def make_stages(count: int, dropout: float = 0.0) -> list[nn.Module]:
     stages = [[Block(dropout)] for _ in range(count)]
     first = [nn.Embedding(WORDS, WIDTH)]
     head = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)]
-    return [nn.Sequential(*(first if s == 0 else []), *blocks, *(head if s == count - 1 else [])) for s, blocks in enumerate(stages)]
+    return [
+        nn.Sequential(*(first if s == 0 else []), *blocks, *(head if s == count - 1 else []))
+        for s, blocks in enumerate(stages)
+    ]
 
 
 def batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
@@ -57,9 +60,11 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | None] = (), **stage: Any) -> Problem:
-    """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a peer."""
+    """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a
+    peer."""
     costs = {
-        "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 100, "weight_grad_bytes": 100,
+        "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0,
+        "activation_bytes": 100, "saved_for_weight_bytes": 100,
         "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 90, "recompute_ms": 1.0, "checkpoint_bytes": 10,
     } | stage  # fmt: skip
     peer = dict(enumerate(peers))
@@ -68,8 +73,12 @@ def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | N
         {
             "microbatches": microbatches,
             "p2p_ms": 0.1,
-            "devices": [{"memory_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)],
-            "stages": [{"device": rank} | costs | (evicted if peer.get(rank) is not None else {}) for rank in placement],
+            "devices": [
+                {"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)
+            ],
+            "stages": [
+                {"device": rank} | costs | (evicted if peer.get(rank) is not None else {}) for rank in placement
+            ],
         }
     )
 
@@ -77,12 +86,16 @@ def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | N
 def numbers(modules: dict[int, nn.Module]) -> Gradients:
     """Every gradient by its name in the whole model."""
     return {
-        f"{s}.{name}": p.grad.numpy().copy() for s, module in modules.items() for name, p in module.named_parameters() if p.grad is not None
+        f"{s}.{name}": p.grad.numpy().copy()
+        for s, module in modules.items()
+        for name, p in module.named_parameters()
+        if p.grad is not None
     }
 
 
 def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
-    """One process, plain autograd, one micro-batch after the other: losses and gradients by step, with an SGD step after each."""
+    """One process, plain autograd, one micro-batch after the other: losses and gradients by step, with an SGD step
+    after each."""
     torch.set_num_threads(1)
     modules = make_stages(stages)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
@@ -112,9 +125,13 @@ def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list
     """One step with each schedule, swapped between the steps."""
     microbatches = schedules[0].problem.microbatches
     modules = own_stages(placement)
-    optimizer = torch.optim.SGD([torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1
+    )
     reports, gradients = [], []
-    with Pipeline(modules, placement, loss_fn, microbatches, peers=Layout.of(schedules[0].problem).peers or None) as pipe:
+    with Pipeline(
+        modules, placement, loss_fn, microbatches, peers=Layout.of(schedules[0].problem).peers or None
+    ) as pipe:
         for step, schedule in enumerate(schedules):
             pipe.load(schedule)
             optimizer.zero_grad()
@@ -125,15 +142,15 @@ def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list
 
 
 def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tuple[str, list[StepReport], Gradients]:
-    """Profiles, then trains a step with every micro-batch offloaded, one with all recomputed, one with all kept. Also returns what .grad
-    was after profiling."""
+    """Profiles, then trains a step with every micro-batch offloaded, one with all recomputed, one with all kept. Also
+    returns what .grad was after profiling."""
     modules = own_stages(placement, dropout=0.1)
     for module in modules.values():
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
     inputs, targets = batch(0, microbatches)
     with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
-        problem = pipe.profile(inputs, targets, memory_bytes=10**9, repeats=3, **options)
+        problem = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=3, **options)
         untouched = numbers(modules)
         reports = []
         for parts, recompute in ((problem.stages[0].offload_parts, False), (0, True), (0, False)):
@@ -144,7 +161,8 @@ def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tup
 
 
 def one_at_a_time(stage: int, microbatches: int, parts: int, recompute: bool = False) -> list[str]:
-    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards, each after a recompute."""
+    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards, each after a
+    recompute."""
     away = [[f"{stage}{kind}{j}.{k}" for kind in "ODR" for k in range(parts)] for j in range(microbatches)]
     first = [op for j in range(microbatches) for op in (f"{stage}F{j}", *away[j][: 2 * parts])]
     again = [[f"{stage}C{j}"] if recompute else away[j][2 * parts :] for j in range(microbatches)]
@@ -154,7 +172,8 @@ def one_at_a_time(stage: int, microbatches: int, parts: int, recompute: bool = F
 def train_with_offers(
     placement: Sequence[int], first: Schedule, refused_by_one: Schedule, better: Schedule
 ) -> tuple[list[int], list[Gradients], str]:
-    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while it trains."""
+    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while
+    it trains."""
     microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
     modules = own_stages(placement)
     versions, gradients, complaint = [], [], ""
@@ -232,7 +251,8 @@ def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]
 
 
 def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Schedule) -> tuple[str, int, int]:
-    """Loads and is offered a schedule for which one rank lacks host memory; what `load` said, the versions, and how many steps ran."""
+    """Loads and is offered a schedule for which one rank lacks host memory; what `load` said, the versions, and how
+    many steps ran."""
     rank, m = torch.distributed.get_rank(), first.problem.microbatches
     complaint = ""
     with Pipeline(own_stages(placement), placement, loss_fn, m, host_memory_bytes=None if rank else 1000) as pipe:
@@ -248,7 +268,8 @@ def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Sche
 
 
 def after_a_failure(placement: Sequence[int], schedule: Schedule) -> tuple[str, list[str]]:
-    """A stage of this rank fails in the second step; what the third step says, and what the failure says of where it was."""
+    """A stage of this rank fails in the second step; what the third step says, and what the failure says of where it
+    was."""
     m = schedule.problem.microbatches
 
     def fails(output: Tensor, target: Tensor) -> Tensor:
@@ -313,11 +334,14 @@ def measure(
 ) -> Problem:
     """The profiled problem."""
     with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes, peers=peers) as pipe:
-        return pipe.profile(*batch(0, microbatches), memory_bytes=10**9, offload_parts=offload_parts, repeats=1)
+        return pipe.profile(
+            *batch(0, microbatches), activation_budget_bytes=10**9, offload_parts=offload_parts, repeats=1
+        )
 
 
 class Branches(nn.Module):
-    """Several outputs, each by a layer of its own from the input of the same number; of those left out, the input itself goes on."""
+    """Several outputs, each by a layer of its own from the input of the same number; of those left out, the input
+    itself goes on."""
 
     def __init__(self, layers: int, outputs: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What the ranks do in `test_changes`: turns of training and evaluation between which the batch and the stages change."""
+"""What the ranks do in `test_changes`: turns of training and evaluation between which the batch and the stages
+change."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class Seen(NamedTuple):
 
 def stages() -> list[nn.Module]:
     torch.manual_seed(8)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        for _ in range(2)
+    ]
 
 
 def batch(turn: Turn, microbatches: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +63,10 @@ def turns(schedule: Schedule, taken: Sequence[Turn]) -> list[Seen]:
         for turn in taken:
             prepared(modules, turn)
             inputs, targets = batch(turn, m)
-            ours = inputs if rank == 0 else None, targets if rank == 1 else None  # the other rank cannot see what has changed
+            ours = (
+                inputs if rank == 0 else None,
+                targets if rank == 1 else None,
+            )  # the other rank cannot see what has changed
             report = pipe.step(*ours) if turn.train else pipe.evaluate(*ours)
             found.append(seen(report.losses, modules))
     return found

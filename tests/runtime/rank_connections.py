@@ -1,4 +1,5 @@
-"""What the ranks do in `test_connections`: pipelines made one after the other, and numbers that torch has conjugated on paper only."""
+"""What the ranks do in `test_connections`: pipelines made one after the other, and numbers that torch has conjugated on
+paper only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ WIDTH = 8
 
 
 def again(schedule: Schedule, times: int) -> list[int]:
-    """Connections and other files that are open after each of so many pipelines; half of them end while another is there."""
+    """Connections and other files that are open after each of so many pipelines; half of them end while another is
+    there."""
     rank, x, found = torch.distributed.get_rank(), torch.zeros(2, WIDTH), []
     for _ in range(times // 2):
         with Pipeline({rank: nn.Linear(WIDTH, WIDTH)}, [0, 1], mse_loss, 2) as pipe:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.pool import OnHost
+from optpipe_runtime.memory.pool import OnHost
 
 
 def told(schedule: Schedule, placement: Sequence[int], what: str) -> list[str]:
-    """What this rank is told, and what that came from, when on rank 0 a copy fails, or on the last rank the loss does."""
+    """What this rank is told, and what that came from, when on rank 0 a copy fails, or on the last rank the loss
+    does."""
     error: BaseException | None = _error(schedule, placement, what)
     found = []
     while error is not None:

@@ -1,4 +1,5 @@
-"""What the ranks do in `test_excess`: a stage that saves more of some micro-batches than of the one that was profiled."""
+"""What the ranks do in `test_excess`: a stage that saves more of some micro-batches than of the one that was
+profiled."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline, StepReport
 
@@ -44,8 +45,11 @@ class Told(logging.Handler):
         self.sentences.append(record.getMessage())
 
 
-def profiled_then_large(programs: Sequence[Sequence[str]], large: Sequence[int]) -> tuple[Problem, list[StepReport], list[str]]:
-    """Profiles with a usual batch; then a usual step, two with `large` micro-batches, and one of them after a swap. What the log says."""
+def profiled_then_large(
+    programs: Sequence[Sequence[str]], large: Sequence[int]
+) -> tuple[Problem, list[StepReport], list[str]]:
+    """Profiles with a usual batch; then a usual step, two with `large` micro-batches, and one of them after a swap.
+    What the log says."""
     microbatches = sum(text.startswith("0F") for text in programs[0])
     rank = torch.distributed.get_rank()
     told = Told()
@@ -53,12 +57,14 @@ def profiled_then_large(programs: Sequence[Sequence[str]], large: Sequence[int])
     try:
         with Pipeline({rank: Sometimes()}, [0, 1], functional.mse_loss, microbatches) as pipe:
             usual, targets = inputs(microbatches), torch.zeros(microbatches * ROWS, WIDTH)
-            problem = pipe.profile(usual, targets, memory_bytes=10**9, repeats=1)
+            problem = pipe.profile(usual, targets, activation_budget_bytes=10**9, repeats=1)
             schedule = Schedule.parse(problem, programs)
             pipe.load(schedule)
             reports = [pipe.step(usual, targets, trace=True)]
             reports += [pipe.step(inputs(microbatches, large), targets, trace=True) for _ in range(2)]
-            pipe.load(Schedule.parse(problem, [[text for text in program if text[1] not in "ODR"] for program in programs]))
+            pipe.load(
+                Schedule.parse(problem, [[text for text in program if text[1] not in "ODR"] for program in programs])
+            )
             reports.append(pipe.step(inputs(microbatches, large), targets, trace=True))
     finally:
         logging.getLogger("optpipe.runtime").removeHandler(told)

@@ -19,7 +19,8 @@ from optpipe_runtime import Pipeline
 
 
 class Trouble(NamedTuple):
-    """What happens on one rank: in the forward or backward of its first stage that does this the `nth` time, or before a step."""
+    """What happens on one rank: in the forward or backward of its first stage that does this the `nth` time, or before
+    a step."""
 
     rank: int
     where: str  # "forward", "backward", "between"
@@ -55,7 +56,8 @@ class _Fuse(torch.autograd.Function):
 
 
 class _Armed(nn.Module):
-    """A stage that counts its forwards and backwards; the first two forwards are those in which the pipeline learns it."""
+    """A stage that counts its forwards and backwards; the first two forwards are those in which the pipeline learns
+    it."""
 
     def __init__(self, stage: nn.Module, trouble: Trouble) -> None:
         super().__init__()
@@ -119,7 +121,9 @@ def leaving(placement: Sequence[int], schedule: Schedule) -> str:
 
 def apart(placement: Sequence[int], different: Mapping[str, Any]) -> str:
     """What is told where rank 1 gives something else than the other ranks."""
-    given = {"placement": placement, "microbatches": 2, "loss_fn": loss_fn} | (different if dist.get_rank() == 1 else {})
+    given = {"placement": placement, "microbatches": 2, "loss_fn": loss_fn} | (
+        different if dist.get_rank() == 1 else {}
+    )
     stages = own_stages(placement if isinstance(given["placement"], int) else given["placement"])
     try:
         with Pipeline(stages, **given):
@@ -132,7 +136,7 @@ def measured_apart(placement: Sequence[int]) -> str:
     """What is told where rank 1 measures more often."""
     with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
         try:
-            pipe.profile(*batch(0, 2), memory_bytes=10**6, repeats=1 + dist.get_rank())
+            pipe.profile(*batch(0, 2), activation_budget_bytes=10**6, repeats=1 + dist.get_rank())
         except InputError as error:
             return str(error)
     return ""
@@ -179,7 +183,7 @@ def shut_down(placement: Sequence[int], schedule: Schedule) -> str:
 
 
 def mistaken(placement: Sequence[int]) -> list[str]:
-    """On rank 1 only: a stage is missing; memory_bytes is."""
+    """On rank 1 only: a stage is missing; activation_budget_bytes is."""
     told, rank = [], dist.get_rank()
     try:
         Pipeline({} if rank == 1 else own_stages(placement), placement, loss_fn, 2)
@@ -187,7 +191,7 @@ def mistaken(placement: Sequence[int]) -> list[str]:
         told.append(str(error))
     with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
         try:
-            pipe.profile(*batch(0, 2), memory_bytes=None if rank == 1 else 10**6)
+            pipe.profile(*batch(0, 2), activation_budget_bytes=None if rank == 1 else 10**6)
         except InputError as error:
             told.append(str(error))
         told.append(str(len(pipe.gather(rank))))

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from rank_cases import batch, loss_fn, own_stages
 
-from optpipe import Problem, timeline
-from optpipe_runtime import Follower, Pipeline, Profiler, clock
+from optpipe import Problem
+from optpipe.evaluate import timeline
+from optpipe_runtime import Follower, Pipeline, Profiler
 from optpipe_runtime.bench import paced
 from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.measure import clock
 
 
 class Written:
@@ -26,17 +28,25 @@ class Written:
 
 
 def follow(
-    placement: list[int], microbatches: int, url: str, steps: int, every: int, begun: bool = False, until: int | None = None
+    placement: list[int],
+    microbatches: int,
+    url: str,
+    steps: int,
+    every: int,
+    begun: bool = False,
+    until: int | None = None,
 ) -> tuple[list[float | None], list[int], Any]:
-    """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before anything is measured. The
-    losses seen here, each step's version, what rank 0's writer got."""
+    """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before
+    anything is measured. The losses seen here, each step's version, what rank 0's writer got."""
     rank, writer = torch.distributed.get_rank(), Written()
     modules = own_stages(placement)
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
     losses, versions = [], []
     with (
         Pipeline(modules, placement, loss_fn, microbatches) as pipe,
-        Follower(pipe, url, memory_bytes=10**9, writer=writer if rank == 0 else None, every=every) as follower,
+        Follower(
+            pipe, url, activation_budget_bytes=10**9, writer=writer if rank == 0 else None, every=every
+        ) as follower,
     ):
         if begun:
             pipe.load(one_at_a_time(pipe.layout.unmeasured()))
@@ -61,7 +71,8 @@ def await_offer(follower: Follower, at_most_s: float) -> None:
 
 
 class Noisy:
-    """Stands for the module `time` where ops sleep and where they are timed: no busy machine makes them longer; each varies by a tenth."""
+    """Stands for the module `time` where ops sleep and where they are timed: no busy machine makes them longer; each
+    varies by a tenth."""
 
     def __init__(self, seed: int) -> None:
         self._now, self._chance = 0.0, random.Random(seed)
@@ -73,9 +84,11 @@ class Noisy:
         return self._now
 
 
-def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, factor: float) -> tuple[list[int], list[Problem | None]]:
-    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each step the version,
-    and the problem after it."""
+def slows_down(
+    url: str, microbatches: int, every: int, calm: int, slow: int, factor: float
+) -> tuple[list[int], list[Problem | None]]:
+    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each
+    step the version, and the problem after it."""
     rank, times = torch.distributed.get_rank(), paced.Times(10.0, 10.0, 10.0, 0.0)
     module = paced.Stage(times)
     x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
@@ -85,7 +98,7 @@ def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, fa
     try:
         with (
             Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
-            Follower(pipe, url, memory_bytes=10**9, every=every) as follower,
+            Follower(pipe, url, activation_budget_bytes=10**9, every=every) as follower,
         ):
             for step in range(calm + slow):
                 if step == calm and rank == 1:
@@ -101,7 +114,10 @@ def slows_down(url: str, microbatches: int, every: int, calm: int, slow: int, fa
 def regroups(url: str, microbatches: int, then: int) -> list[float]:
     """Two steps, then two of the same batch in another number of micro-batches; the losses seen here."""
     losses = []
-    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, microbatches) as pipe, Follower(pipe, url, memory_bytes=10**9, every=3) as follower:
+    with (
+        Pipeline(own_stages([0, 1]), [0, 1], loss_fn, microbatches) as pipe,
+        Follower(pipe, url, activation_budget_bytes=10**9, every=3) as follower,
+    ):
         for step in range(4):
             if step == 2:
                 assert pipe.problem is not None
@@ -124,7 +140,7 @@ def script(text: str) -> tuple[Problem, Problem]:
     """Runs it, with a pipeline and batches; the problem as profiled, and as the script has it."""
     inputs, targets = batch(0, 2)
     with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2) as pipe:
-        profiled = pipe.profile(inputs, targets, memory_bytes=10**9, repeats=3)
+        profiled = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=3)
         pipe.load(one_at_a_time(profiled))
         scope: dict[str, Any] = {"pipe": pipe, "batches": [(inputs, targets)] * 3, "Profiler": Profiler}
         exec(compile(text, "docs/profile.md", "exec"), scope)

@@ -1,4 +1,5 @@
-"""What the ranks do in `test_links`: they train over links that they share, with copies that last long enough to collide."""
+"""What the ranks do in `test_links`: they train over links that they share, with copies that last long enough to
+collide."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from rank_cases import Gradients, batch, loss_fn, numbers, own_stages
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, Pipeline, stage
-from optpipe_runtime.pool import Engine, HostPool, Link, OnHost, Ticket
-from optpipe_runtime.team import Team
+from optpipe_runtime import Layout, Pipeline
+from optpipe_runtime.execute import stage
+from optpipe_runtime.memory.pool import Engine, HostPool, Link, OnHost, Ticket
+from optpipe_runtime.ranks.team import Team
 
 COPY_S = 0.003  # what a copy lasts at least
 
@@ -43,9 +45,11 @@ class Slow:
         return self._lane.run(slowly)
 
 
-def train(schedules: Sequence[Schedule], alone: bool = False) -> tuple[list[dict[int, float]], list[Gradients], list[Transfer]]:
-    """One step with each schedule, all of one layout: losses by micro-batch, gradients, and every transfer. `alone`: no rank waits for
-    its turn."""
+def train(
+    schedules: Sequence[Schedule], alone: bool = False
+) -> tuple[list[dict[int, float]], list[Gradients], list[Transfer]]:
+    """One step with each schedule, all of one layout: losses by micro-batch, gradients, and every transfer. `alone`: no
+    rank waits for its turn."""
     layout = Layout.of(schedules[0].problem)
     modules, rank = own_stages(layout.placement), torch.distributed.get_rank()
     seen: list[Transfer] = []
@@ -93,7 +97,8 @@ def too_few_links() -> str:
 
 
 def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, int]:
-    """Trains by each schedule in turn: bytes allocated for the host while ops run; what they used at most, and what the plans said."""
+    """Trains by each schedule in turn: bytes allocated for the host while ops run; what they used at most, and what the
+    plans said."""
     layout = Layout.of(schedules[0].problem)
     allocated = used = reserved = 0
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:

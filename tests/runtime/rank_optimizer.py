@@ -1,4 +1,5 @@
-"""What the ranks do in `test_optimizer`: training with optimizers on the host, beside a plain run with the same optimizers."""
+"""What the ranks do in `test_optimizer`: training with optimizers on the host, beside a plain run with the same
+optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from rank_cases import batch, loss_fn, make_stages, numbers
 from torch import nn
 
 from optpipe.errors import OptPipeError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 
@@ -29,7 +30,8 @@ def momentum(named: Any) -> torch.optim.Optimizer:
 
 
 def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tuple[list[list[float]], Values]:
-    """One process, one micro-batch after the other, one optimizer for all stages: losses by step, and the parameters in the end."""
+    """One process, one micro-batch after the other, one optimizer for all stages: losses by step, and the parameters in
+    the end."""
     torch.set_num_threads(1)
     modules = make_stages(stages)
     optimizer = factory([p for module in modules for p in module.parameters()])
@@ -49,19 +51,31 @@ def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tu
 
 
 def values(modules: dict[int, nn.Module]) -> Values:
-    return {f"{s}.{name}": p.detach().numpy().copy() for s, module in modules.items() for name, p in module.named_parameters()}
+    return {
+        f"{s}.{name}": p.detach().numpy().copy()
+        for s, module in modules.items()
+        for name, p in module.named_parameters()
+    }
 
 
 class Training:
     """A pipeline of `make_stages` whose stages in `hosted` are updated on the host, the others on the device."""
 
-    def __init__(self, layout: Layout, hosted: Sequence[int], factory: Any = adam, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, layout: Layout, hosted: Sequence[int], factory: Any = adam, dtype: torch.dtype = torch.float32
+    ) -> None:
         rank = torch.distributed.get_rank()
         self.layout = layout
-        self.modules = {s: module.to(dtype) for s, module in enumerate(make_stages(len(layout.placement))) if layout.placement[s] == rank}
+        self.modules = {
+            s: module.to(dtype)
+            for s, module in enumerate(make_stages(len(layout.placement)))
+            if layout.placement[s] == rank
+        }
         factories = dict.fromkeys(hosted, factory)
         ways = {"links": layout.links or None, "full_duplex": layout.full_duplex}
-        self.pipe = Pipeline(self.modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=factories, **ways)
+        self.pipe = Pipeline(
+            self.modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=factories, **ways
+        )
         here = [p for s, module in self.modules.items() if s not in hosted for p in module.parameters()]
         self.optimizer = factory([torch.zeros(0), *here])
 
@@ -73,7 +87,9 @@ class Training:
         return report
 
 
-def train(schedules: Sequence[Schedule], hosted: Sequence[int], factory: Any = adam) -> tuple[list[StepReport], Values, set[str]]:
+def train(
+    schedules: Sequence[Schedule], hosted: Sequence[int], factory: Any = adam
+) -> tuple[list[StepReport], Values, set[str]]:
     """A step by each schedule; reports, parameters in the end, and the gradients that are there after it."""
     training = Training(Layout.of(schedules[0].problem), hosted, factory)
     with training.pipe as pipe:
@@ -82,7 +98,9 @@ def train(schedules: Sequence[Schedule], hosted: Sequence[int], factory: Any = a
         return reports, values(training.modules), set(numbers(training.modules))
 
 
-def resume(schedule: Schedule, hosted: Sequence[int], at: int, steps: int, module_first: bool) -> tuple[list[Any], Values]:
+def resume(
+    schedule: Schedule, hosted: Sequence[int], at: int, steps: int, module_first: bool
+) -> tuple[list[Any], Values]:
     """Trains for `at` steps, saves, and goes on from there with other modules, whose parameters were zeros."""
     before = Training(Layout.of(schedule.problem), hosted)
     with before.pipe as pipe:
@@ -110,9 +128,11 @@ def rounded(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
-    """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host. In the end the modules load
-    what they have."""
-    training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4), torch.bfloat16)
+    """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host. In the
+    end the modules load what they have."""
+    training = Training(
+        Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4), torch.bfloat16
+    )
     with training.pipe as pipe:
         for k in range(steps):
             training.step(k, schedule)
@@ -129,7 +149,8 @@ def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
 
 
 def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
-    """Loads ones into a stage on the host, and trains with learning rate 0; then changes a parameter at the wrong moment."""
+    """Loads ones into a stage on the host, and trains with learning rate 0; then changes a parameter at the wrong
+    moment."""
     training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=0.0))
     ours = next(iter(training.pipe.host_optimizers))
     module, told = training.modules[ours], ""
@@ -208,6 +229,8 @@ def profiled(placement: Sequence[int], microbatches: int, hosted: Sequence[int])
     training = Training(Layout.make(placement, microbatches), hosted)
     before = values(training.modules)
     with training.pipe as pipe:
-        problem = pipe.profile(*batch(0, microbatches), memory_bytes=10**9, repeats=2)
+        problem = pipe.profile(*batch(0, microbatches), activation_budget_bytes=10**9, repeats=2)
     same = all(np.array_equal(value, before[name]) for name, value in values(training.modules).items())
-    return problem, same and not numbers(training.modules) and not any(host.optimizer.state for host in pipe.host_optimizers.values())
+    return problem, same and not numbers(training.modules) and not any(
+        host.optimizer.state for host in pipe.host_optimizers.values()
+    )

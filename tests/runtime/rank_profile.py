@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe_runtime import Pipeline
-from optpipe_runtime.pool import Engine, Ticket
-from optpipe_runtime.profiler import Measured
+from optpipe_runtime.measure.profiler import Measured
+from optpipe_runtime.memory.pool import Engine, Ticket
 
 Span = tuple[float, float]  # on the machine's clock
 
@@ -39,7 +39,10 @@ class Recorded:
 
 
 def copies(
-    placement: Sequence[int], copy_s: Sequence[float], full_duplex: bool = False, links: Sequence[str | None] | None = None
+    placement: Sequence[int],
+    copy_s: Sequence[float],
+    full_duplex: bool = False,
+    links: Sequence[str | None] | None = None,
 ) -> tuple[Measured, list[Span], list[Span]]:
     """Profiles where a rank's copies take so long; when they ran, out and back."""
     rank = torch.distributed.get_rank()
@@ -49,13 +52,14 @@ def copies(
         if full_duplex:
             up = Recorded(link.up, copy_s[rank])
         link.down, link.up = down, up
-        pipe.profile(*batch(0, 2), memory_bytes=10**9, repeats=3)
+        pipe.profile(*batch(0, 2), activation_budget_bytes=10**9, repeats=3)
         assert pipe.measured is not None
         return pipe.measured, down.spans, up.spans
 
 
 def two_routes(loss_s: float) -> Measured:
-    """Stage 1 is the last of the first route, which one of four micro-batches takes; the others go on to stage 2. The loss takes long."""
+    """Stage 1 is the last of the first route, which one of four micro-batches takes; the others go on to stage 2. The
+    loss takes long."""
     placement = [0, 1, 0]
     rank = torch.distributed.get_rank()
     stages: dict[int, nn.Module] = {s: nn.Linear(WIDTH, WIDTH) for s, owner in enumerate(placement) if owner == rank}
@@ -66,7 +70,7 @@ def two_routes(loss_s: float) -> Measured:
 
     x: Any = torch.randn(8, WIDTH)
     with Pipeline(stages, placement, slow, 4, routes=[[0, 1], [0, 1, 2]], microbatch_routes=[0, 1, 1, 1]) as pipe:
-        pipe.profile(x, x, memory_bytes=10**9, repeats=3)
+        pipe.profile(x, x, activation_budget_bytes=10**9, repeats=3)
         assert pipe.measured is not None
         return pipe.measured
 
@@ -77,5 +81,5 @@ def changing_the_batch() -> bool:
     stages = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)), nn.Linear(8, 8)]
     inputs, targets = -batch, batch.clone()
     with Pipeline({rank: stages[rank]}, [0, 1], lambda y, target: (y - target.mul_(0.5)).square().mean(), 2) as pipe:
-        pipe.profile(inputs, targets, memory_bytes=10**9, repeats=1)
+        pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=1)
     return torch.equal(inputs, -batch) and torch.equal(targets, batch)

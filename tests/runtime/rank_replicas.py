@@ -38,7 +38,8 @@ class Odd(nn.Module):
 
 
 class Seen(NamedTuple):
-    """Of one step on one rank: losses where there are some, gradients, the norm that clipping saw, and the peak of activations."""
+    """Of one step on one rank: losses where there are some, gradients, the norm that clipping saw, and the peak of
+    activations."""
 
     losses: list[float] | None
     gradients: Gradients
@@ -58,11 +59,17 @@ def whole(tensor: Tensor) -> Any:
 
 
 def parameters(modules: dict[int, nn.Module]) -> Gradients:
-    return {f"{s}.{name.removeprefix('module.')}": whole(p) for s, module in modules.items() for name, p in module.named_parameters()}
+    return {
+        f"{s}.{name.removeprefix('module.')}": whole(p)
+        for s, module in modules.items()
+        for name, p in module.named_parameters()
+    }
 
 
 def gradients(modules: dict[int, nn.Module]) -> Gradients:
-    named = ((s, name.removeprefix("module."), p) for s, module in modules.items() for name, p in module.named_parameters())
+    named = (
+        (s, name.removeprefix("module."), p) for s, module in modules.items() for name, p in module.named_parameters()
+    )
     return {f"{s}.{name}": whole(p.grad) for s, name, p in named if p.grad is not None}
 
 
@@ -82,7 +89,11 @@ def replicated(schedules: Sequence[Sequence[Schedule]], how: str, max_norm: floa
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
     number, m = dist.get_rank(group), schedules[0][0].problem.microbatches
     placement = [stage.device for stage in schedules[0][0].problem.stages]
-    modules = {s: wrapped(module, how, **options) for s, module in enumerate(make_stages(len(placement))) if placement[s] == number}
+    modules = {
+        s: wrapped(module, how, **options)
+        for s, module in enumerate(make_stages(len(placement)))
+        if placement[s] == number
+    }
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
     seen = []
     with Pipeline(modules, placement, loss_fn, m, group=group) as pipe:
@@ -130,7 +141,7 @@ def odds(schedule: Schedule, how: str, **options: Any) -> Odds:
     data = [tuple(part.chunk(2)[replica] for part in batch(step, 2 * m)) for step in range(2)]
     with Pipeline({number: module}, [0, 1], loss_fn, m, group=group) as pipe:
         pipe.tie(tied(inner, number))
-        problem = pipe.profile(*data[0], memory_bytes=10**9, repeats=1)
+        problem = pipe.profile(*data[0], activation_budget_bytes=10**9, repeats=1)
         pipe.load(Schedule(problem, schedule.programs))
         losses = [pipe.evaluate(*data[0]).losses]
         for inputs, targets in data:
@@ -139,7 +150,12 @@ def odds(schedule: Schedule, how: str, **options: Any) -> Odds:
             losses.append(pipe.evaluate(inputs, targets).losses)
         found, norm = gradients({number: module}), pipe.clip_grad_norm_(0.1)
         stage = problem.stages[number]
-        sizes = stage.activation_bytes, stage.weight_grad_bytes, stage.checkpoint_bytes or 0, stage.offload_bytes or 0
+        sizes = (
+            stage.activation_bytes,
+            stage.saved_for_weight_bytes,
+            stage.checkpoint_bytes or 0,
+            stage.offload_bytes or 0,
+        )
         return Odds(sizes, losses, found, norm, gradients({number: module}), means)
 
 
@@ -173,8 +189,8 @@ class Collectives(TorchDispatchMode):
 
 
 def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients], list[dict[str, int]]]:
-    """On FSDP: only the first replica is offered a better schedule, and only its batch changes its shape, in the second step. Versions,
-    gradients, and the collectives of each step."""
+    """On FSDP: only the first replica is offered a better schedule, and only its batch changes its shape, in the second
+    step. Versions, gradients, and the collectives of each step."""
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
     number, m = dist.get_rank(group), first.problem.microbatches
     modules = {number: wrapped(make_stages(2)[number], "fsdp")}
@@ -200,7 +216,8 @@ def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients
 
 
 def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
-    """With a communication hook on DDP, which sets gradients to one: how many numbers it saw, each time; and how many there are."""
+    """With a communication hook on DDP, which sets gradients to one: how many numbers it saw, each time; and how many
+    there are."""
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
     number, m = dist.get_rank(group), schedule.problem.microbatches
     module, seen = wrapped(make_stages(2)[number], "ddp"), []
@@ -222,7 +239,8 @@ def hooked(schedule: Schedule, steps: int) -> tuple[list[int], int]:
 
 
 def undone(first: Schedule, larger: Schedule, how: str, **options: Any) -> tuple[list[int], Gradients]:
-    """One rank of the first replica runs out of memory late in its first step by another schedule. Versions, and the step's gradients."""
+    """One rank of the first replica runs out of memory late in its first step by another schedule. Versions, and the
+    step's gradients."""
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
     number, m = dist.get_rank(group), first.problem.microbatches
     modules = {number: wrapped(make_stages(2)[number], how, **options)}

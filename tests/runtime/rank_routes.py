@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 
@@ -29,7 +29,9 @@ def batch(microbatches: int) -> tuple[Tensor, Tensor]:
 def plain(layout: Layout) -> tuple[list[float], Gradients]:
     torch.set_num_threads(1)
     modules, losses = blocks(len(layout.placement)), []
-    for j, (x, y) in enumerate(zip(*(part.chunk(layout.microbatches) for part in batch(layout.microbatches)), strict=True)):
+    for j, (x, y) in enumerate(
+        zip(*(part.chunk(layout.microbatches) for part in batch(layout.microbatches)), strict=True)
+    ):
         for s in layout.route(j):
             x = modules[s](x)
         loss = mse_loss(x, y)
@@ -52,14 +54,16 @@ def train(schedule: Schedule) -> tuple[list[float], Gradients]:
     inputs, targets = batch(layout.microbatches)
     with pipe:
         pipe.load(schedule)
-        report = pipe.step(inputs if layout.first & modules.keys() else None, targets if layout.last & modules.keys() else None)
+        report = pipe.step(
+            inputs if layout.first & modules.keys() else None, targets if layout.last & modules.keys() else None
+        )
     return report.losses or [], numbers(modules)
 
 
 def profile(layout: Layout) -> Problem:
     pipe, _ = make(layout)
     with pipe:
-        return pipe.profile(*batch(layout.microbatches), memory_bytes=10**9, repeats=1)
+        return pipe.profile(*batch(layout.microbatches), activation_budget_bytes=10**9, repeats=1)
 
 
 def refusals(mistakes: list[dict[str, Any]]) -> list[str]:

@@ -17,7 +17,8 @@ from optpipe_runtime import Pipeline
 
 
 class Trained(NamedTuple):
-    """Of one rank: the largest difference to a gradient of a plain run, as a part of the largest gradient, and what did not wait for W."""
+    """Of one rank: the largest difference to a gradient of a plain run, as a part of the largest gradient, and what did
+    not wait for W."""
 
     difference: float
     at_b: frozenset[str]
@@ -34,7 +35,7 @@ def trained(names: Sequence[str], microbatches: int, programs: Sequence[Sequence
             part.delays = False
         inputs, targets = torch.randn(2, microbatches * BATCH, 8, WIDTH)
         with Pipeline({rank: modules[rank]}, [0, 1], mse_loss, microbatches) as pipe:
-            problem = pipe.profile(inputs, targets, memory_bytes=10**9, repeats=1)
+            problem = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=1)
             for program in (programs, [one_at_a_time(s, microbatches, 1) for s in range(2)]):
                 pipe.load(Schedule.parse(problem, program))
                 pipe.step(inputs, targets)

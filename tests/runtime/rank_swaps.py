@@ -19,9 +19,9 @@ from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.bench.swap import SwapCost, swap_cost
-from optpipe_runtime.lowering import Plan
-from optpipe_runtime.pool import PAGE
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.execute.lowering import Plan
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory.pool import PAGE
 
 SEQUENCES = 12
 WAIT = 2000  # steps within which an offer must have been taken
@@ -39,7 +39,9 @@ def stages(count: int, moody: bool = False) -> list[nn.Module]:
     """`moody`: with random numbers and running means."""
     torch.manual_seed(8)
     moods = [[nn.BatchNorm1d(LENGTH), nn.Dropout(0.1)] if moody else [] for _ in range(count)]
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), *mood, nn.GELU(), nn.Linear(WIDTH, WIDTH)).double() for mood in moods]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), *mood, nn.GELU(), nn.Linear(WIDTH, WIDTH)).double() for mood in moods
+    ]
 
 
 def own_stages(placement: Sequence[int], moody: bool = False) -> dict[int, nn.Module]:
@@ -47,7 +49,9 @@ def own_stages(placement: Sequence[int], moody: bool = False) -> dict[int, nn.Mo
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = torch.randn(2, SEQUENCES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    inputs, targets = torch.randn(
+        2, SEQUENCES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     return inputs, targets
 
 
@@ -74,8 +78,8 @@ def plain(count: int, steps: int, microbatches: int) -> list[Step]:
 
 
 def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]:
-    """A training of which each step runs another schedule: the first half loaded, the others offered, and between two steps nobody knows
-    whether the offer is there yet."""
+    """A training of which each step runs another schedule: the first half loaded, the others offered, and between two
+    steps nobody knows whether the offer is there yet."""
     modules, found = own_stages(placement), []
     optimizer = trainer(modules)
     problem = schedules[0].problem
@@ -134,7 +138,8 @@ class Undone(NamedTuple):
 
 
 def undone(placement: Sequence[int], first: Schedule, bad: Schedule, rank: int, op: str, nth: int) -> Undone:
-    """A step by `first`; the same again, from the same state, by `bad`, which runs out of memory on one rank. Gradients add to ones."""
+    """A step by `first`; the same again, from the same state, by `bad`, which runs out of memory on one rank. Gradients
+    add to ones."""
     problem = first.problem
     modules = own_stages(placement, moody=True)
     state = {s: {name: value.clone() for name, value in module.state_dict().items()} for s, module in modules.items()}
@@ -165,7 +170,9 @@ def _doubling(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _seen(pipe: Pipeline, report: StepReport, modules: Mapping[int, nn.Module]) -> Step:
-    buffers = {f"{s}.{name}": value.numpy().copy() for s, module in modules.items() for name, value in module.named_buffers()}
+    buffers = {
+        f"{s}.{name}": value.numpy().copy() for s, module in modules.items() for name, value in module.named_buffers()
+    }
     assert pipe.schedule is not None
     return Step(report.losses or [], numbers(dict(modules)) | buffers, pipe.schedule.method)
 
@@ -193,7 +200,9 @@ def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Sch
         pipe.load(first)
         complaint = ""
         try:
-            with failing("forward", 3 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")):  # one is of learning
+            with failing(
+                "forward", 3 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
+            ):  # one is of learning
                 pipe.step(*batch(0))
         except OptPipeError as error:
             complaint = str(error)
@@ -202,8 +211,11 @@ def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Sch
         return complaint, untouched, pipe.step(*batch(0)).losses or []
 
 
-def paced(placement: Sequence[int], schedules: Mapping[str, Schedule], ms: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Steps that take as long as the test says, by schedule, and some noise: `quick`, `slow` offered twice, `better`, `slow` loaded."""
+def paced(
+    placement: Sequence[int], schedules: Mapping[str, Schedule], ms: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """Steps that take as long as the test says, by schedule, and some noise: `quick`, `slow` offered twice, `better`,
+    `slow` loaded."""
     modules, ran = own_stages(placement), []
     noise = np.random.default_rng(3 + dist.get_rank())
     with Pipeline(modules, placement, mse_loss, schedules["quick"].problem.microbatches) as pipe, heard() as logged:
@@ -211,7 +223,9 @@ def paced(placement: Sequence[int], schedules: Mapping[str, Schedule], ms: Mappi
 
         def run(plan: Plan, *arguments: Any, **options: Any) -> StepReport:
             outlier = 40.0 if len(ran) % 4 == 3 else 0.0
-            return replace(real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier)
+            return replace(
+                real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier
+            )
 
         pipe._executor.run = run  # type: ignore[method-assign]
 
@@ -250,7 +264,8 @@ class Cut(NamedTuple):
 
 
 def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedule) -> Cut:
-    """Every schedule for another number of micro-batches: loaded, then offered; then one that does not divide the batch."""
+    """Every schedule for another number of micro-batches: loaded, then offered; then one that does not divide the
+    batch."""
     modules, steps, counts = own_stages(placement), [], []
     first = schedules[0]
     with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe, heard() as logged:
@@ -283,10 +298,15 @@ def costs(placement: Sequence[int], schedule: Schedule) -> SwapCost:
         return swap_cost(pipe, *batch(0), swaps=3)
 
 
-def too_little_on_the_host(placement: Sequence[int], first: Schedule, second: Schedule, pages: int) -> tuple[str, list[float], list[str]]:
+def too_little_on_the_host(
+    placement: Sequence[int], first: Schedule, second: Schedule, pages: int
+) -> tuple[str, list[float], list[str]]:
     """The second has another number of micro-batches, so what its offloads take is known only in its first step."""
     limit = pages * PAGE["cpu"]
-    with Pipeline(own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe, heard() as logged:
+    with (
+        Pipeline(own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe,
+        heard() as logged,
+    ):
         pipe.load(first)
         pipe.step(*batch(0))
         pipe.load(second)

@@ -1,4 +1,5 @@
-"""What the ranks do in `test_systems`: one training step by each of many schedules, on a model whose parameters stay as they are."""
+"""What the ranks do in `test_systems`: one training step by each of many schedules, on a model whose parameters stay as
+they are."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from rank_cases import Gradients, batch, loss_fn, make_stages, numbers
 from torch import nn
 
-from optpipe.ops import Kind
+from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
 
@@ -46,11 +47,14 @@ class Kept(torch.optim.SGD):
     def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
         super().__init__(named, lr=0.0)
         self.found: Gradients = {}
-        self.register_step_pre_hook(lambda *_: self.found.update({name: p.grad.numpy().copy() for name, p in named if p.grad is not None}))
+        self.register_step_pre_hook(
+            lambda *_: self.found.update({name: p.grad.numpy().copy() for name, p in named if p.grad is not None})
+        )
 
 
 def run_all(schedules: Sequence[Schedule]) -> list[Outcome]:
-    """One pipeline for each layout and stages with an optimizer on the host, made when the first schedule needs it; all of them stay."""
+    """One pipeline for each layout and stages with an optimizer on the host, made when the first schedule needs it; all
+    of them stay."""
     pipelines: dict[Any, tuple[Pipeline, dict[int, nn.Module]]] = {}
     outcomes = []
     for schedule in schedules:
@@ -65,7 +69,8 @@ def run_all(schedules: Sequence[Schedule]) -> list[Outcome]:
 
 
 def _pipeline(layout: Layout, hosted: frozenset[int]) -> tuple[Pipeline, dict[int, nn.Module]]:
-    """A pipeline whose routes have a copy of the model each: they are tied, and begin as the one on the lowest rank, whatever they were."""
+    """A pipeline whose routes have a copy of the model each: they are tied, and begin as the one on the lowest rank,
+    whatever they were."""
     rank, modules = torch.distributed.get_rank(), {}
     copies = list(zip(*layout.routes, strict=True))
     for same, *modules_of in zip(copies, *(model(len(copies)) for _ in layout.routes), strict=True):
@@ -75,7 +80,9 @@ def _pipeline(layout: Layout, hosted: frozenset[int]) -> tuple[Pipeline, dict[in
                 if rank > min(layout.placement[other] for other in same):
                     module.apply(_spoil)
     ways = {"routes": layout.routes, "microbatch_routes": layout.microbatch_routes, "peers": layout.peers or None}
-    pipe = Pipeline(modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=dict.fromkeys(hosted, Kept), **ways)
+    pipe = Pipeline(
+        modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=dict.fromkeys(hosted, Kept), **ways
+    )
     for same in copies if len(layout.routes) > 1 else ():
         pipe.tie(next((modules[s] for s in same if s in modules), None))
     return pipe, modules
@@ -93,5 +100,9 @@ def _step(pipe: Pipeline, modules: dict[int, nn.Module], layout: Layout, schedul
     report = pipe.step(*batch(0, layout.microbatches))
     ours = [j for j in range(layout.microbatches) if layout.route(j)[-1] in modules]
     assert np.isclose(report.loss or 0.0, np.mean(report.losses or [0.0]))
-    left = {f"{s}.{name}": grad for s, host in pipe.host_optimizers.items() for name, grad in vars(host.optimizer)["found"].items()}
+    left = {
+        f"{s}.{name}": grad
+        for s, host in pipe.host_optimizers.items()
+        for name, grad in vars(host.optimizer)["found"].items()
+    }
     return Outcome(dict(zip(ours, report.losses or (), strict=True)), numbers(modules) | left)

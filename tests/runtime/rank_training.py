@@ -22,9 +22,15 @@ from optpipe_runtime import Pipeline
 
 
 def plain(
-    stages: int, microbatches: int, steps: int, replica: int | None = None, max_norm: float = 0.0, norm_type: float = 2.0
+    stages: int,
+    microbatches: int,
+    steps: int,
+    replica: int | None = None,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
 ) -> tuple[list[list[float]], list[Gradients], list[float]]:
-    """The same in one process: over the whole batch, or a replica's half of it. Losses, gradients, and the norms that clipping saw."""
+    """The same in one process: over the whole batch, or a replica's half of it. Losses, gradients, and the norms that
+    clipping saw."""
     torch.set_num_threads(1)
     modules = make_stages(stages)
     every = [p for module in modules for p in module.parameters()]
@@ -34,7 +40,9 @@ def plain(
     for step in range(steps):
         optimizer.zero_grad()
         inputs, targets = (
-            batch(step, microbatches) if replica is None else (part.chunk(2)[replica] for part in batch(step, 2 * microbatches))
+            batch(step, microbatches)
+            if replica is None
+            else (part.chunk(2)[replica] for part in batch(step, 2 * microbatches))
         )
         losses.append([])
         for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
@@ -67,7 +75,8 @@ def clipped(schedules: Sequence[Schedule], max_norm: float, norm_type: float) ->
 
 
 def autocast(schedule: Schedule, states: Sequence[bool]) -> tuple[list[list[float] | None], Gradients]:
-    """A step with autocast or without, one after the other, gradients added up, in which what passes between stages has another type."""
+    """A step with autocast or without, one after the other, gradients added up, in which what passes between stages has
+    another type."""
     m, rank = schedule.problem.microbatches, dist.get_rank()
     modules, losses = {rank: perceptrons()[rank]}, []
     with Pipeline(modules, [0, 1], loss_fn, m) as pipe:
@@ -95,7 +104,10 @@ def plain_autocast(microbatches: int, states: Sequence[bool]) -> tuple[list[list
 
 def perceptrons() -> list[nn.Module]:
     torch.manual_seed(2)
-    return [nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WORDS))]
+    return [
+        nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WORDS)),
+    ]
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -108,7 +120,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class Habits(NamedTuple):
-    """How somebody trains: every `accumulate` steps the optimizer, then the scheduler; gradients are set to None or to zero."""
+    """How somebody trains: every `accumulate` steps the optimizer, then the scheduler; gradients are set to None or to
+    zero."""
 
     optimizer: str
     accumulate: int = 1
@@ -201,7 +214,11 @@ def checkpointed(
     placement = [stage.device for stage in schedule.problem.stages]
     group = mesh()["pipe"].get_group() if how != "alone" else None
     number, m = dist.get_rank(group), schedule.problem.microbatches
-    modules = {s: wrapped(module, how) for s, module in enumerate(make_stages(len(placement), dropout)) if placement[s] == number}
+    modules = {
+        s: wrapped(module, how)
+        for s, module in enumerate(make_stages(len(placement), dropout))
+        if placement[s] == number
+    }
     model = nn.ModuleDict({str(s): module for s, module in modules.items()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -221,7 +238,9 @@ def checkpointed(
         if resume:
             state = states()
             dcp.load(state, checkpoint_id=folder)
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=by_name)
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=by_name
+            )
             scheduler.load_state_dict(state["scheduler"])
             if dropout:
                 torch.set_rng_state(state[f"random.{number}"])
@@ -236,7 +255,8 @@ def checkpointed(
 
 
 def script(text: str, folder: str) -> str:
-    """Runs a script that believes to begin and to end its process group, with `folder` for its files; returns what it prints."""
+    """Runs a script that believes to begin and to end its process group, with `folder` for its files; returns what it
+    prints."""
     begin, end = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
     said, tempfile.tempdir = io.StringIO(), folder

@@ -37,7 +37,8 @@ AFTER_A_FAILURE_S = 10.0  # by then the others have heard of it, too
 
 
 class Ranks:
-    """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for it."""
+    """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for
+    it."""
 
     def __init__(self, context: ForkServerContext, world: int, folder: Path) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0

@@ -44,8 +44,10 @@ def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
         assert sentences[7] == "no schedule is loaded: call load(schedule) before the first step"
         assert sentences[8] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
         assert sentences[9] == "the ranks prepared different schedules: they were profiled differently"
-        assert sentences[10] == "memory_bytes is missing: how many bytes of activations may this rank hold?"
-        assert sentences[11].startswith("rank 0: load was given no optpipe.Schedule on rank 0, whose schedule counts; a search")
+        assert sentences[10] == "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
+        assert sentences[11].startswith(
+            "rank 0: load was given no optpipe.Schedule on rank 0, whose schedule counts; a search"
+        )
     assert told[0][12] == "offer was given a NoneType: an optpipe.Schedule can be offered"
     assert told[1][12] == "offer was called on rank 1: schedules are offered on rank 0"
 
@@ -59,7 +61,12 @@ def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
 
 
 def test_no_step_after_one_that_failed(ranks: Ranks) -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
+    schedule = Schedule.parse(
+        rank_cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]]
+    )
     said, where = ranks(rank_cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
-    assert said == "this pipeline has failed, make a new one: rank 0 was at 1F0: F of stage 1, micro-batch 0: ValueError: not today"
+    assert said == (
+        "this pipeline has failed, make a new one: rank 0 was at 1F0: F of stage 1, micro-batch 0: "
+        "ValueError: not today"
+    )
     assert where == ["rank 0 was at 1F0: F of stage 1, micro-batch 0"]

@@ -1,4 +1,5 @@
-"""`bench gpu` on the CPU: all of it but CUDA itself, for which there is a stand-in where time on the GPU is what counts."""
+"""`bench gpu` on the CPU: all of it but CUDA itself, for which there is a stand-in where time on the GPU is what
+counts."""
 
 from __future__ import annotations
 
@@ -23,24 +24,28 @@ from packaging.utils import canonicalize_name
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from optpipe.cli.main import app
 from optpipe.errors import InputError
-from optpipe.memory import certify
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.validity import check
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.validity import check
+from optpipe_cli.main import app
 from optpipe_runtime.bench import gpu, gpu_runs, paced
 from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals, emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept, share_offloaded
 from optpipe_runtime.bench.gpu_verdict import Report, Row
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.lowering import Message
+from optpipe_runtime.execute.lowering import Message
 from optpipe_runtime.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--width", "32", "--context", "32", "--blocks", "1", "--microbatches", "2", "--emulate-stage", "0/2"]
-ON_CUDA = {"memory_allocated above it, of its peak", "num_alloc_retries in steady state", "num_device_alloc in steady state"}
+ON_CUDA = {
+    "memory_allocated above it, of its peak",
+    "num_alloc_retries in steady state",
+    "num_device_alloc in steady state",
+}
 CERTAIN = {  # whatever else the machine does
     "activation bytes that leave",
     "peak falls, of what is certified",
@@ -51,7 +56,8 @@ CERTAIN = {  # whatever else the machine does
 
 def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int = 8) -> Problem:
     stage = {
-        "forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 100, "weight_grad_bytes": 60,
+        "forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0,
+        "activation_bytes": 100, "saved_for_weight_bytes": 60,
         "offload_ms": copy_ms, "reload_ms": copy_ms, "offload_bytes": 100, "offload_parts": 2,
     }  # fmt: skip
     placed = [{"device": s % devices} | stage for s in range(stages)]
@@ -60,7 +66,7 @@ def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int =
             "microbatches": microbatches,
             "p2p_ms": 0.5 if devices > 1 else 0.0,
             "transfer_mode": "full_duplex",
-            "devices": [{"memory_bytes": 2**20}] * devices,
+            "devices": [{"activation_budget_bytes": 2**20}] * devices,
             "stages": placed,
         }
     )
@@ -70,14 +76,18 @@ def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int =
 
 
 @pytest.mark.parametrize(("devices", "warm_up"), [(1, [3]), (4, [3, 2, 1, 0])])
-def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_keeps_up(devices: int, warm_up: list[int]) -> None:
+def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_keeps_up(
+    devices: int, warm_up: list[int]
+) -> None:
     given = problem(devices, 4)
     whole, half = kept(given, warm_up), halved(given, warm_up)
     assert check(given, whole) == check(given, half) == check(problem(1, 4), alone(problem(1, 4))) == []
     assert half.makespan_ms <= 1.01 * whole.makespan_ms
     assert certify(given, half).device[0].bytes < certify(given, whole).device[0].bytes
     assert share_offloaded(whole) == 0.0
-    assert share_offloaded(half) == 0.5 if devices == 1 else 0.25 < share_offloaded(half) <= 0.375, "the last stage holds nothing for long"
+    assert share_offloaded(half) == 0.5 if devices == 1 else 0.25 < share_offloaded(half) <= 0.375, (
+        "the last stage holds nothing for long"
+    )
     assert share_offloaded(alone(problem(1, 4))) == 1.0
 
 
@@ -115,7 +125,8 @@ def test_the_sleeper_lets_nothing_through_before_its_moment() -> None:
 
 
 class FakeGpu:
-    """Streams that know what time it is on them, ms, and a clock frequency that is not what the spinner takes it to be."""
+    """Streams that know what time it is on them, ms, and a clock frequency that is not what the spinner takes it to
+    be."""
 
     def __init__(self, patch: pytest.MonkeyPatch, cycles_per_ms: float) -> None:
         self.cycles_per_ms = cycles_per_ms
@@ -187,10 +198,13 @@ def test_a_stage_between_stand_ins_takes_as_long_as_predicted(make: Callable[[Pr
     times, batch = paced.Times(20.0, 20.0, 16.0, 12.0), torch.randn(4 * paced.SHAPE[0], paced.SHAPE[1])
     try:
         with Pipeline({s: paced.Stage(times) for s in range(3)}, [0] * 3, paced.loss, 4, full_duplex=True) as pipe:
-            measured = pipe.profile(batch, batch, memory_bytes=2**40, repeats=1).stages[1]
+            measured = pipe.profile(batch, batch, activation_budget_bytes=2**40, repeats=1).stages[1]
             paced.pace(pipe, times.copy)
             given = problem(3, 3, copy_ms=times.copy, microbatches=4)
-            sizes = {name: getattr(measured, name) for name in ("activation_bytes", "weight_grad_bytes", "offload_bytes", "offload_parts")}
+            sizes = {
+                name: getattr(measured, name)
+                for name in ("activation_bytes", "saved_for_weight_bytes", "offload_bytes", "offload_parts")
+            }
             lasting = {"forward_ms": 20.0, "backward_input_ms": 20.0, "backward_weight_ms": 16.0}
             stages = [stage.model_copy(update=sizes | lasting) for stage in given.stages]
             schedule = make(given.replace(stages=stages), [2, 1, 0])
@@ -236,7 +250,9 @@ def measured() -> Iterator[tuple[gpu_runs.Setup, gpu_runs.Measured]]:
         yield setup, gpu_runs.measure(setup)
 
 
-def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(
+    measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
+) -> None:
     report = gpu.judge(*measured)
     assert {row.what for row in report.rows if row.passed is None} == ON_CUDA
     assert {row.what for row in report.rows if row.passed} >= CERTAIN
@@ -244,7 +260,9 @@ def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(measured: tuple[g
     assert len(json.loads(report.trace)["traceEvents"]) > 100
 
 
-def test_every_op_ran_once_a_step_and_held_no_more_than_certified(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
+    measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
+) -> None:
     _, found = measured
     for steps in (*found.inside, found.copies, *found.stage):
         ops = steps.schedule.programs[steps.device].ops()
@@ -292,14 +310,24 @@ def test_make_bench_gpu(tmp_path: Path) -> None:
     assert done.returncode == (0 if told["passed"] else 2), done.stderr  # make's own code for a command that failed
     assert told["device"] == "CPU"
     assert {row["what"] for row in told["rows"] if row["verdict"] == "not measured"} == ON_CUDA
-    names = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "process_name"}
+    names = {
+        event["args"]["name"]
+        for event in json.loads(trace.read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    }
     assert {"all stages, half offloaded: measured", "stage 0 of 2, half offloaded: predicted"} <= names
 
     owners = packages_distributions()
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     needed = {name for package in imported for name in owners.get(package, ())} - {"optpipe"}
     assert {"torch", "numpy", "pydantic"} <= needed
-    assert {canonicalize_name(name) for name in needed} & with_what_they_need("optpipe[all]") <= with_what_they_need(*gpu_needs(), "torch")
+    assert {canonicalize_name(name) for name in needed} & with_what_they_need("optpipe[all]") <= with_what_they_need(
+        *gpu_needs(), "torch"
+    )
 
 
 def gpu_needs() -> list[str]:
@@ -317,13 +345,19 @@ def with_what_they_need(*packages: str) -> set[str]:
             continue
         found.add(name)
         after = map(Requirement, requires(wanted.name) or ())
-        waiting += [r for r in after if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in wanted.extras or [""])]
+        waiting += [
+            r
+            for r in after
+            if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in wanted.extras or [""])
+        ]
     return found
 
 
 def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
     """`name version` in the table's first column, against what `make wheels` fetches."""
-    rows = [line.split("|")[1] for line in (ROOT / "docs/gpu.md").read_text().splitlines() if re.match(r"\| \w+ \d", line)]
+    rows = [
+        line.split("|")[1] for line in (ROOT / "docs/gpu.md").read_text().splitlines() if re.match(r"\| \w+ \d", line)
+    ]
     told = {canonicalize_name(name): version for row in rows for name, version in re.findall(r"(\w+) ([\d.]+)", row)}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     pinned = {canonicalize_name(name): version for name, version in pins.items()}

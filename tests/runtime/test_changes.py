@@ -1,4 +1,5 @@
-"""Between steps a user evaluates, takes batches of another size, freezes and unfreezes: every turn is that of a plain run, to the bit."""
+"""Between steps a user evaluates, takes batches of another size, freezes and unfreezes: every turn is that of a plain
+run, to the bit."""
 
 from __future__ import annotations
 

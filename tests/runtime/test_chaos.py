@@ -1,4 +1,5 @@
-"""Two hundred random certified schedules, swapped step by step, and services that fail: the training stays that of a plain run."""
+"""Two hundred random certified schedules, swapped step by step, and services that fail: the training stays that of a
+plain run."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from support.fake_service import by_path, fake_service
 from support.service import running, settings_in, use_fake_solver
 from support.strategies import arranged
 
-from optpipe.memory import certify
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.validity import check
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 
 EACH, MICROBATCHES = 20, 4
 CASES = {  # ranks, the rank of each stage, to whom each rank evicts
@@ -104,11 +105,16 @@ def telling_lies(_: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("service", [killed_on_the_way, slow, telling_lies])
 def test_whatever_the_service_does_the_training_goes_on(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Callable[[Path], AbstractContextManager[str]]
+    ranks: Ranks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    service: Callable[[Path], AbstractContextManager[str]],
 ) -> None:
     use_fake_solver(monkeypatch)
     with service(tmp_path) as url:
-        _, (losses, versions, _) = ranks(rank_follow.follow, placement=[0, 1], microbatches=MICROBATCHES, url=url, steps=60, every=20)
+        _, (losses, versions, _) = ranks(
+            rank_follow.follow, placement=[0, 1], microbatches=MICROBATCHES, url=url, steps=60, every=20
+        )
     plain, _ = rank_cases.plain(2, MICROBATCHES, 60)
     assert losses == [pytest.approx(sum(own) / MICROBATCHES, rel=1e-4) for own in plain]
     assert service is killed_on_the_way or set(versions) == {1}

@@ -1,4 +1,5 @@
-"""The client with a real service: schedules arrive, other costs are told, and an end of the service is no end of anything."""
+"""The client with a real service: schedules arrive, other costs are told, and an end of the service is no end of
+anything."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from support.following import QUICK, news, until, warnings
 from support.ports import free_port
 from support.service import running, settings_in, use_fake_solver
 
-from optpipe_runtime.client import ScheduleClient
+from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
@@ -63,7 +64,9 @@ def test_an_infeasible_problem_is_said_once(settings: Settings, caplog: pytest.L
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="infeasible", **QUICK) as client:
         until(lambda: client.ended)
         assert client.poll() is None
-    assert warnings(caplog) == [f"the solver service at {url} ended its search as infeasible: device 0 needs 2000 bytes and has 1000"]
+    assert warnings(caplog) == [
+        f"the solver service at {url} ended its search as infeasible: device 0 needs 2000 bytes and has 1000"
+    ]
 
 
 def test_a_refused_problem_is_not_sent_again(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +100,9 @@ def test_a_service_that_comes_later_is_found(settings: Settings, caplog: pytest.
         with running(settings, port):
             assert until(client.poll).version == 1
             until(lambda: news(caplog))
-            assert [" is away: " in line for line in warnings(caplog)] == [True], "one warning an outage, however many attempts"
+            assert [" is away: " in line for line in warnings(caplog)] == [True], (
+                "one warning an outage, however many attempts"
+            )
             assert [line.rpartition(" is ")[2] for line in news(caplog)] == ["there again"]
 
 
@@ -117,7 +122,11 @@ def test_a_service_that_is_restarted_goes_on_with_the_job(settings: Settings, ca
             [incumbent] = seen(f"{url}{job['url']}/incumbents")["incumbents"]
             assert client.poll() is None, "nothing is offered twice"
     adoption = incumbent["adoption"]
-    assert (incumbent["makespan_ms"], adoption["step"], adoption["measured_iteration_ms"]) == (first.makespan_ms, 7, 9.5)
+    assert (incumbent["makespan_ms"], adoption["step"], adoption["measured_iteration_ms"]) == (
+        first.makespan_ms,
+        7,
+        9.5,
+    )
 
 
 def test_a_service_that_has_lost_its_database_is_asked_again(settings: Settings, tmp_path: Path) -> None:
@@ -155,7 +164,8 @@ def test_a_full_service_is_asked_again(settings: Settings, caplog: pytest.LogCap
 
 
 def test_a_search_goes_on_with_other_costs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    """It is the same job, from its best; what runs is the best that is known for the new costs, too, so nothing is offered."""
+    """It is the same job, from its best; what runs is the best that is known for the new costs, too, so nothing is
+    offered."""
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang", **QUICK) as client:
         first = until(client.poll)
         assert not client.ended

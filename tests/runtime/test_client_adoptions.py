@@ -12,9 +12,13 @@ from support.chain import chain, gpipe
 from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
 from support.following import QUICK, until, warnings
 
-from optpipe_runtime.client import Offer, ScheduleClient
+from optpipe_runtime.service.client import Offer, ScheduleClient
 
-FOUND = {"/jobs": fake.job(), "/events": fake.events(fake.one(), fake.end()), "/incumbents/1": fake.incumbent(gpipe(chain()))}
+FOUND = {
+    "/jobs": fake.job(),
+    "/events": fake.events(fake.one(), fake.end()),
+    "/incumbents/1": fake.incumbent(gpipe(chain())),
+}
 HEARD = fake.as_json({})
 
 
@@ -29,20 +33,30 @@ def told(asked: list[Asked]) -> list[tuple[str, Any]]:
 
 def test_an_adoption_is_told_and_told_again_with_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
     """Also after the search is over."""
-    with fake_service(by_path({**FOUND, "/adoptions/1": HEARD})) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with (
+        fake_service(by_path({**FOUND, "/adoptions/1": HEARD})) as (url, asked),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
         offer = until(client.poll)
         until(lambda: client.ended)
         client.adopted(offer, 12)
         until(lambda: told(asked))
         client.adopted(offer, np.int64(12), np.float32(7.25))  # type: ignore[arg-type]
     path = "/v1/jobs/a1/adoptions/1"
-    assert told(asked) == [(path, {"step": 12}), (path, {"step": 12, "measured_iteration_ms": 7.25})], "the last one while it closed"
+    assert told(asked) == [(path, {"step": 12}), (path, {"step": 12, "measured_iteration_ms": 7.25})], (
+        "the last one while it closed"
+    )
     assert warnings(caplog) == []
 
 
 def test_a_service_that_is_away_hears_the_last_word_later() -> None:
-    heard = one_after_the_other(fake.resetting, Answer(503, headers={"Retry-After": "0"}), fake.resetting_in_the_middle, HEARD)
-    with fake_service(by_path({**FOUND, "/adoptions/1": heard})) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    heard = one_after_the_other(
+        fake.resetting, Answer(503, headers={"Retry-After": "0"}), fake.resetting_in_the_middle, HEARD
+    )
+    with (
+        fake_service(by_path({**FOUND, "/adoptions/1": heard})) as (url, asked),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
         offer = until(client.poll)
         client.adopted(offer, 3)
         until(lambda: told(asked))
@@ -63,7 +77,10 @@ def test_what_changed_while_it_was_told_is_told_again() -> None:
         until(lambda: len(waits) > 1 or client._adoptions[("a1", 1)] != {"step": 3})
         return HEARD
 
-    with fake_service(by_path({**FOUND, "/adoptions/1": slow})) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
+    with (
+        fake_service(by_path({**FOUND, "/adoptions/1": slow})) as (url, asked),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
         offer = until(client.poll)
         client.adopted(offer, 3)
         until(lambda: waits)
@@ -86,7 +103,7 @@ def test_what_the_service_will_not_hear_is_given_up(answer: Answer, caplog: pyte
 
 
 def test_a_close_does_not_wait_for_a_service_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optpipe_runtime.client.TELL_S", 0.3)
+    monkeypatch.setattr("optpipe_runtime.service.client.TELL_S", 0.3)
     with fake_service(by_path({**FOUND, "/adoptions/1": fake.silent})) as (url, asked):
         client = ScheduleClient(url, chain())
         client.adopted(until(client.poll), 3)

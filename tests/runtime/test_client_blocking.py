@@ -13,15 +13,16 @@ from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service
 from support.following import QUICK, until
 
-from optpipe_runtime.client import CLOSE_S, Offer, ScheduleClient
-from optpipe_runtime.search import Search
+from optpipe_runtime.service.client import CLOSE_S, Offer, ScheduleClient
+from optpipe_runtime.service.search import Search
 
 LONGEST_S = 0.05
 SOME = Offer(1, gpipe(chain()), "a1", 1)
 
 
 def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands still from here to the end of the test, in the middle of a check: who waited for it would wait forever."""
+    """It stands still from here to the end of the test, in the middle of a check: who waited for it would wait
+    forever."""
     reached, over = threading.Event(), threading.Event()
 
     def stands(_self: Search, _incumbent: Any) -> None:
@@ -73,11 +74,16 @@ SOUND = {"/jobs": fake.job(), "/events": fake.open_events(*map(fake.one, range(1
 )
 def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the processor's time each of them; by the clock, which counts other processes, too, all but a few."""
-    monkeypatch.setattr("optpipe_runtime.client.TELL_S", 0.3)
+    monkeypatch.setattr("optpipe_runtime.service.client.TELL_S", 0.3)
     with fake_service(answers) as (url, asked):
         client = ScheduleClient(url, chain(), backoff_s=(0.01, 0.05), read_timeout_s=0.5)
         until(lambda: asked)
-        calls: list[Callable[[], object]] = [client.poll, lambda: client.adopted(SOME, 1, 1.0), client.poll, client.poll]
+        calls: list[Callable[[], object]] = [
+            client.poll,
+            lambda: client.adopted(SOME, 1, 1.0),
+            client.poll,
+            client.poll,
+        ]
         spent, took = [], []
         for k in range(100):
             for call in [*calls, lambda: client.update(chain(), None)] if k % 25 == 24 else calls:
@@ -94,7 +100,10 @@ def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch
     assert sorted(took)[-len(took) // 50] < LONGEST_S
     assert closed_s < CLOSE_S + 1
     assert not client._thread.is_alive()
-    print(f"the longest call took {1e3 * max(took):.2f} ms, {1e3 * max(spent):.2f} ms of them the processor's; close {closed_s:.2f} s")
+    print(
+        f"the longest call took {1e3 * max(took):.2f} ms, {1e3 * max(spent):.2f} ms of them the processor's; "
+        f"close {closed_s:.2f} s"
+    )
 
 
 def test_a_close_that_has_nothing_to_tell_waits_for_nothing() -> None:

@@ -1,4 +1,5 @@
-"""What is offered to the training: the newest, once, only if it is better than what runs, and for the costs as they are."""
+"""What is offered to the training: the newest, once, only if it is better than what runs, and for the costs as they
+are."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service, one_after_the_other
 from support.following import QUICK, until
 
-from optpipe.problem import Problem
+from optpipe.evaluate.validity import check
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.validity import check
-from optpipe_runtime.client import ScheduleClient
+from optpipe_runtime.service.client import ScheduleClient
 
 SLOWER = chain(scale=1.5)
 
@@ -18,7 +19,11 @@ SLOWER = chain(scale=1.5)
 def finding(*schedules: Schedule, then: bytes = fake.end()) -> dict[str, Answer | Answers]:
     """One after the other, then the end."""
     found = {f"/incumbents/{k}": fake.incumbent(schedule, k) for k, schedule in enumerate(schedules, 1)}
-    return {"/jobs": fake.job(), "/events": fake.events(*(fake.one(k) for k in range(1, len(schedules) + 1)), then), **found}
+    return {
+        "/jobs": fake.job(),
+        "/events": fake.events(*(fake.one(k) for k in range(1, len(schedules) + 1)), then),
+        **found,
+    }
 
 
 def test_the_newest_is_offered_once() -> None:
@@ -43,7 +48,10 @@ def test_what_is_worse_than_what_came_before_is_not_offered() -> None:
 
 def test_what_is_no_better_than_what_runs_is_not_offered() -> None:
     answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
-    with fake_service(answers) as (url, asked), ScheduleClient(url, chain(), warm_start=gpipe(chain()), **QUICK) as client:
+    with (
+        fake_service(answers) as (url, asked),
+        ScheduleClient(url, chain(), warm_start=gpipe(chain()), **QUICK) as client,
+    ):
         until(lambda: client.ended)
         assert client.poll() is None
     assert asked[0].json()["warm_start"]["method"] == "gpipe"
@@ -69,8 +77,14 @@ def test_an_offer_for_costs_that_have_changed_is_none() -> None:
 def test_of_many_changes_the_last_counts() -> None:
     last = chain(scale=2.0)
     posed = one_after_the_other(fake.silent, fake.job(version=2))  # whoever waits for an answer is called away
-    table = {**finding(one_by_one(chain()), then=b""), "/problem": posed, "/incumbents/2": fake.incumbent(gpipe(last), 2)}
-    table["/events"] = one_after_the_other(fake.open_events(fake.one()), fake.events(fake.one(2, version=2), fake.end()))
+    table = {
+        **finding(one_by_one(chain()), then=b""),
+        "/problem": posed,
+        "/incumbents/2": fake.incumbent(gpipe(last), 2),
+    }
+    table["/events"] = one_after_the_other(
+        fake.open_events(fake.one()), fake.events(fake.one(2, version=2), fake.end())
+    )
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
         until(client.poll)
         client.update(chain(scale=1.25), None)

@@ -15,9 +15,9 @@ from support.fake_service import Answer, Answers, Asked, by_path, fake_service, 
 from support.following import QUICK, news, until, warnings
 
 from optpipe.errors import InputError
-from optpipe_runtime.client import Offer, ScheduleClient
-from optpipe_runtime.search import longest_answer
-from optpipe_runtime.wire import LONGEST_WAIT_S, Backoff, _seconds, api_key, base_url
+from optpipe_runtime.service.client import Offer, ScheduleClient
+from optpipe_runtime.service.search import longest_answer
+from optpipe_runtime.service.wire import LONGEST_WAIT_S, Backoff, _seconds, api_key, base_url
 
 GOOD_FILE = fake.document(gpipe(chain()))
 TOO_BIG = fake.document(gpipe(chain()))  # for two activations; the problem asked has memory for one
@@ -35,7 +35,9 @@ def _log_everything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
     monkeypatch.delenv("OPTPIPE_KEY", raising=False)
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://host:x", "/v1", "http://me:secret@host"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://host", "http://", "http://host:x", "/v1", "http://me:secret@host"]
+)
 def test_a_url_that_is_none_is_a_sentence(url: str) -> None:
     with pytest.raises(InputError, match="must be http://HOST:PORT") as refusal:
         base_url(url)
@@ -97,7 +99,9 @@ STREAM = {"Content-Type": "text/event-stream"}
         ({"/jobs": JOB, "/events": Answer(204), "/a1": fake.as_json({"state": "running"})}, "away"),
     ],
 )
-def test_garbage_is_one_warning(answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_one_warning(
+    answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), backoff_s=(0.01, 10.0)) as client:
         until(lambda: client._search._backoff.failures >= 3)
         assert client.poll() is None
@@ -105,9 +109,12 @@ def test_garbage_is_one_warning(answers: dict[str, Answer | Answers], word: str,
 
 
 @pytest.mark.parametrize(
-    "answers", [{"/jobs": fake.trickling}, {"/jobs": JOB, "/events": fake.silent}, {"/jobs": JOB, "/events": fake.trickling}]
+    "answers",
+    [{"/jobs": fake.trickling}, {"/jobs": JOB, "/events": fake.silent}, {"/jobs": JOB, "/events": fake.trickling}],
 )
-def test_who_never_comes_to_an_end_is_away(answers: dict[str, Answer | Answers], caplog: pytest.LogCaptureFixture) -> None:
+def test_who_never_comes_to_an_end_is_away(
+    answers: dict[str, Answer | Answers], caplog: pytest.LogCaptureFixture
+) -> None:
     with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), **IMPATIENT) as client:
         until(lambda: client._search._backoff.failures >= 2)
         assert client.poll() is None
@@ -135,7 +142,10 @@ def test_a_service_that_mends_its_ways_is_believed(caplog: pytest.LogCaptureFixt
 def test_no_answer_that_is_sound_is_too_long() -> None:
     """Whatever ops a schedule has, and with the order of a shared link."""
     problem = chain(m=64, memory=64, link="host")
-    programs = [[f"{s}{kind}{j}" for j in range(64) for kind in ("F", "O", "D", "R", "C", "B", "W", "E", "A", "L", "V")] for s in range(2)]
+    programs = [
+        [f"{s}{kind}{j}" for j in range(64) for kind in ("F", "O", "D", "R", "C", "B", "W", "E", "A", "L", "V")]
+        for s in range(2)
+    ]
     content = {
         **fake.document(gpipe(problem)),
         "devices": [{"program": p} for p in programs],
@@ -166,18 +176,36 @@ def test_a_retry_is_the_same_submission() -> None:
 
 
 def test_events_go_on_where_they_broke_off(caplog: pytest.LogCaptureFixture) -> None:
-    """The stream breaks after each event, and what was told already is told again: each incumbent is fetched once, in order."""
+    """The stream breaks after each event, and what was told already is told again: each incumbent is fetched once, in
+    order."""
 
     def events(asked: Asked) -> Answer:
         after = int(asked.headers["Last-Event-ID"])
         again = [fake.one(after)] if after else []
         return fake.events(*again, fake.one(after + 1) if after < 5 else fake.end())
 
-    table = {"/jobs": JOB, "/events": events, **{f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in range(1, 6)}}
+    table = {
+        "/jobs": JOB,
+        "/events": events,
+        **{f"/incumbents/{k}": fake.incumbent(one_by_one(chain()), k) for k in range(1, 6)},
+    }
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
         until(lambda: client.ended)
-    assert [request.path.rpartition("/")[2] for request in asked if "/incumbents/" in request.path] == ["1", "2", "3", "4", "5"]
-    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == ["0", "1", "2", "3", "4", "5"]
+    assert [request.path.rpartition("/")[2] for request in asked if "/incumbents/" in request.path] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
+    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+    ]
 
 
 def test_an_incumbent_that_could_not_be_fetched_is_fetched_later() -> None:
@@ -188,7 +216,11 @@ def test_an_incumbent_that_could_not_be_fetched_is_fetched_later() -> None:
     ):
         assert until(client.poll).seq == 1
         until(lambda: client.ended)
-    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == ["0", "0", "0"]
+    assert [request.headers["Last-Event-ID"] for request in asked if request.path.endswith("/events")] == [
+        "0",
+        "0",
+        "0",
+    ]
 
 
 def test_a_job_that_is_over_has_no_more_events(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,7 +232,9 @@ def test_a_job_that_is_over_has_no_more_events(caplog: pytest.LogCaptureFixture)
     ):
         until(lambda: client.ended)
         assert until(client.poll).seq == 1
-    assert warnings(caplog)[-1] == f"the solver service at {url} ended its search as failed: its worker was lost 5 times"
+    assert (
+        warnings(caplog)[-1] == f"the solver service at {url} ended its search as failed: its worker was lost 5 times"
+    )
 
 
 def test_a_purged_job_is_submitted_again_from_the_best() -> None:
@@ -234,7 +268,10 @@ def test_retry_after_is_waited_for() -> None:
         times.append(time.monotonic())
         return Answer(429, headers={"Retry-After": "1"}) if len(times) == 1 else JOB
 
-    with fake_service(by_path({"/jobs": full, "/events": ENDS, "/1": GOOD})) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
+    with (
+        fake_service(by_path({"/jobs": full, "/events": ENDS, "/1": GOOD})) as (url, _),
+        ScheduleClient(url, chain(), **QUICK) as client,
+    ):
         until(client.poll)
     assert times[1] - times[0] >= 1.0
 
@@ -263,7 +300,11 @@ def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.Monk
 
 
 def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
-    table = {"/jobs": one_after_the_other(Answer(503, headers={"Retry-After": "3600"}), JOB), "/events": ENDS, "/1": GOOD}
+    table = {
+        "/jobs": one_after_the_other(Answer(503, headers={"Retry-After": "3600"}), JOB),
+        "/events": ENDS,
+        "/1": GOOD,
+    }
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
         until(lambda: asked)
         client.update(chain(), None)
@@ -272,7 +313,8 @@ def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("", 0), ("7", 7), ("99999999999", 0), ("1000000", LONGEST_WAIT_S), ("-1", 0), ("soon", 0), ("١", 0), ("1.5", 0)]
+    ("text", "seconds"),
+    [("", 0), ("7", 7), ("99999999999", 0), ("1000000", LONGEST_WAIT_S), ("-1", 0), ("soon", 0), ("١", 0), ("1.5", 0)],
 )
 def test_seconds_to_wait(text: str, seconds: float) -> None:
     assert _seconds(text) == seconds
@@ -307,11 +349,17 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
     ("answer", "key", "why"),
     [
         (Answer(401), None, "it wants an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
-        (Answer(401), KEY, "it does not know the API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
+        (
+            Answer(401),
+            KEY,
+            "it does not know the API key; give one of its own by key= or by OPTPIPE_KEY in the environment",
+        ),
         (fake.as_json({"detail": "The key has not the scope submit."}, 403), KEY, "The key has not the scope submit."),
     ],
 )
-def test_who_is_not_let_in_says_so_once(answer: Answer, key: str | None, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_not_let_in_says_so_once(
+    answer: Answer, key: str | None, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with fake_service(lambda _: answer) as (url, asked), ScheduleClient(url, chain(), key=key, **QUICK) as client:
         until(lambda: client.ended)
         client.update(chain(scale=2), None)
@@ -319,7 +367,9 @@ def test_who_is_not_let_in_says_so_once(answer: Answer, key: str | None, why: st
         client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
         until(lambda: len(asked) == 3)
         assert client.poll() is None
-    expected = f"the solver service at {url} does not let this client in: {why}; training goes on with the schedule it has"
+    expected = (
+        f"the solver service at {url} does not let this client in: {why}; training goes on with the schedule it has"
+    )
     assert warnings(caplog) == [expected]
 
 
@@ -342,7 +392,8 @@ def test_a_job_goes_on_with_other_costs() -> None:
     """What it found for the costs before is not asked for; the mark is what runs."""
     slower = chain(scale=1.5)
     events = one_after_the_other(
-        fake.open_events(fake.one(1)), fake.events(fake.one(2), fake.one(3, version=2), fake.one(4, version=2), fake.end())
+        fake.open_events(fake.one(1)),
+        fake.events(fake.one(2), fake.one(3, version=2), fake.one(4, version=2), fake.end()),
     )
     table = {
         "/jobs": JOB,
@@ -359,7 +410,9 @@ def test_a_job_goes_on_with_other_costs() -> None:
     assert (better.job, better.seq, better.schedule.problem) == ("a1", 4, slower)
     [posed] = [request for request in asked if request.path.endswith("/problem")]
     assert (posed.method, posed.json()) == ("POST", {"problem": slower.to_dict()})
-    assert [request.path for request in asked if request.path.endswith(("/jobs", "/cancel", "/incumbents/2"))] == ["/v1/jobs"]
+    assert [request.path for request in asked if request.path.endswith(("/jobs", "/cancel", "/incumbents/2"))] == [
+        "/v1/jobs"
+    ]
 
 
 @pytest.mark.parametrize(("status", "cancelled"), [(404, []), (409, ["/v1/jobs/a1/cancel"])])

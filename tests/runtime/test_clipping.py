@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optpipe_runtime.clipping import clip
+from optpipe_runtime.ranks.clipping import clip
 
 
 class Alone:

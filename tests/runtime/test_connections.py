@@ -8,7 +8,9 @@ from rank_worker import Ranks
 
 from optpipe.schedule import Schedule
 
-SCHEDULE = Schedule.parse(rank_cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
+SCHEDULE = Schedule.parse(
+    rank_cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
+)
 
 
 def test_pipelines_made_one_after_the_other_leave_no_connections_behind(ranks: Ranks) -> None:
@@ -25,6 +27,7 @@ def test_ranks_that_call_different_methods_are_told_and_do_not_wait(ranks: Ranks
     called = [sentence.partition(", and another rank something else")[0] for sentence in (*first, *second)]
     assert (
         called
-        == [f"rank 0 has called {name}" for name in ("evaluate", "clip_grad_norm_", "gather", "load")] + ["rank 1 has called step"] * 4
+        == [f"rank 0 has called {name}" for name in ("evaluate", "clip_grad_norm_", "gather", "load")]
+        + ["rank 1 has called step"] * 4
     )
     assert version == 1

@@ -9,12 +9,12 @@ import pytest
 from support.chain import chain
 
 from optpipe.errors import InputError
-from optpipe.ops import Kind, Op
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import Problem
 from optpipe_runtime import Profiler
-from optpipe_runtime.drift import drift, retimed
-from optpipe_runtime.executor import OpTime, StepReport
+from optpipe_runtime.execute.executor import OpTime, StepReport
 from optpipe_runtime.follow import THRESHOLD
+from optpipe_runtime.measure.drift import drift, retimed
 
 M = 8
 PROBLEM = chain(m=M, memory=M, scale=10.0, offload=2.0)  # F, B, W 10 ms, offload and reload 20 ms
@@ -35,7 +35,9 @@ def ran(op: Op, ms: float) -> OpTime:
 
 def report(times: dict[Kind, float], stretch: Any = lambda s, kind: 1.0) -> StepReport:
     """A step in which each micro-batch has these ops on both stages, lasting so long."""
-    trace = [ran(Op(kind, s, j), ms * stretch(s, kind)) for j in range(M) for s in range(2) for kind, ms in times.items()]
+    trace = [
+        ran(Op(kind, s, j), ms * stretch(s, kind)) for j in range(M) for s in range(2) for kind, ms in times.items()
+    ]
     return StepReport(None, 1.0, 0, 0, 0, None, trace=tuple(trace))
 
 
@@ -62,7 +64,9 @@ def test_noise_is_no_drift() -> None:
 
     def noisy() -> StepReport:
         slow = 3.0 if chance.random() < 0.1 else 1.0
-        return report(AS_PROFILED, lambda s, kind: slow * chance.lognormvariate(0, 0.2) * (5.0 if chance.random() < 0.05 else 1.0))
+        return report(
+            AS_PROFILED, lambda s, kind: slow * chance.lognormvariate(0, 0.2) * (5.0 if chance.random() < 0.05 else 1.0)
+        )
 
     for _ in range(50):
         assert drift(PROBLEM, measured(*(noisy() for _ in range(16)))) < THRESHOLD

@@ -1,4 +1,5 @@
-"""Whatever fails in a step is told with rank, op, stage and micro-batch, on the rank where it fails and on those that wait for it."""
+"""Whatever fails in a step is told with rank, op, stage and micro-batch, on the rank where it fails and on those that
+wait for it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ LOSS = "rank 1 was at 1F0: F of stage 1, micro-batch 0"
 WAITING = "rank 0 was at 0B0: B of stage 0, micro-batch 0, waiting for the gradient of 0B0 from rank 1"
 
 
-@pytest.mark.parametrize(("what", "failing", "sentence", "other"), [("copy", 0, COPY, None), ("loss", 1, LOSS, WAITING)])
-def test_what_fails_is_named_on_every_rank(ranks: Ranks, what: str, failing: int, sentence: str, other: str | None) -> None:
+@pytest.mark.parametrize(
+    ("what", "failing", "sentence", "other"), [("copy", 0, COPY, None), ("loss", 1, LOSS, WAITING)]
+)
+def test_what_fails_is_named_on_every_rank(
+    ranks: Ranks, what: str, failing: int, sentence: str, other: str | None
+) -> None:
     schedule = Schedule.parse(rank_cases.problem([0, 1], 2), PROGRAMS)
     told = ranks(rank_errors.told, schedule=schedule, placement=[0, 1], what=what)
     assert told[failing][:2] == ["not today", sentence]

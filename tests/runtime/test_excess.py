@@ -12,9 +12,9 @@ from rank_worker import Ranks
 from support.strategies import schedules
 from test_profiler import measured
 
-from optpipe.memory import held_bytes
-from optpipe.problem import Problem
-from optpipe.program import Program
+from optpipe.evaluate.memory import held_bytes
+from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 
 PROGRAMS = [
     ["0F0", "0O0", "0F1", "0D0", "0F2", "0B1", "0R0", "0W1", "0BW0", "0BW2"],
@@ -24,7 +24,9 @@ PROGRAMS = [
 
 def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -> None:
     more = 2 * rank_excess.ROWS * rank_excess.WIDTH * 4  # bytes: the results of two tanh
-    (problem, reports, told), (_, others, nothing) = ranks(rank_excess.profiled_then_large, programs=PROGRAMS, large=[2])
+    (problem, reports, told), (_, others, nothing) = ranks(
+        rank_excess.profiled_then_large, programs=PROGRAMS, large=[2]
+    )
     usual, first, again, swapped = (report.excess for report in reports)
     assert usual is None
     assert first is not None
@@ -33,13 +35,16 @@ def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -
     assert swapped is not None
     assert str(swapped.op) == "0F2"
     assert told == [
-        f"rank 0 holds {found.held_bytes} bytes after 0F2, {found.certified_bytes} are certified" for found in (first, swapped)
+        f"rank 0 holds {found.held_bytes} bytes after 0F2, {found.certified_bytes} are certified"
+        for found in (first, swapped)
     ], "once for each schedule"
     assert [report.excess for report in others] == [None] * 4
     assert nothing == []
     for report in reports[:3]:
         assert [time.certified_bytes for time in report.trace] == certified(problem)
-    assert [time.held_bytes for time in reports[0].trace] == certified(problem), "the profile's batch holds what was profiled"
+    assert [time.held_bytes for time in reports[0].trace] == certified(problem), (
+        "the profile's batch holds what was profiled"
+    )
     extra = [time.held_bytes - time.certified_bytes for time in reports[1].trace]
     assert extra == [0, 0, 0, 0, *[more] * 5, 0], "from 0F2 to its backward"
 

@@ -1,4 +1,5 @@
-"""Two ranks run schedules on a real model: losses and gradients are those of a plain run, to the bit where sums have the same order."""
+"""Two ranks run schedules on a real model: losses and gradients are those of a plain run, to the bit where sums have
+the same order."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from rank_worker import Ranks
 from support.strategies import schedules
 
-from optpipe.ops import COMPUTE
+from optpipe.model.ops import COMPUTE
 from optpipe.schedule import Schedule
 
 ONE_F_ONE_B = [
@@ -26,7 +27,26 @@ SPLIT = [
     ["1F0", "1B0", "1F1", "1W0", "1B1", "1F2", "1W1", "1B2", "1F3", "1B3", "1W2", "1W3"],
 ]
 OFFLOADED = [
-    ["0F0", "0O0", "0D0", "0F1", "0O1", "0F2", "0D1", "0R0", "0B0", "0W0", "0R1", "0F3", "0B1", "0W1", "0B2", "0W2", "0B3", "0W3"],
+    [
+        "0F0",
+        "0O0",
+        "0D0",
+        "0F1",
+        "0O1",
+        "0F2",
+        "0D1",
+        "0R0",
+        "0B0",
+        "0W0",
+        "0R1",
+        "0F3",
+        "0B1",
+        "0W1",
+        "0B2",
+        "0W2",
+        "0B3",
+        "0W3",
+    ],
     ["1F0", "1O0", "1D0", "1R0", "1BW0", "1F1", "1O1", "1F2", "1D1", "1R1", "1B1", "1W1", "1BW2", "1F3", "1BW3"],
 ]
 RECOMPUTED = [
@@ -34,7 +54,27 @@ RECOMPUTED = [
     ["1F0", "1C0", "1BW0", "1F1", "1BW1", "1F2", "1BW2", "1F3", "1C3", "1B3", "1W3"],
 ]
 V_SHAPED = [  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
-    ["0F0", "0F1", "0O1", "3F0", "0D1", "3B0", "0F2", "3F1", "3W0", "3B1", "0B0", "0R1", "3W1", "3F2", "0W0", "0B1", "3BW2", "0W1", "0BW2"],
+    [
+        "0F0",
+        "0F1",
+        "0O1",
+        "3F0",
+        "0D1",
+        "3B0",
+        "0F2",
+        "3F1",
+        "3W0",
+        "3B1",
+        "0B0",
+        "0R1",
+        "3W1",
+        "3F2",
+        "0W0",
+        "0B1",
+        "3BW2",
+        "0W1",
+        "0BW2",
+    ],
     ["1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "1F2", "2F2", "2W0", "2B1", "1W0", "1B1", "2W1", "1W1", "2BW2", "1BW2"],
 ]
 
@@ -54,11 +94,15 @@ def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = 
             if exact:
                 np.testing.assert_array_equal(grad, gradients[step][name], err_msg=f"step {step}, {name}")
             else:
-                np.testing.assert_allclose(grad, gradients[step][name], rtol=1e-4, atol=1e-7, err_msg=f"step {step}, {name}")
+                np.testing.assert_allclose(
+                    grad, gradients[step][name], rtol=1e-4, atol=1e-7, err_msg=f"step {step}, {name}"
+                )
     return [reports for reports, _ in results]
 
 
-@pytest.mark.parametrize("programs", [ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED], ids=["1f1b", "split", "offloaded", "recomputed"])
+@pytest.mark.parametrize(
+    "programs", [ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED], ids=["1f1b", "split", "offloaded", "recomputed"]
+)
 def test_same_bits_as_plain_autograd(ranks: Ranks, programs: list[list[str]]) -> None:
     same(ranks, [0, 1], [programs])
 
@@ -101,8 +145,15 @@ def test_the_trace_has_every_op_in_its_place(ranks: Ranks) -> None:
 def test_what_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> None:
     """None as in a plain run, not zeros, which an optimizer with momentum or weight decay would take for a gradient."""
     placement = [0, 1, 0]
-    programs = [["0F0", "0F1", "2F0", "2BW0", "2F1", "0B0", "2B1", "0W0", "2W1", "0BW1"], ["1F0", "1F1", "1B0", "1W0", "1BW1"]]
-    results = ranks(rank_cases.with_branches, placement=placement, schedule=Schedule.parse(rank_cases.problem(placement, 2), programs))
+    programs = [
+        ["0F0", "0F1", "2F0", "2BW0", "2F1", "0B0", "2B1", "0W0", "2W1", "0BW1"],
+        ["1F0", "1F1", "1B0", "1W0", "1BW1"],
+    ]
+    results = ranks(
+        rank_cases.with_branches,
+        placement=placement,
+        schedule=Schedule.parse(rank_cases.problem(placement, 2), programs),
+    )
     modules = rank_cases.branches()
     for _ in range(2):
         x: Any = (torch.ones(2, rank_cases.WIDTH),)

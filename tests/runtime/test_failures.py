@@ -1,4 +1,5 @@
-"""A rank fails, or is killed: every rank has an error at once that names it, none waits, and where all live a new pipeline works."""
+"""A rank fails, or is killed: every rank has an error at once that names it, none waits, and where all live a new
+pipeline works."""
 
 from __future__ import annotations
 
@@ -37,11 +38,15 @@ def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str
     placement = PLACES[crew.world]
     losses, (gradients,) = rank_cases.plain(len(placement), 4)
     for bad in (0, crew.world - 1):
-        told = crew(rank_failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2))
+        told = crew(
+            rank_failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2)
+        )
         s = placement.index(bad)
         at = f"rank {bad} was at {s}{kind}1: {kind} of stage {s}, micro-batch 1"
         for rank, heard in enumerate(told):
-            assert heard.error == ("ValueError: not today" if rank == bad else f"OptPipeError: {at}: ValueError: not today")
+            assert heard.error == (
+                "ValueError: not today" if rank == bad else f"OptPipeError: {at}: ValueError: not today"
+            )
             assert heard.note == (at if rank == bad else heard.note)
             assert heard.later == f"this pipeline has failed, make a new one: {at}: ValueError: not today"
             for name, grad in heard.gradients.items():
@@ -50,9 +55,13 @@ def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str
 
 
 def test_all_ranks_hear_of_a_stage_that_raises_while_it_is_learned(four_ranks: Ranks) -> None:
-    told = four_ranks(rank_failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1))
+    told = four_ranks(
+        rank_failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1)
+    )
     assert told.pop(2).error == "ValueError: not today"
-    assert {heard.error for heard in told} == {"OptPipeError: rank 2 was learning stage 2, by its first forward: ValueError: not today"}
+    assert {heard.error for heard in told} == {
+        "OptPipeError: rank 2 was learning stage 2, by its first forward: ValueError: not today"
+    }
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
@@ -61,7 +70,9 @@ def test_all_others_hear_of_a_rank_that_is_killed(crew: Ranks, where: str) -> No
     placement = PLACES[crew.world]
     for dead in (0, crew.world - 1) if where == "forward" else (crew.world - 1,):
         trouble = Trouble(dead, where, 2, kill=True)
-        for heard in crew.survivors(rank_failures.in_trouble, dead, placement=placement, schedule=waves(placement), trouble=trouble):
+        for heard in crew.survivors(
+            rank_failures.in_trouble, dead, placement=placement, schedule=waves(placement), trouble=trouble
+        ):
             assert heard.error.startswith(f"OptPipeError: rank {dead} did not answer any more; rank ")
             assert heard.later.startswith(f"this pipeline has failed, make a new one: rank {dead} did not answer")
 
@@ -73,7 +84,7 @@ def test_all_ranks_hear_of_one_that_leaves_by_an_error_of_its_own(four_ranks: Ra
 
 
 def test_a_mistake_of_one_rank_is_told_on_all(ranks: Ranks) -> None:
-    missing = "memory_bytes is missing: how many bytes of activations may this rank hold?"
+    missing = "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
     first, second = ranks(rank_failures.mistaken, placement=[0, 1])
     assert first == ["rank 1: stages has [] on rank 1: placement puts [1] there", f"rank 1: {missing}", "2"]
     assert second == ["stages has [] on rank 1: placement puts [1] there", missing, "2"]
@@ -90,13 +101,19 @@ def test_a_mistake_of_one_rank_is_told_on_all(ranks: Ranks) -> None:
         ({"full_duplex": True}, "full_duplex is False on rank 0 and True on rank 1"),
     ],
 )
-def test_what_ranks_give_differently_is_said_and_none_waits(ranks: Ranks, different: dict[str, Any], sentence: str) -> None:
-    assert ranks(rank_failures.apart, placement=[0, 1], different=different) == [f"{sentence}: every rank gives the same"] * 2
+def test_what_ranks_give_differently_is_said_and_none_waits(
+    ranks: Ranks, different: dict[str, Any], sentence: str
+) -> None:
+    assert (
+        ranks(rank_failures.apart, placement=[0, 1], different=different)
+        == [f"{sentence}: every rank gives the same"] * 2
+    )
 
 
 def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
     assert (
-        ranks(rank_failures.measured_apart, placement=[0, 1]) == ["repeats is 1 on rank 0 and 2 on rank 1: every rank gives the same"] * 2
+        ranks(rank_failures.measured_apart, placement=[0, 1])
+        == ["repeats is 1 on rank 0 and 2 on rank 1: every rank gives the same"] * 2
     )
 
 
@@ -104,7 +121,10 @@ def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
     ("how", "sentence"),
     [
         ("not a member", "group: rank 1 is no member of it; every rank gives the group of its own pipeline"),
-        ("a mesh", "group: rank 1 gave a DeviceMesh: must be a torch.distributed.ProcessGroup, such as mesh.get_group()"),
+        (
+            "a mesh",
+            "group: rank 1 gave a DeviceMesh: must be a torch.distributed.ProcessGroup, such as mesh.get_group()",
+        ),
     ],
 )
 def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> None:
@@ -129,7 +149,11 @@ def test_no_step_after_the_end_of_torch_distributed(tmp_path: Path) -> None:
     own = Ranks(STARTER, 2, tmp_path)
     told = own(rank_failures.shut_down, placement=[0, 1], schedule=waves([0, 1]))
     own.close()
-    assert told == ["torch.distributed has been shut down (destroy_process_group) before this pipeline: call close before it"] * 2
+    assert (
+        told
+        == ["torch.distributed has been shut down (destroy_process_group) before this pipeline: call close before it"]
+        * 2
+    )
 
 
 def test_no_step_after_the_end(ranks: Ranks) -> None:

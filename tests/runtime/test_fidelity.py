@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rank_worker import Ranks
 
-from optpipe.cli import bench_runtime, demo
+from optpipe_cli import bench_runtime, demo
 from optpipe_runtime.bench import fidelity
 from optpipe_runtime.bench.fidelity import Case, Task
 from optpipe_runtime.bench.paced import Times
@@ -27,7 +27,9 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
     assert (first.found_by, interleaved.found_by) == ("1f1b", "po-f")
     for row, least in ((first, 4 * 9 + 4 + 3), (interleaved, 2 * 4 * 9)):
         assert len(row.steps_ms) == 3
-        assert min(row.predicted_ms, *row.steps_ms) >= least, "who sleeps is never early: all micro-batches, one F and B on the other rank"
+        assert min(row.predicted_ms, *row.steps_ms) >= least, (
+            "who sleeps is never early: all micro-batches, one F and B on the other rank"
+        )
         assert row.measured_peak == row.predicted_peak
     fidelity.save([first, interleaved], tmp_path / "rows.json")
     assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
@@ -47,7 +49,8 @@ def told(ms: dict[int, list[float]], rounds: int) -> Told:
     for k in range(rounds):
         for version, times in ms.items():
             steps += [
-                Step(version, False, settled, 1.0, took, [], []) for settled, took in ((False, 99.0), (True, times[k]), (True, times[k]))
+                Step(version, False, settled, 1.0, took, [], [])
+                for settled, took in ((False, 99.0), (True, times[k]), (True, times[k]))
             ]
     return Told({}, [], steps)
 

@@ -17,10 +17,10 @@ from support.fake_service import Answer, Asked, fake_service
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
-from optpipe.memory import certify
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.validity import check
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_runtime import Follower
 from optpipe_runtime.follow import one_at_a_time
 
@@ -79,7 +79,10 @@ def test_the_loop_of_the_page(ranks: Ranks) -> None:
     assert [(stage.activation_bytes, stage.offload_ms) for stage in problem.stages] == [
         (stage.activation_bytes, stage.offload_ms) for stage in profiled.stages
     ]
-    assert all(new.forward_ms > 0 and new.forward_ms != old.forward_ms for old, new in zip(profiled.stages, problem.stages, strict=True))
+    assert all(
+        new.forward_ms > 0 and new.forward_ms != old.forward_ms
+        for old, new in zip(profiled.stages, problem.stages, strict=True)
+    )
 
 
 # A service that answers as the test wants
@@ -87,7 +90,8 @@ def test_the_loop_of_the_page(ranks: Ranks) -> None:
 
 @contextmanager
 def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str, list[dict[str, Any]], list[Asked]]]:
-    """Its url, the problems that it was given, as they were told, and all that it was asked. The answer to each is one schedule."""
+    """Its url, the problems that it was given, as they were told, and all that it was asked. The answer to each is one
+    schedule."""
     posed: list[dict[str, Any]] = []
 
     def solve(asked: Asked) -> Answer:
@@ -103,17 +107,27 @@ def answering(answer: Callable[[Problem, int], Schedule]) -> Iterator[tuple[str,
     def answers(asked: Asked) -> Answer:
         if "/adoptions/" in asked.path:
             return fake.as_json({})
-        return solve(asked) if asked.method == "POST" else news(asked) if asked.path.endswith("/events") else schedule(asked)
+        return (
+            solve(asked)
+            if asked.method == "POST"
+            else news(asked)
+            if asked.path.endswith("/events")
+            else schedule(asked)
+        )
 
     with fake_service(answers) as (url, asked):
         yield url, posed, asked
 
 
 def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ranks: Ranks) -> None:
-    """While all is as profiled nothing is asked again; when the ops of one stage take half as long again, that is noticed within
-    3 × `every` steps, and the answer to the new problem is run."""
+    """While all is as profiled nothing is asked again; when the ops of one stage take half as long again, that is
+    noticed within 3 × `every` steps, and the answer to the new problem is run."""
     every, calm, slow = 4, 26, 40
-    with answering(lambda problem, number: one_at_a_time(problem) if number == 1 else gpipe(problem)) as (url, posed, asked):
+    with answering(lambda problem, number: one_at_a_time(problem) if number == 1 else gpipe(problem)) as (
+        url,
+        posed,
+        asked,
+    ):
         results = ranks(rank_follow.slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
     (versions, problems), (_, others) = results
     assert problems == others, "on every rank at the same step"
@@ -132,7 +146,9 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
     assert versions[0] == versions[calm] < versions[-1]
     swapped = next(k for k, version in enumerate(versions, 1) if version != versions[0])
     told = [request for request in asked if "/adoptions/" in request.path]
-    assert {request.path for request in told} == {f"/v1/jobs/a1/adoptions/{len(posed)}"}, "of the one offer that was better than what ran"
+    assert {request.path for request in told} == {f"/v1/jobs/a1/adoptions/{len(posed)}"}, (
+        "of the one offer that was better than what ran"
+    )
     assert told[0].json() == {"step": swapped}
     figures = [request.json()["measured_iteration_ms"] for request in told[1:]]
     assert figures
@@ -181,5 +197,7 @@ def test_one_at_a_time_on_two_routes() -> None:
 
 def test_what_no_search_takes_is_refused_at_once() -> None:
     nothing: Any = None
-    with pytest.raises(InputError, match=r"^methud: is no argument of Follower or of ScheduleClient, which takes method, objective, "):
+    with pytest.raises(
+        InputError, match=r"^methud: is no argument of Follower or of ScheduleClient, which takes method, objective, "
+    ):
         Follower(nothing, NOWHERE, methud="auto")

@@ -1,4 +1,5 @@
-"""Ranks that share a host link take turns on it: gradients are those of a plain run, and no two transfers of a lane ever meet."""
+"""Ranks that share a host link take turns on it: gradients are those of a plain run, and no two transfers of a lane
+ever meet."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from rank_worker import Ranks
 from support.strategies import schedules
 
 from optpipe.errors import InputError, ScheduleError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
-from optpipe_runtime.turns import require_queues
+from optpipe_runtime.memory.turns import require_queues
 
 OFFLOADED = [
     ["0F0", "0O0", "0F1", "0D0", "0O1", "0F2", "0D1", "0R0", "0BW0", "0R1", "0BW1", "0BW2"],
@@ -30,7 +31,9 @@ OFFLOADED = [
 ORDER = ["0O0", "1O0", "1R0", "0O1", "0R0", "1O1", "1R1", "0R1"]
 
 
-def shared(placement: list[int], microbatches: int, links: list[str | None], mode: str = "half_duplex", **stage: Any) -> Problem:
+def shared(
+    placement: list[int], microbatches: int, links: list[str | None], mode: str = "half_duplex", **stage: Any
+) -> Problem:
     problem = rank_cases.problem(placement, microbatches, **stage)
     devices = [device.model_copy(update={"link": link}) for device, link in zip(problem.devices, links, strict=True)]
     return problem.replace(devices=devices, transfer_mode=mode)
@@ -71,7 +74,9 @@ def test_two_ranks_take_turns(ranks: Ranks, data: Any, placement: list[int], mod
     st.sampled_from(["half_duplex", "full_duplex"]),
     st.sampled_from([["a", "a", "a", "a"], ["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", None, "a", "a"]]),
 )
-def test_four_ranks_take_turns(four_ranks: Ranks, data: Any, placement: list[int], mode: str, links: list[str | None]) -> None:
+def test_four_ranks_take_turns(
+    four_ranks: Ranks, data: Any, placement: list[int], mode: str, links: list[str | None]
+) -> None:
     take_turns(four_ranks, data, shared(placement, 2, links, mode))
 
 
@@ -107,7 +112,10 @@ def test_links_that_differ_are_refused() -> None:
     assert prepare(schedule, 0, Layout.make([0, 1], 3, links=["pcie0", "pcie0"])).turns
     for other, told in (
         (Layout.make([0, 1], 3), "over the link 'pcie0' from device 0, in this pipeline rank 0 has a link of its own"),
-        (Layout.make([0, 1], 3, links=["a", "a"]), "over the link 'pcie0' from device 0, in this pipeline rank 0 has the link 'a'"),
+        (
+            Layout.make([0, 1], 3, links=["a", "a"]),
+            "over the link 'pcie0' from device 0, in this pipeline rank 0 has the link 'a'",
+        ),
         (
             Layout.make([0, 1], 3, links=["pcie0"] * 2, full_duplex=True),
             "'pcie0' is half duplex in the schedule's problem, here full duplex",
@@ -172,7 +180,11 @@ def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given
     shares, alone = Layout.make([0, 1], 2, links=["a", "a"]), Layout.make([0, 1], 2, links=["a", "b"])
     require_queues(alone, torch.device("cuda", 0))
     require_queues(shares, torch.device("cpu"))
-    with nullcontext() if fine else pytest.raises(InputError, match=f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}; set it to 32"):
+    with (
+        nullcontext()
+        if fine
+        else pytest.raises(InputError, match=f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}; set it to 32")
+    ):
         require_queues(shares, torch.device("cuda", 0))
 
 

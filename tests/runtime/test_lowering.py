@@ -1,4 +1,5 @@
-"""What a rank is told to do: messages match pair by pair, nobody waits for ever, and what cannot run here is refused in a sentence."""
+"""What a rank is told to do: messages match pair by pair, nobody waits for ever, and what cannot run here is refused in
+a sentence."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from hypothesis import strategies as st
 from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
-from optpipe.ops import Kind
+from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
-from optpipe_runtime import lowering
-from optpipe_runtime.layout import Layout
-from optpipe_runtime.lowering import AHEAD, Message, Plan, prepare
+from optpipe_runtime.execute import lowering
+from optpipe_runtime.execute.lowering import AHEAD, Message, Plan, prepare
+from optpipe_runtime.ranks.layout import Layout
 
 PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0]]
 
 
 def run_by_hand(plans: list[Plan]) -> dict[int, int]:
-    """Executes all ranks' communication over first-in, first-out channels; returns the most messages that a rank had waiting."""
+    """Executes all ranks' communication over first-in, first-out channels; returns the most messages that a rank had
+    waiting."""
     channels: dict[tuple[int, int], deque[Message]] = {}
     posted: list[dict[tuple[int, int], list[Message]]] = [{} for _ in plans]
     arrived: list[set[Message]] = [set() for _ in plans]
@@ -85,7 +87,24 @@ def test_receives_are_posted_in_the_senders_order() -> None:
 
 def test_what_the_host_holds_at_once_is_counted() -> None:
     problem = rank_cases.problem([0], 2, offload_parts=2)
-    texts = ["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0F1", "0O1", "0D1", "0R0", "0R0.1", "0BW0", "0O1.1", "0D1.1", "0R1", "0R1.1", "0BW1"]
+    texts = [
+        "0F0",
+        "0O0",
+        "0O0.1",
+        "0D0",
+        "0D0.1",
+        "0F1",
+        "0O1",
+        "0D1",
+        "0R0",
+        "0R0.1",
+        "0BW0",
+        "0O1.1",
+        "0D1.1",
+        "0R1",
+        "0R1.1",
+        "0BW1",
+    ]
     plan = prepare(Schedule.parse(problem, [texts]), 0, Layout.of(problem))
     assert plan.host_peak(lambda stage, part: (10, 1)[part]) == 21, "both of part 0, one of part 1"
 

@@ -1,4 +1,5 @@
-"""Stages as users write them: gradients, buffers and the batch are those of a plain run, split or not, recomputed or offloaded."""
+"""Stages as users write them: gradients, buffers and the batch are those of a plain run, split or not, recomputed or
+offloaded."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.executor import cut
-from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.execute.executor import cut
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory.pool import HostPool, Link
 
 CPU = torch.device("cpu")
 
@@ -26,8 +27,9 @@ def link() -> Iterator[Link]:
     link.close()
 
 
-# Where bits may differ, by 1e-5 or 1.3e-6 of the value (what `assert_close` takes for equal): gradients of a parameter used twice
-# in a stage are added one by one at W, by autograd as their sum; a forward without a graph, the first of two, has other kernels.
+# Where bits may differ, by 1e-5 or 1.3e-6 of the value (what `assert_close` takes for equal): gradients of a parameter
+# used twice in a stage are added one by one at W, by autograd as their sum; a forward without a graph, the first of
+# two, has other kernels.
 USED_TWICE = {
     "a weight twice",
     "delaying module twice",
@@ -54,7 +56,9 @@ def state(module: nn.Module) -> list[Tensor]:
     return [*(p.grad for p in module.parameters() if p.grad is not None), *module.buffers()]
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint's, of the F that is recomputed
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad"
+)  # a reentrant checkpoint's, of the F that is recomputed
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("way", ["kept", "offloaded", "recomputed"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
@@ -127,7 +131,9 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: bool, link: Link) -> None:
-    stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), (lambda y, target: functional.mse_loss(y, target.add_(1)), 1.0))
+    stage = StageRunner(
+        0, linear(), CPU, link, HostPool(CPU), (lambda y, target: functional.mse_loss(y, target.add_(1)), 1.0)
+    )
     x, target = torch.zeros(BATCH, 8, WIDTH), torch.zeros(BATCH, 8, WIDTH)
     stage.learn((x,), (target,))
     assert torch.equal(target, torch.zeros_like(target))
@@ -150,7 +156,9 @@ def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
     assert y.untyped_storage().nbytes() == x.nbytes, "the next stage would hold, and move, the whole batch"
 
 
-@pytest.mark.parametrize("loss", [lambda y: torch.tensor(1.0), lambda y: functional.mse_loss(y, y).detach(), lambda y: y.sum().item()])
+@pytest.mark.parametrize(
+    "loss", [lambda y: torch.tensor(1.0), lambda y: functional.mse_loss(y, y).detach(), lambda y: y.sum().item()]
+)
 def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], link: Link) -> None:
     stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), (loss, 1.0))
     with pytest.raises(InputError, match=r"^(the loss requires no gradient|loss_fn must return a tensor)"):
@@ -158,7 +166,9 @@ def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], lin
 
 
 def test_a_batch_whose_gradient_nobody_would_compute_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^inputs requires a gradient, and a step computes those of parameters only: detach it"):
+    with pytest.raises(
+        InputError, match=r"^inputs requires a gradient, and a step computes those of parameters only: detach it"
+    ):
         cut((torch.zeros(2, 4), torch.zeros(2, 4, requires_grad=True)), 2, "inputs")
 
 

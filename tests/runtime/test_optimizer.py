@@ -14,14 +14,16 @@ from rank_worker import Ranks
 from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
-from optpipe.ops import OPTIMIZER, Op
-from optpipe.problem import Problem
+from optpipe.model.ops import OPTIMIZER, Op
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
 
 M = 4
 ON_HOST = {"gradient_out_ms": 1.0, "update_ms": 1.0, "parameters_in_ms": 1.0}
-WAVE = [  # stages 0 and 2 on rank 0, 1 and 3 on rank 1; the deep ones are updated on the host, while the last of the others are worked on
+# stages 0 and 2 on rank 0, 1 and 3 on rank 1; the deep ones are updated on the host, while the last of the others are
+# worked on
+WAVE = [
     ["2P0", *(f"{op}{j}" for j in range(M) for op in ("0F", "2F", "2B", "0B", "2W", "0W"))],
     ["3P0", *(f"{op}{j}" for j in range(M) for op in ("1F", "3F", "3BW", "1BW"))],
 ]
@@ -38,7 +40,9 @@ def wave() -> Schedule:
 
 
 def without_updates(schedule: Schedule) -> Schedule:
-    programs = [[str(op) for op in program if isinstance(op, Op) and op.kind not in OPTIMIZER] for program in schedule.programs]
+    programs = [
+        [str(op) for op in program if isinstance(op, Op) and op.kind not in OPTIMIZER] for program in schedule.programs
+    ]
     return Schedule.parse(schedule.problem, programs)
 
 
@@ -65,7 +69,9 @@ def test_four_steps_are_those_of_a_plain_run_to_the_bit(ranks: Ranks) -> None:
 @pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
 def test_gradients_and_parameters_take_turns_on_a_shared_link(ranks: Ranks, mode: str) -> None:
     own = problem([0, 1, 0, 1])
-    shared = own.replace(devices=[device.model_copy(update={"link": "pcie0"}) for device in own.devices], transfer_mode=mode)
+    shared = own.replace(
+        devices=[device.model_copy(update={"link": "pcie0"}) for device in own.devices], transfer_mode=mode
+    )
     orders = (["2P0", "3P0", "2G0", "3G0"], ["3P0", "2P0", "3G0", "2G0"])
     first, second = (Schedule.parse(shared, WAVE, {"pcie0": order}) for order in orders)
     require_plain(ranks(rank_optimizer.train, schedules=[first, second, second, first], hosted=[2, 3]), 4)
@@ -76,7 +82,9 @@ def test_swaps_between_schedules_with_and_without_updates_change_nothing(ranks: 
     """A stage that the schedule does not update is updated at the end of the step."""
     steps = [wave(), without_updates(wave()), without_updates(wave()), wave(), without_updates(wave())]
     if 3 not in hosted:
-        programs = [program if rank == 0 else [op for op in program if op[1] not in "GUP"] for rank, program in enumerate(WAVE)]
+        programs = [
+            program if rank == 0 else [op for op in program if op[1] not in "GUP"] for rank, program in enumerate(WAVE)
+        ]
         steps[0] = steps[3] = Schedule.parse(problem([0, 1, 0, 1]), programs)
     require_plain(ranks(rank_optimizer.train, schedules=steps, hosted=hosted), len(steps))
 
@@ -86,7 +94,9 @@ def test_swaps_between_schedules_with_and_without_updates_change_nothing(ranks: 
 def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, placement: list[int]) -> None:
     drawn = [data.draw(schedules(problem(placement, 3))) for _ in range(3)]
     losses, expected = rank_optimizer.plain(len(placement), 3, len(drawn), rank_optimizer.momentum)
-    results = ranks(rank_optimizer.train, schedules=drawn, hosted=range(len(placement)), factory=rank_optimizer.momentum)
+    results = ranks(
+        rank_optimizer.train, schedules=drawn, hosted=range(len(placement)), factory=rank_optimizer.momentum
+    )
     np.testing.assert_allclose([report.losses for report in results[placement[-1]][0]], losses, rtol=1e-4)
     for _, values, _ in results:
         for name, value in values.items():
@@ -127,7 +137,8 @@ def test_mistakes_are_refused_in_a_sentence(ranks: Ranks) -> None:
             f"host_optimizers[{2 + rank}]: no parameter of stage {2 + rank} requires a gradient",
             f"host_optimizers[{2 + rank}]: weight is in stage {rank}, too, which adds to its gradient",
             "rank 0: 2P0 in the program of device 0: stage 2 has no optimizer on the host here",
-            "tie: stage 2 has a copy, and updates it on the host before gradients are summed over the copies: leave the stage out of "
+            "tie: stage 2 has a copy, and updates it on the host before gradients are summed over the copies: "
+            "leave the stage out of "
             "host_optimizers",
             "clip_grad_norm_: stages with host_optimizers are updated inside the step",
             f"stage {2 + rank}: what was saved is no state_dict of an optimizer on the host, it has ['",

@@ -1,4 +1,5 @@
-"""An optimizer on the host over the engine of a GPU, on simulated streams: nothing races for parameters, gradients or the host's memory."""
+"""An optimizer on the host over the engine of a GPU, on simulated streams: nothing races for parameters, gradients or
+the host's memory."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import rank_cases
 import torch
 from test_streams import CPU, CUDA, SHAPE, Unordered
 
-from optpipe_runtime import pool
-from optpipe_runtime.optimizer import HostOptimizer
-from optpipe_runtime.pool import HostPool, Link, StreamEngine
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.execute.optimizer import HostOptimizer
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory import pool
+from optpipe_runtime.memory.pool import HostPool, Link, StreamEngine
 
 
 class Desk:

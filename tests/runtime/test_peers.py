@@ -1,4 +1,5 @@
-"""Evictions between two ranks: gradients are those of a plain run, the bytes really leave and really lie on the other rank."""
+"""Evictions between two ranks: gradients are those of a plain run, the bytes really leave and really lie on the other
+rank."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from support.strategies import schedules
 from test_executor import same
 
 from optpipe.errors import ScheduleError
-from optpipe.memory import certify
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import certify
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
 
-BPIPE = [  # rank 0 has two activations at most, two wait on rank 1, whose rooms are made in another order than they are used
+# rank 0 has two activations at most, two wait on rank 1, whose rooms are made in another order than they are used
+BPIPE = [
     ["0F0", "0E0", "0F1", "0D0", "0E1", "0F2", "0D1", "0L0", "0B0", "0W0", "0L1", "0BW1", "0F3", "0BW2", "0BW3"],
     ["0A1", "0A0", "1F0", "1BW0", "1F1", "1B1", "0V0", "1W1", "0V1", "1F2", "1BW2", "1F3", "1BW3"],
 ]
@@ -31,13 +33,23 @@ def test_same_bits_as_plain_autograd(ranks: Ranks) -> None:
 
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]), st.sampled_from([[1, 0], [1, None]]))
-def test_any_valid_schedule_gives_the_same_sums(ranks: Ranks, data: Any, placement: list[int], peers: list[int | None]) -> None:
+def test_any_valid_schedule_gives_the_same_sums(
+    ranks: Ranks, data: Any, placement: list[int], peers: list[int | None]
+) -> None:
     schedule = data.draw(schedules(rank_cases.problem(placement, 3, peers, offload_parts=2)))
-    same(ranks, placement, [[program.texts() for program in schedule.programs]], exact=False, peers=peers, offload_parts=2)
+    same(
+        ranks,
+        placement,
+        [[program.texts() for program in schedule.programs]],
+        exact=False,
+        peers=peers,
+        offload_parts=2,
+    )
 
 
 def test_what_is_evicted_lies_on_the_peer(ranks: Ranks) -> None:
-    """Three of the first rank's activations at once without eviction; with it two at most, the others beside the peer's own."""
+    """Three of the first rank's activations at once without eviction; with it two at most, the others beside the peer's
+    own."""
     problem: Problem = ranks(rank_cases.measure, placement=[0, 1], microbatches=4, offload_parts=1, peers=[1, None])[0]
     stays = [[text for text in program if text[1] not in "EDLAV"] for program in BPIPE]
     evicting, plain = Schedule.parse(problem, BPIPE), Schedule.parse(problem, stays)
@@ -56,5 +68,7 @@ def test_a_pipeline_without_that_peer_refuses() -> None:
     problem = rank_cases.problem([0, 1], 4, [1, None])
     schedule = Schedule.parse(problem, BPIPE)
     assert any(op.kind == Kind.E for op in schedule.programs[0].ops())
-    with pytest.raises(ScheduleError, match="evicts from device 0 to device 1, in this pipeline the peer of rank 0 is None"):
+    with pytest.raises(
+        ScheduleError, match="evicts from device 0 to device 1, in this pipeline the peer of rank 0 is None"
+    ):
         prepare(schedule, 0, Layout.make([0, 1], 4))

@@ -1,4 +1,5 @@
-"""Host memory is allocated once, exactly as much as is needed, and locked for as long as it is there; a lane keeps its order to the end."""
+"""Host memory is allocated once, exactly as much as is needed, and locked for as long as it is there; a lane keeps its
+order to the end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rank_worker import Ranks
 from support.strategies import schedules
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.pool import PAGE, HostMemory, HostPool, Link, OnHost, ThreadEngine
+from optpipe_runtime.memory.pool import PAGE, HostMemory, HostPool, Link, OnHost, ThreadEngine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -24,8 +25,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @settings(max_examples=2)
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0]]))
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
-    """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what is used is what was
-    reserved."""
+    """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what
+    is used is what was reserved."""
     problem = rank_cases.problem(placement, 3, offload_parts=2)
     chosen: list[Schedule] = [data.draw(schedules(problem)) for _ in range(4)]
     for allocated, used, reserved in ranks(rank_links.allocations, schedules=chosen, steps=10):

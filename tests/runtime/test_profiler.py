@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rank_worker import Ranks
 from support.strategies import schedules
 
-from optpipe.memory import certify
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import certify
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 
 M = 3
@@ -29,7 +29,7 @@ def test_measured_bytes_are_the_certified_ones(ranks: Ranks, parts: int) -> None
     for rank, (_, (away, again, here), _) in enumerate(results):
         stage = problem.stages[rank]
         assert stage.offload_parts == parts
-        assert 0 < stage.weight_grad_bytes <= stage.activation_bytes
+        assert 0 < stage.saved_for_weight_bytes <= stage.activation_bytes
         assert 0.5 * stage.activation_bytes < (stage.offload_bytes or 0) <= stage.activation_bytes
         for report, split, recompute in ((away, parts, False), (again, 0, True), (here, 0, False)):
             schedule = Schedule.parse(problem, [rank_cases.one_at_a_time(s, M, split, recompute) for s in range(2)])
@@ -54,13 +54,22 @@ def test_times_are_measured(ranks: Ranks) -> None:
     problem = Problem.from_json(ranks(rank_cases.profiled, placement=[0, 1], microbatches=M)[0][0])
     assert problem.p2p_ms > 0
     for stage in problem.stages:
-        times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms, stage.offload_ms, stage.reload_ms, stage.recompute_ms)
+        times = (
+            stage.forward_ms,
+            stage.backward_input_ms,
+            stage.backward_weight_ms,
+            stage.offload_ms,
+            stage.reload_ms,
+            stage.recompute_ms,
+        )
         assert all(ms is not None and ms > 0 for ms in times)
 
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 10**4])
 def test_a_host_too_small_for_an_activation_offloads_nothing(ranks: Ranks, host_memory_bytes: int) -> None:
-    problem, _ = ranks(rank_cases.measure, placement=[0, 1], microbatches=M, offload_parts=2, host_memory_bytes=host_memory_bytes)
+    problem, _ = ranks(
+        rank_cases.measure, placement=[0, 1], microbatches=M, offload_parts=2, host_memory_bytes=host_memory_bytes
+    )
     assert [device.host_memory_bytes for device in problem.devices] == [host_memory_bytes] * 2
     assert not any(stage.can_offload for stage in problem.stages)
     assert all(stage.activation_bytes > 0 for stage in problem.stages)
@@ -68,7 +77,9 @@ def test_a_host_too_small_for_an_activation_offloads_nothing(ranks: Ranks, host_
 
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from([(0, 1), (0, 1, 1, 0)]), st.sampled_from([(None, None), (1, None), (1, 0)]))
-def test_no_schedule_holds_more_than_certified(ranks: Ranks, data: Any, placement: tuple[int, ...], peers: tuple[int | None, ...]) -> None:
+def test_no_schedule_holds_more_than_certified(
+    ranks: Ranks, data: Any, placement: tuple[int, ...], peers: tuple[int | None, ...]
+) -> None:
     problem = measured(ranks, placement, peers)
     schedule = data.draw(schedules(problem))
     certificate = certify(problem, schedule)
@@ -115,7 +126,9 @@ def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
 
 
 def test_ranks_that_take_turns_on_a_link_do_so_here(ranks: Ranks) -> None:
-    (measured, first, _), (_, second, _) = ranks(rank_profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], links=["a", "a"])
+    (measured, first, _), (_, second, _) = ranks(
+        rank_profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], links=["a", "a"]
+    )
     assert first[-1][1] <= second[0][0]
     assert all(times["offload_ms"].count >= 3 for times in measured.stages)
 

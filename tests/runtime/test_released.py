@@ -1,7 +1,8 @@
 """What is offloaded leaves the process, too: its own memory, as the kernel counts it, falls at D and grows at R.
 
-Blocks are larger than glibc ever keeps for itself (32 MiB), so what is freed goes back at once. Host pages are mapped as shared memory,
-which the kernel counts apart from what stands in for the device's here: so neither can hide the other.
+Blocks are larger than glibc ever keeps for itself (32 MiB), so what is freed goes back at once. Host pages are mapped
+as shared memory, which the kernel counts apart from what stands in for the device's here: so neither can hide the
+other.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory.pool import HostPool, Link
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 36 << 20, 4  # bytes, and how many of them a forward saves
@@ -56,8 +57,12 @@ def test_each_op_takes_and_gives_back_what_it_says(link: Link) -> None:
     device, host = resident("Anon"), resident("Shmem")
 
     def require(blocks: int, pages: int, where: str) -> None:
-        assert abs(resident("Anon") - device - blocks * BLOCK) < SLACK, f"{where}: {(resident('Anon') - device) / BLOCK} blocks"
-        assert abs(resident("Shmem") - host - pages * BLOCK) < SLACK, f"{where}: {(resident('Shmem') - host) / BLOCK} blocks on the host"
+        assert abs(resident("Anon") - device - blocks * BLOCK) < SLACK, (
+            f"{where}: {(resident('Anon') - device) / BLOCK} blocks"
+        )
+        assert abs(resident("Shmem") - host - pages * BLOCK) < SLACK, (
+            f"{where}: {(resident('Shmem') - host) / BLOCK} blocks on the host"
+        )
         assert stage.held_bytes(0) == blocks * BLOCK
 
     stage.forward(0, (x.requires_grad_(),))

@@ -1,4 +1,5 @@
-"""Routes: micro-batches pass the same stages in other orders, or stages of their own; losses and gradients are those of a plain run."""
+"""Routes: micro-batches pass the same stages in other orders, or stages of their own; losses and gradients are those of
+a plain run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from support.strategies import schedules
 from test_lowering import run_by_hand
 
 from optpipe.errors import ScheduleError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
 

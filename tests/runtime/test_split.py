@@ -1,4 +1,5 @@
-"""Deferred weight gradients: the same bits as plain autograd, later; and plain autograd wherever deferring would not be right."""
+"""Deferred weight gradients: the same bits as plain autograd, later; and plain autograd wherever deferring would not be
+right."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optpipe_runtime.split import Splitting, WeightQueue
+from optpipe_runtime.execute.split import Splitting, WeightQueue
 
 WORDS = torch.tensor([[1, 2, 1, 0], [3, 3, 0, 1]])
 
@@ -18,7 +19,9 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
-def plain_and_split(module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]) -> tuple[WeightQueue, dict[str, Tensor | None]]:
+def plain_and_split(
+    module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor]
+) -> tuple[WeightQueue, dict[str, Tensor | None]]:
     """Runs plain, then split up to B, comparing input gradients; returns the queue for W and the expected gradients."""
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
     y = run(inputs[0])
@@ -100,7 +103,9 @@ class Reparametrized(nn.Module):
         return functional.linear(x, self.scale * self.weight)
 
 
-@pytest.mark.parametrize("module", [Reparametrized(), nn.RMSNorm(8), nn.PReLU()], ids=["computed weight", "norm", "scale"])
+@pytest.mark.parametrize(
+    "module", [Reparametrized(), nn.RMSNorm(8), nn.PReLU()], ids=["computed weight", "norm", "scale"]
+)
 def test_other_parameters_get_their_gradient_at_b(module: nn.Module) -> None:
     torch.manual_seed(0)
     queue, expected = plain_and_split(module, torch.randn(5, 8), module)
@@ -133,7 +138,9 @@ def test_without_deferring_it_is_plain_autograd() -> None:
 @pytest.mark.parametrize("first", [nn.Linear(8, 6), nn.Embedding(4, 6)])
 def test_what_follows_may_change_the_output_in_place(first: nn.Module) -> None:
     module = nn.Sequential(first, nn.ReLU(inplace=True))
-    queue, expected = plain_and_split(module, WORDS if isinstance(first, nn.Embedding) else torch.randn(2, 5, 8), module)
+    queue, expected = plain_and_split(
+        module, WORDS if isinstance(first, nn.Embedding) else torch.randn(2, 5, 8), module
+    )
     queue.run()
     require_equal(gradients(module), expected)
 
@@ -169,7 +176,9 @@ def test_layer_norms_wait_for_w(shape: tuple[int, ...], bias: bool) -> None:
     nn.init.normal_(module.weight)
     queue, expected = plain_and_split(module, torch.randn(3, 8, 5).transpose(1, 2), module)
     assert module.weight.grad is None
-    assert sum(queue.held().values()) == 4 * (2 * 120 + 2 * (120 // torch.zeros(shape).numel())), "input, gradient, mean and deviation"
+    assert sum(queue.held().values()) == 4 * (2 * 120 + 2 * (120 // torch.zeros(shape).numel())), (
+        "input, gradient, mean and deviation"
+    )
     queue.run()
     require_equal(gradients(module), expected)
 
@@ -187,7 +196,9 @@ def test_norms_that_do_not_wait() -> None:
 def test_one_weight_for_words_and_output() -> None:
     torch.manual_seed(0)
     module = nn.Embedding(4, 8)
-    queue, expected = plain_and_split(module, WORDS, lambda words: functional.linear(torch.tanh(module(words)), weight=module.weight))
+    queue, expected = plain_and_split(
+        module, WORDS, lambda words: functional.linear(torch.tanh(module(words)), weight=module.weight)
+    )
     assert module.weight.grad is None
     queue.run()
     torch.testing.assert_close(module.weight.grad, expected["weight"])
@@ -196,7 +207,9 @@ def test_one_weight_for_words_and_output() -> None:
 def test_a_weight_cast_for_its_product() -> None:
     """The gradient comes back through the cast, in float32."""
     module = nn.Linear(8, 6, bias=False)
-    queue, expected = plain_and_split(module, torch.randn(5, 8), lambda x: functional.linear(x.bfloat16(), module.weight.bfloat16()))
+    queue, expected = plain_and_split(
+        module, torch.randn(5, 8), lambda x: functional.linear(x.bfloat16(), module.weight.bfloat16())
+    )
     assert module.weight.grad is None
     queue.run()
     require_equal(gradients(module), expected)
@@ -220,7 +233,9 @@ def test_parts_of_a_weight() -> None:
 def test_a_weight_that_is_computed_of_weights_is_no_product_with_one(others: int) -> None:
     """Its gradient comes at B, as does that of every parameter that it is made of."""
     module = nn.ParameterList([torch.randn(8, 8), torch.randn(8, 8)])
-    queue, expected = plain_and_split(module, torch.randn(5, 8), lambda x: x @ (module[0] @ module[1]) + others * x @ module[1])
+    queue, expected = plain_and_split(
+        module, torch.randn(5, 8), lambda x: x @ (module[0] @ module[1]) + others * x @ module[1]
+    )
     assert module[0].grad is not None
     queue.run()
     for name, grad in gradients(module).items():

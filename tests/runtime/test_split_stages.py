@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.pool import HostPool, Link
-from optpipe_runtime.split import modules, register_split
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.execute.split import modules, register_split
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory.pool import HostPool, Link
 
 CPU = torch.device("cpu")
 BYTES = BATCH * 8 * WIDTH * 4  # of what passes between two stages
@@ -73,7 +73,9 @@ def require_as_plain(module: nn.Module, plain: nn.Module, inputs: list[Tensor], 
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("program", ["F0 F1 B0 B1 W1 W0", "F0 F1 F2 B0 BW1 B2 W2 W0", "F0 O0 C1 B0 B1 W1 W0", "F0 F1 BW1 BW0"])
+@pytest.mark.parametrize(
+    "program", ["F0 F1 B0 B1 W1 W0", "F0 F1 F2 B0 BW1 B2 W2 W0", "F0 O0 C1 B0 B1 W1 W0", "F0 F1 BW1 BW0"]
+)
 def test_a_queue_of_its_own_in_any_order(program: str, link: Link) -> None:
     """W1 takes what B0 left, since that is the oldest: all is done in the end, and each time as many bytes go."""
     module = nn.Sequential(linear(), Delaying())
@@ -149,7 +151,9 @@ def test_a_compiled_module_stays_one_graph(whole: bool, link: Link) -> None:
     run(stage, "F0 BW0 C0 BW0", batches(1))
     stage.module.zero_grad()
     made = len(graphs)
-    require_as_plain(module, plain, batches(6), run(stage, "F0 F1 F2 B1 B0 W1 W0 BW2 C3 O3 F4 O4 B4 B3 W3 W4 F5 BW5", batches(6)))
+    require_as_plain(
+        module, plain, batches(6), run(stage, "F0 F1 F2 B1 B0 W1 W0 BW2 C3 O3 F4 O4 B4 B3 W3 W4 F5 BW5", batches(6))
+    )
     assert len(graphs) == made
     assert all(len(graph) == 4 for graph in graphs), graphs
 
@@ -185,7 +189,8 @@ def test_hooks_of_a_parameter_are_called_once_with_its_gradient(link: Link) -> N
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_norms_wait_where_b_still_frees_memory(dropout: float, link: Link) -> None:
-    """A linear layer keeps input and output gradient until W; with as much for the norm it is more than F kept, but for a mask."""
+    """A linear layer keeps input and output gradient until W; with as much for the norm it is more than F kept, but for
+    a mask."""
     module = nn.Sequential(nn.LayerNorm(WIDTH), *(nn.Dropout(dropout), nn.Softmax(-1)) * 2, linear())
     stage = runner(module, link)
     run(stage, "F0", batches(1))
@@ -256,7 +261,7 @@ def held(stage: StageRunner) -> tuple[int, int]:
 
 def test_what_norms_would_add(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     _, without = held(runner(Block(), link))
-    monkeypatch.setattr("optpipe_runtime.stage.would_hold", lambda _: 0)
+    monkeypatch.setattr("optpipe_runtime.execute.stage.would_hold", lambda _: 0)
     stage = runner(Block(), link)
     _, with_them = held(stage)
     assert stage.at_b == set()
@@ -264,7 +269,9 @@ def test_what_norms_would_add(link: Link, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_convolutions_let_go_of_what_lies_between_them(link: Link) -> None:
-    layers = [layer for _ in range(3) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))]
+    layers = [
+        layer for _ in range(3) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+    ]
     after_f, after_b = held(runner(nn.Sequential(*layers), link))
     assert after_b == 6 * BYTES
     assert after_b == pytest.approx(0.86 * after_f, rel=0.01)
@@ -304,7 +311,9 @@ def test_a_weight_that_changes_after_its_use_is_told(layer: Callable[[], nn.Modu
     stage = runner(Of(run, layer()), link)
     stage._norms = True
     stage.forward(0, (batches(1)[0],))
-    with pytest.raises(InputError, match=r"^a tensor of shape \[64.*\] was changed in place after it was saved for the backward"):
+    with pytest.raises(
+        InputError, match=r"^a tensor of shape \[64.*\] was changed in place after it was saved for the backward"
+    ):
         stage.backward(0, (torch.ones(BATCH, 8, WIDTH),), split=split)
 
 

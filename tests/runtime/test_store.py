@@ -1,4 +1,5 @@
-"""What autograd saves leaves for real: weak references show freed storages, using what is away raises, and what comes back is the same."""
+"""What autograd saves leaves for real: weak references show freed storages, using what is away raises, and what comes
+back is the same."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.pool import PAGE, HostPool, Link
-from optpipe_runtime.stage import StageRunner
-from optpipe_runtime.store import OffloadedError, balance
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory.pool import PAGE, HostPool, Link
+from optpipe_runtime.memory.store import OffloadedError, balance
 
 CPU = torch.device("cpu")
 SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
@@ -183,7 +184,9 @@ def test_the_host_pool_is_capped_and_its_pages_are_used_again() -> None:
     pool = HostPool(CPU, limit=3 * page + 1)
     pages = pool.take(page + 1)
     assert [len(one) for one in pages] == [page, page]
-    with pytest.raises(OptPipeError, match=f"host_memory_bytes = {3 * page + 1}: {2 * page} bytes are allocated and {2 * page} more"):
+    with pytest.raises(
+        OptPipeError, match=f"host_memory_bytes = {3 * page + 1}: {2 * page} bytes are allocated and {2 * page} more"
+    ):
         pool.take(page + 1)
     pool.give(pages)
     again = pool.take(3 * page)  # whatever was given back fits, and only what is missing is allocated
@@ -210,7 +213,8 @@ def test_parts_differ_by_one_block_at_most(sizes: tuple[int, ...], n: int) -> No
     [(1, 2, 0), (1, 3, 0.061), (1, 4, 0.001), (1, 8, 0.499), (2, 3, 0.058), (2, 4, 0), (2, 8, 0.001), (4, 8, 0)],
 )
 def test_what_unequal_parts_of_a_gpt_lose(link: Link, blocks: int, parts: int, lost: float) -> None:
-    """The share of the bytes that could leave and does not count, since the problem takes each part for as small as the smallest."""
+    """The share of the bytes that could leave and does not count, since the problem takes each part for as small as the
+    smallest."""
     size = gpt.Size()
     stage = StageRunner(0, nn.Sequential(*(gpt.Block(size) for _ in range(blocks))), CPU, link, HostPool(CPU))
     stage.learn((torch.zeros(size.sequences, size.context, size.width, requires_grad=True),))

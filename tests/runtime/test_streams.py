@@ -1,4 +1,5 @@
-"""The engine, the carrier and the store of a GPU, on simulated streams: no schedule lets a copy and a computation race for memory."""
+"""The engine, the carrier and the store of a GPU, on simulated streams: no schedule lets a copy and a computation race
+for memory."""
 
 from __future__ import annotations
 
@@ -12,16 +13,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import schedules
 
-from optpipe.ops import Kind, Op
+from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
-from optpipe_runtime import pool
-from optpipe_runtime import stage as stage_module
-from optpipe_runtime.pool import HostPool, Link, OnHost, StreamEngine
-from optpipe_runtime.stage import StageRunner
+from optpipe_runtime.execute import stage as stage_module
+from optpipe_runtime.execute.stage import StageRunner
+from optpipe_runtime.memory import pool
+from optpipe_runtime.memory.pool import HostPool, Link, OnHost, StreamEngine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
-AWAY = ["0F0", "0O0", "0O0.1", "0F1", "0D0", "0D0.1", "0O1", "0D1", "0R0.1", "0R0", "0O1.1", "0BW0", "0D1.1", "0R1", "0R1.1", "0BW1"]
+AWAY = [
+    "0F0",
+    "0O0",
+    "0O0.1",
+    "0F1",
+    "0D0",
+    "0D0.1",
+    "0O1",
+    "0D1",
+    "0R0.1",
+    "0R0",
+    "0O1.1",
+    "0BW0",
+    "0D1.1",
+    "0R1",
+    "0R1.1",
+    "0BW1",
+]
 PROBLEM = rank_cases.problem([0], 3, offload_parts=2)
 
 
@@ -63,7 +81,9 @@ def run(stage: StageRunner, op: Op) -> None:
 @settings(max_examples=10)
 @given(st.data(), st.booleans())
 def test_no_schedule_races(data: Any, full_duplex: bool) -> None:
-    kept = PROBLEM.replace(stages=[stage.model_copy(update={"recompute_ms": None, "checkpoint_bytes": None}) for stage in PROBLEM.stages])
+    kept = PROBLEM.replace(
+        stages=[stage.model_copy(update={"recompute_ms": None, "checkpoint_bytes": None}) for stage in PROBLEM.stages]
+    )
     schedule: Schedule = data.draw(schedules(kept))
     assert races(schedule.programs[0].ops(), full_duplex) == []
 

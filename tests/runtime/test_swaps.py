@@ -1,4 +1,5 @@
-"""What follows a swap: back from a schedule that is slower or runs out of memory, and on with another number of micro-batches."""
+"""What follows a swap: back from a schedule that is slower or runs out of memory, and on with another number of
+micro-batches."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ from support.strategies import arranged
 from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.layout import Layout
-from optpipe_runtime.lowering import Plan, prepare
-from optpipe_runtime.pace import Pace
+from optpipe_runtime.execute.lowering import Plan, prepare
+from optpipe_runtime.measure.pace import Pace
+from optpipe_runtime.ranks.layout import Layout
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 PEERS = {2: [1, 0], 3: [2, None, 0], 4: [3, 2, 1, 0]}
-OPS = {"forward": "F", "backward": "B BW", "weight": "W", "offload": "O", "drop": "D", "reload": "R L", "recompute": "C"}  # and their kinds
+OPS = {
+    "forward": "F",
+    "backward": "B BW",
+    "weight": "W",
+    "offload": "O",
+    "drop": "D",
+    "reload": "R L",
+    "recompute": "C",
+}  # and their kinds
 
 
 def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
@@ -34,16 +43,25 @@ def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_before(request: pytest.FixtureRequest, count: int) -> None:
+def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_before(
+    request: pytest.FixtureRequest, count: int
+) -> None:
     """Wherever it does: gradients, running means, random numbers and losses are as if it had never been tried."""
     pool: Ranks = request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[count])
     placement, chance = PLACEMENTS[count], random.Random(count)
     problem = rank_cases.problem(placement, 4, PEERS[count], offload_parts=2)
     if count < 4:  # ranks 0 and 1 share a host link
-        problem = problem.replace(devices=[d.model_copy(update={"link": "a" if k < 2 else None}) for k, d in enumerate(problem.devices)])
+        problem = problem.replace(
+            devices=[d.model_copy(update={"link": "a" if k < 2 else None}) for k, d in enumerate(problem.devices)]
+        )
     for op, kinds in OPS.items():
         first, bad = (replace(arranged(problem, chance.choice), method=name) for name in ("first", "bad"))
-        calls = [(rank, o) for rank, program in enumerate(bad.programs) for o in program.ops() if o.kind.name in kinds.split()]
+        calls = [
+            (rank, o)
+            for rank, program in enumerate(bad.programs)
+            for o in program.ops()
+            if o.kind.name in kinds.split()
+        ]
         rank, where = chance.choice(calls)
         nth = [o for owner, o in calls if owner == rank].index(where) + 1
         outcomes = pool(rank_swaps.undone, placement=placement, first=first, bad=bad, rank=rank, op=op, nth=nth)
@@ -62,7 +80,8 @@ def test_without_a_schedule_before_the_step_is_undone_and_said_so(ranks: Ranks) 
     made = schedules({"first": ONE_F_ONE_B, "second": SPLIT})
     told = ranks(rank_swaps.nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
     expected = (
-        "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and there is no schedule to go "
+        "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and "
+        "there is no schedule to go "
         "back to: load one that needs less memory"
     )
     assert [(complaint, untouched) for complaint, untouched, _ in told] == [(expected, True)] * 2
@@ -79,8 +98,12 @@ def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: 
     assert ran == ran1
     first, back = ran.index("slow"), ran.index("quick", ran.index("slow"))
     assert back - first in (6, 11), "five measured steps, or ten, and the first, which is not"
-    assert ran.index("better") == len(ran) - ran[::-1].index("quick"), "it stayed with the quick one, and did not take the slow one again"
-    assert ran[ran.index("better") :] == ["better"] * (len(ran) - ran.index("better") - 24) + ["slow"] * 24, "what is loaded is meant"
+    assert ran.index("better") == len(ran) - ran[::-1].index("quick"), (
+        "it stayed with the quick one, and did not take the slow one again"
+    )
+    assert ran[ran.index("better") :] == ["better"] * (len(ran) - ran.index("better") - 24) + ["slow"] * 24, (
+        "what is loaded is meant"
+    )
     replaced = [line for line in logged if " replaces " in line]
     assert [line.split(": ", 1)[1].split(", which")[0] for line in replaced] == [
         f"schedule {new} (predicted {made[new].makespan_ms:.1f} ms) replaces {old}"
@@ -157,7 +180,16 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
     for run in (first, last):
         assert run.counts == [int(step.method) for step in run.steps]
         methods = [step.method for step in run.steps]
-        assert [m for k, m in enumerate(methods) if k < 4 or m != methods[k - 1]] == ["4", "2", "12", "6", "4", "2", "12", "6"]
+        assert [m for k, m in enumerate(methods) if k < 4 or m != methods[k - 1]] == [
+            "4",
+            "2",
+            "12",
+            "6",
+            "4",
+            "2",
+            "12",
+            "6",
+        ]
     for own, theirs in zip(first.steps, last.steps, strict=True):
         expected = plain[own.method]
         assert theirs.losses == expected.losses
@@ -170,7 +202,9 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
 
 def test_where_the_host_has_too_little_for_it_the_schedule_before_runs_on(ranks: Ranks) -> None:
     few, many = _in_turn(2), _in_turn(12)
-    _, (method, losses, _) = told = ranks(rank_swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2)
+    _, (method, losses, _) = told = ranks(
+        rank_swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2
+    )
     assert method == "2"
     assert losses == rank_swaps.plain(2, 1, 2)[0].losses
     assert any("replaces 12, which ran out of memory: rank 0: host_memory_bytes = " in line for line in told[0][2])

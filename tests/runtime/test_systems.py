@@ -1,7 +1,7 @@
 """Every published schedule, run: one training step on 2 and on 4 ranks has the losses and gradients of a plain run.
 
-In float64. Losses are the same to the bit, and so are gradients where a stage's micro-batches add theirs in the same order; where the
-order is another, or two copies of a stage are summed, they are equal within 1e-9.
+In float64. Losses are the same to the bit, and so are gradients where a stage's micro-batches add theirs in the same
+order; where the order is another, or two copies of a stage are summed, they are equal within 1e-9.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rank_systems import Outcome
 from rank_worker import Ranks
 
 from optpipe.errors import InputError
-from optpipe.ops import Kind, Op, Pair
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind, Op, Pair
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout
 from optpipe_solver import heuristics, systems
@@ -42,12 +42,19 @@ class Case(NamedTuple):
 
 
 def cases(ranks: int, microbatches: tuple[int, ...]) -> list[Case]:
-    """A schedule of every system, for the first number of micro-batches that it takes; memory for three activations where it counts."""
+    """A schedule of every system, for the first number of micro-batches that it takes; memory for three activations
+    where it counts."""
     peers = [ranks - 1 - d if d < ranks // 2 else None for d in range(ranks)]
-    ample = [rank_cases.problem(range(ranks), m, peers, offload_parts=2).replace(overlap_factor=0.8) for m in microbatches]
+    ample = [
+        rank_cases.problem(range(ranks), m, peers, offload_parts=2).replace(overlap_factor=0.8) for m in microbatches
+    ]
     on_host = {"gradient_out_ms": 1.0, "update_ms": 1.0, "parameters_in_ms": 1.0}
-    ample = [problem.replace(stages=[stage.model_copy(update=on_host) for stage in problem.stages]) for problem in ample]
-    tight = ample[0].replace(devices=[device.model_copy(update={"memory_bytes": 300}) for device in ample[0].devices])
+    ample = [
+        problem.replace(stages=[stage.model_copy(update=on_host) for stage in problem.stages]) for problem in ample
+    ]
+    tight = ample[0].replace(
+        devices=[device.model_copy(update={"activation_budget_bytes": 300}) for device in ample[0].devices]
+    )
     found = [Case(name, heuristics.generate(name, tight)) for name in heuristics.STREAMS]
     return found + [Case(name, first_that_runs(name, ample)) for name in systems.SYSTEMS]
 
@@ -62,7 +69,9 @@ def first_that_runs(name: str, problems: list[Problem]) -> Schedule:
 
 
 @pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))])
-def test_every_system_trains_as_a_plain_run(pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+def test_every_system_trains_as_a_plain_run(
+    pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
     call: Ranks = request.getfixturevalue(pool)
     found = cases(call.world, microbatches)
     by_rank = call(rank_systems.run_all, timeout=180, schedules=[case.schedule for case in found])
@@ -92,7 +101,14 @@ def adds_in_order(case: Case, stage: int) -> bool:
     """Whether a stage's micro-batches, all of them, add their gradients in order: those of norms at B, others at W."""
 
     def added(wanted: Callable[[Op], bool]) -> list[int]:
-        return [op.microbatch for program in case.schedule.programs for op in program.ops() if op.stage == stage and wanted(op)]
+        return [
+            op.microbatch
+            for program in case.schedule.programs
+            for op in program.ops()
+            if op.stage == stage and wanted(op)
+        ]
 
     everyone = list(range(case.layout.microbatches))
-    return all(added(lambda op, kinds=kinds: op.kind in kinds) == everyone for kinds in ({Kind.B, Kind.BW}, {Kind.W, Kind.BW}))
+    return all(
+        added(lambda op, kinds=kinds: op.kind in kinds) == everyone for kinds in ({Kind.B, Kind.BW}, {Kind.W, Kind.BW})
+    )

@@ -1,4 +1,5 @@
-"""What a training script does around a pipeline, against the same training in one process; and docs/training.md, whose script runs."""
+"""What a training script does around a pipeline, against the same training in one process; and docs/training.md, whose
+script runs."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def close(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-4, a
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -> None:
-    """Those of a plain run over the whole batch, with the float32 sums in another order; and the replicas' schedules may differ."""
+    """Those of a plain run over the whole batch, with the float32 sums in another order; and the replicas' schedules
+    may differ."""
     schedules = [parsed(ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED), parsed(SPLIT, SPLIT, RECOMPUTED, OFFLOADED)]
     results = four_ranks(rank_replicas.replicated, schedules=schedules, how=how)
     _, gradients, _ = rank_training.plain(2, 8, steps=4)
@@ -138,7 +140,8 @@ def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
         "stage {s}: its fully_shard " + of_these + "mesh",
         "stage {s} has a DistributedDataParallel inside: wrap the stage as a whole, and outside of torch.compile",
         "stage {s}: DistributedDataParallel with static_graph counts on one backward a step: leave it out",
-        "stage {s}: unused.weight and 1 other parameters got no gradient in this step: make its DistributedDataParallel with find_unused",
+        "stage {s}: unused.weight and 1 other parameters got no gradient in this step: make its "
+        "DistributedDataParallel with find_unused",
     ]
     (schedule,) = parsed(SPLIT)
     for rank, told in enumerate(four_ranks(rank_replicas.refused, schedule=schedule)):
@@ -149,7 +152,11 @@ def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
 
 def test_optimizers_see_what_they_see_in_a_plain_run(ranks: Ranks) -> None:
     """Any whose update of a parameter depends on that parameter alone: the same bits."""
-    habits = [*map(Habits, rank_training.OPTIMIZERS), Habits("adamw", accumulate=2), Habits("momentum", accumulate=2, to_none=False)]
+    habits = [
+        *map(Habits, rank_training.OPTIMIZERS),
+        Habits("adamw", accumulate=2),
+        Habits("momentum", accumulate=2, to_none=False),
+    ]
     (schedule,) = parsed(SPLIT)
     first, last = ranks(rank_training.habitual, schedule=schedule, all_habits=habits, steps=4)
     for habit, *found in zip(habits, first, last, strict=True):
@@ -174,7 +181,10 @@ def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ra
     results = ranks(rank_training.scaled, schedule=schedule, overflow=1)
     assert [scales for scales, *_ in results] == [[2.0**16, 2.0**15, 2.0**15, 2.0**15]] * 2
     losses, parameters = rank_training.plainly_skipping(4, 1, 0.5)
-    close({str(step): found for step, found in enumerate(results[1][1])}, {str(step): found for step, found in enumerate(losses)})
+    close(
+        {str(step): found for step, found in enumerate(results[1][1])},
+        {str(step): found for step, found in enumerate(losses)},
+    )
     close(results[0][2] | results[1][2], parameters)
 
 
@@ -192,7 +202,9 @@ def gpipe(placement: list[int], m: int) -> Schedule:
     programs = []
     for rank in range(max(placement) + 1):
         own = [s for s, owner in enumerate(placement) if owner == rank]
-        programs.append([f"{s}F{j}" for s in own for j in range(m)] + [f"{s}BW{j}" for s in reversed(own) for j in range(m)])
+        programs.append(
+            [f"{s}F{j}" for s in own for j in range(m)] + [f"{s}BW{j}" for s in reversed(own) for j in range(m)]
+        )
     return Schedule.parse(rank_cases.problem(placement, m), programs)
 
 
@@ -203,7 +215,9 @@ def test_a_checkpoint_is_resumed_on_another_placement(ranks: Ranks, four_ranks: 
     ranks(rank_training.checkpointed, schedule=two, folder=folder, steps=range(2), resume=False, save=True)
     whole = ranks(rank_training.checkpointed, schedule=two, folder="", steps=range(4), resume=False, save=False)
     for pool, schedule, last in ((ranks, two, 0), (four_ranks, four, 3)):
-        again = pool(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2, 4), resume=True, save=False)
+        again = pool(
+            rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2, 4), resume=True, save=False
+        )
         assert again[last][0] == whole[0][0][2:]
         found = {name: parameter for _, own in again for name, parameter in own.items()}
         assert found.keys() == whole[0][1].keys() | whole[1][1].keys()
@@ -213,17 +227,41 @@ def test_a_checkpoint_is_resumed_on_another_placement(ranks: Ranks, four_ranks: 
 
 def test_random_numbers_are_resumed_on_the_same_placement(ranks: Ranks, tmp_path: Path) -> None:
     folder, schedule = str(tmp_path / "checkpoint"), gpipe([0, 1], 2)
-    ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2), resume=False, save=True, dropout=0.1)
-    whole = ranks(rank_training.checkpointed, schedule=schedule, folder="", steps=range(4), resume=False, save=False, dropout=0.1)
-    again = ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2, 4), resume=True, save=False, dropout=0.1)
+    ranks(
+        rank_training.checkpointed,
+        schedule=schedule,
+        folder=folder,
+        steps=range(2),
+        resume=False,
+        save=True,
+        dropout=0.1,
+    )
+    whole = ranks(
+        rank_training.checkpointed, schedule=schedule, folder="", steps=range(4), resume=False, save=False, dropout=0.1
+    )
+    again = ranks(
+        rank_training.checkpointed,
+        schedule=schedule,
+        folder=folder,
+        steps=range(2, 4),
+        resume=True,
+        save=False,
+        dropout=0.1,
+    )
     assert again[1][0] == whole[1][0][2:]
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
-def test_a_checkpoint_of_replicas_is_resumed_without_them(ranks: Ranks, four_ranks: Ranks, tmp_path: Path, how: str) -> None:
+def test_a_checkpoint_of_replicas_is_resumed_without_them(
+    ranks: Ranks, four_ranks: Ranks, tmp_path: Path, how: str
+) -> None:
     folder, schedule = str(tmp_path / "checkpoint"), gpipe([0, 1], 2)
-    saved = four_ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2), resume=False, save=True, how=how)
-    loaded = ranks(rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(0), resume=True, save=False)
+    saved = four_ranks(
+        rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(2), resume=False, save=True, how=how
+    )
+    loaded = ranks(
+        rank_training.checkpointed, schedule=schedule, folder=folder, steps=range(0), resume=True, save=False
+    )
     for rank in range(2):
         assert loaded[rank][1].keys() == saved[rank][1].keys()
         for name, parameter in saved[rank][1].items():
@@ -244,7 +282,9 @@ def test_the_pages_diff_is_that_of_the_examples() -> None:
     diff = list(difflib.unified_diff(before, after, *EXAMPLES, n=1, lineterm=""))
     assert blocks("diff") == ["\n".join(diff) + "\n"]
     added = [
-        line[2:] for line in difflib.ndiff(*(lines[lines.index("import argparse") :] for lines in (before, after))) if line[:2] == "+ "
+        line[2:]
+        for line in difflib.ndiff(*(lines[lines.index("import argparse") :] for lines in (before, after)))
+        if line[:2] == "+ "
     ]
     assert len(list(filter(None, added))) == 10
 
@@ -259,4 +299,6 @@ def test_both_examples_print_the_same_losses_under_torchrun() -> None:
     assert [run.returncode for run in runs] == [0, 0], said
     plain, ours = ([float(loss) for loss in re.findall(r"step \d: loss (\S+)", out)] for out, _ in said)
     assert len(plain) == 3
-    assert plain == pytest.approx(ours, abs=1.5e-4)  # the last of four digits may be rounded up in one and down in the other
+    assert plain == pytest.approx(
+        ours, abs=1.5e-4
+    )  # the last of four digits may be rounded up in one and down in the other

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime import profiler
-from optpipe_runtime.trial import Spread, Times
+from optpipe_runtime.measure import profiler
+from optpipe_runtime.measure.trial import Spread, Times
 
 
 class Ticking:
@@ -88,5 +88,5 @@ def test_a_gpus_budget_is_what_it_has_left_when_gradients_are_there(monkeypatch:
 
 def test_a_cpu_has_no_budget_of_its_own() -> None:
     rank: Any = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(InputError, match="memory_bytes is missing"):
+    with pytest.raises(InputError, match="activation_budget_bytes is missing"):
         profiler.budget(rank)

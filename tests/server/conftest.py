@@ -49,7 +49,11 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """One server with fake solvers for a file of tests, on each database."""
     with ExitStack() as stack:
         use_fake_solver(stack.enter_context(pytest.MonkeyPatch.context()))
-        url = None if request.param == "sqlite" else stack.enter_context(request.getfixturevalue("postgres").database("migrated"))
+        url = (
+            None
+            if request.param == "sqlite"
+            else stack.enter_context(request.getfixturevalue("postgres").database("migrated"))
+        )
         settings = settings_in(tmp_path_factory.mktemp("service"), url)
         yield stack.enter_context(running(replace(settings, solves=4)))
 

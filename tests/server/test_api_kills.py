@@ -14,8 +14,8 @@ from support.chain import chain
 from support.ports import free_port
 from support.serve_process import serve_process
 
+from optpipe.evaluate.validity import check
 from optpipe.files import ScheduleFile
-from optpipe.validity import check
 
 CLIENTS = 2
 STARTS_S = 60.0
@@ -88,7 +88,9 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
                 page = http.get(address).json()
                 ids |= {job["id"] for job in page["jobs"]}
                 address = page["next"]
-            assert {job["id"] for job in acknowledged.values()} == ids, "what was not acknowledged was said again, and is one job"
+            assert {job["id"] for job in acknowledged.values()} == ids, (
+                "what was not acknowledged was said again, and is one job"
+            )
             assert len(ids) == len(acknowledged), "a job of its own for every key"
             for told in acknowledged.values():
                 now = http.get(told["url"]).json()

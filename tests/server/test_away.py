@@ -1,4 +1,5 @@
-"""The database goes away and comes back: 503 meanwhile, nothing acknowledged that is not stored, and streams that go on."""
+"""The database goes away and comes back: 503 meanwhile, nothing acknowledged that is not stored, and streams that go
+on."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def listed(client: httpx.Client) -> set[str]:
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     database, port = f"sqlite:///{tmp_path}/jobs.sqlite", free_port()
     address, taken = f"http://127.0.0.1:{port}", set[str]()
-    with serve_process(database, port, tmp_path) as process, httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+    with (
+        serve_process(database, port, tmp_path) as process,
+        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline()
         taken.add(until_taken(client))
@@ -76,7 +80,10 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         taken.add(until_taken(client))
         process.kill()
         process.wait(10)
-    with serve_process(database, port, tmp_path) as process, httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+    with (
+        serve_process(database, port, tmp_path) as process,
+        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline()
         assert listed(client) == taken
@@ -85,7 +92,10 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_a_database_that_is_read_only(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
     url = server.url("service")
     Database(url).close()
-    with running(settings_in(tmp_path, url)) as (address, _), httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+    with (
+        running(settings_in(tmp_path, url)) as (address, _),
+        httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
+    ):
         taken = {until_taken(client)}
         server.run("alter database service set default_transaction_read_only = on")
         server.stop()  # as a server that comes back as the copy of another
@@ -102,7 +112,10 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
     url, port = server.url("service"), free_port()
     Database(url).close()
     address = f"http://127.0.0.1:{port}"
-    with serve_process(url, port, tmp_path) as process, httpx.Client(base_url=address, timeout=20, trust_env=False) as client:
+    with (
+        serve_process(url, port, tmp_path) as process,
+        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+    ):
         assert process.stdout is not None
         assert process.stdout.readline()
         job = submit(client, method="hang")
@@ -116,7 +129,10 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
 def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: None) -> None:
     url = server.url("service")
     Database(url).close()
-    with running(settings_in(tmp_path, url)) as (address, _), httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+    with (
+        running(settings_in(tmp_path, url)) as (address, _),
+        httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
+    ):
         job = submit(client, method="hang")
         seen: list[dict[str, Any]] = []
 
@@ -151,7 +167,9 @@ def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: Non
         while (reply := client.get("/readyz")).status_code != 200:
             assert time.monotonic() < until, reply.text
             time.sleep(0.05)
-        assert [one["id"] for one in client.get("/v1/jobs").json()["jobs"]] == [job["id"]], "what was refused was not stored"
+        assert [one["id"] for one in client.get("/v1/jobs").json()["jobs"]] == [job["id"]], (
+            "what was refused was not stored"
+        )
         submit(client, method="infeasible")
         client.post(f"{job['url']}/cancel")
         follower.join(30)

@@ -26,7 +26,9 @@ Serving = Callable[[Settings], httpx.Client]
 
 
 def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -> list[dict[str, Any]]:
-    with client.stream("GET", f"{job['url']}/events", headers={} if last is None else {"Last-Event-ID": last}) as response:
+    with client.stream(
+        "GET", f"{job['url']}/events", headers={} if last is None else {"Last-Event-ID": last}
+    ) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         return list(events(response))
@@ -35,7 +37,11 @@ def follow(client: httpx.Client, job: dict[str, Any], last: str | None = None) -
 def test_incumbents_come_as_they_are_found_and_end_is_last(client: httpx.Client) -> None:
     job = submit(client, method="slow")
     seen = follow(client, job)
-    assert [(event["event"], event.get("id")) for event in seen] == [("incumbent", "1"), ("incumbent", "2"), ("end", "2")]
+    assert [(event["event"], event.get("id")) for event in seen] == [
+        ("incumbent", "1"),
+        ("incumbent", "2"),
+        ("end", "2"),
+    ]
     first, second, end = (json.loads(event["data"]) for event in seen)
     assert client.get(second["url"]).json()["schedule"]["makespan_ms"] == second["makespan_ms"] < first["makespan_ms"]
     assert "schedule" not in second, "an event is small"
@@ -114,7 +120,10 @@ def test_no_more_clients_follow_than_may(serving: Serving, settings: Settings, f
 
 
 def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fake_solver: None) -> None:
-    with running(replace(settings, ping_s=60.0)) as (url, server), httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+    with (
+        running(replace(settings, ping_s=60.0)) as (url, server),
+        httpx.Client(base_url=url, timeout=20, trust_env=False) as client,
+    ):
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response:
             stream = events(response)
@@ -138,7 +147,9 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
         server.should_exit = True
         waiting.join(30)
         assert time.monotonic() - began < GRACE_S
-    assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), "it is stored, and searched when the service is back"
+    assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), (
+        "it is stored, and searched when the service is back"
+    )
     with running(settings) as (url, _), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         assert until_over(client, replies[0].json())["best"]["method"] == "gpipe"
 
@@ -146,7 +157,10 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
 def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
     with running(settings) as (url, _), httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
         jobs = [submit(client, method="hang"), submit(client, method="plain", time_limit_s=30.0)]
-    with running(replace(settings, solves=2)) as (url, _), httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+    with (
+        running(replace(settings, solves=2)) as (url, _),
+        httpx.Client(base_url=url, timeout=20, trust_env=False) as client,
+    ):
         first, second, end = follow(client, jobs[1])
         assert (first["id"], second["id"], json.loads(end["data"])["state"]) == ("1", "2", "done")
         assert client.get(f"{jobs[0]['url']}/incumbents/best").json()["method"] == "naive"

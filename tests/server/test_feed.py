@@ -1,4 +1,5 @@
-"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and the database is asked once for all."""
+"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and the database is
+asked once for all."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PROBLEM = chain(m=M, memory=M)
 
 # The more micro-batches together, the shorter.
 BETTER = [
-    Schedule.parse(PROBLEM, [program.split() for program in together(M, last)], method=f"{last} together") for last in range(2, M + 1)
+    Schedule.parse(PROBLEM, [program.split() for program in together(M, last)], method=f"{last} together")
+    for last in range(2, M + 1)
 ]
 
 Shared = tuple[str, Server]
@@ -53,7 +55,9 @@ def work(database: Database, pause_s: float) -> None:
     leases.finish(claim, "done", Result("feasible", BETTER[-1], method=BETTER[-1].method), 1.0)
 
 
-async def follow(http: httpx.AsyncClient, job: dict[str, Any], chance: random.Random, breaks: int) -> list[tuple[str, int]]:
+async def follow(
+    http: httpx.AsyncClient, job: dict[str, Any], chance: random.Random, breaks: int
+) -> list[tuple[str, int]]:
     """The events of a client whose connection breaks so many times, and that goes on behind the last it has seen."""
     seen: list[tuple[str, int]] = []
     last = 0
@@ -79,7 +83,9 @@ async def follow(http: httpx.AsyncClient, job: dict[str, Any], chance: random.Ra
 
 
 @pytest.mark.parametrize(("clients", "breaks"), [(40, 2), pytest.param(500, 1, marks=pytest.mark.soak)])
-def test_every_client_sees_every_incumbent_once(api: Shared, clients: int, breaks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_client_sees_every_incumbent_once(
+    api: Shared, clients: int, breaks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, server = api
     service = server.service
     asked: list[str] = []
@@ -103,7 +109,9 @@ def test_every_client_sees_every_incumbent_once(api: Shared, clients: int, break
     worker.join()
     incumbents = [("incumbent", seq) for seq in range(1, len(BETTER) + 2)]
     for seen in everything:
-        assert seen in (incumbents, [*incumbents, ("end", len(incumbents))]), "who comes back after the last one finds nothing more"
+        assert seen in (incumbents, [*incumbents, ("end", len(incumbents))]), (
+            "who comes back after the last one finds nothing more"
+        )
     changes = len(BETTER) + 3  # begun, taken, ended
     assert asked.count("news") <= changes + 2, "a topic that nobody watched for a moment is read anew"
     assert asked.count("versions") <= took / 0.05 + clients * (breaks + 1) + 10
@@ -118,8 +126,12 @@ def test_a_topic_that_is_older_than_what_its_watcher_knows_is_waited_for(api: Sh
             lines = response.iter_lines()
             assert next(lines) == "id: 1"
             for time_limit_s in range(100, 110):
-                extended = client.patch(job["url"], json={"time_limit_s": time_limit_s}, headers={"If-Match": f'"{job["version"]}"'})
+                extended = client.patch(
+                    job["url"], json={"time_limit_s": time_limit_s}, headers={"If-Match": f'"{job["version"]}"'}
+                )
                 assert extended.status_code == 200
                 job = extended.json()
-                known = client.get(job["url"], params={"wait": 0.01}, headers={"If-None-Match": extended.headers["etag"]})
+                known = client.get(
+                    job["url"], params={"wait": 0.01}, headers={"If-None-Match": extended.headers["etag"]}
+                )
                 assert known.status_code == 304

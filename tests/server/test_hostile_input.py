@@ -14,7 +14,7 @@ from support.chain import chain, gpipe
 
 from optpipe.errors import InputError
 from optpipe.files import ScheduleFile
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_server.http.bodies import Submission, parse
 from optpipe_server.http.limits import LONGEST_BODY
 from optpipe_server.http.replies import ReplyError
@@ -59,7 +59,9 @@ def test_no_json(client: httpx.Client, body: str | bytes) -> None:
     assert post(client, body).status_code in (400, 422)
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"1"', "null", "[]", "9" * 400, "9" * 5000, "{}"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"1"', "null", "[]", "9" * 400, "9" * 5000, "{}"]
+)
 def test_no_number(client: httpx.Client, value: str) -> None:
     for name in ("forward_ms", "activation_bytes"):
         body = GOOD.replace(f'"{name}": {json.dumps(getattr(chain().stages[0], name))}', f'"{name}": {value}', 1)
@@ -105,9 +107,15 @@ def test_a_problem_has_a_size_that_the_service_takes(client: httpx.Client) -> No
     many = {**problem, "stages": [problem["stages"][0]] * 257}
     for path in ("/v1/jobs", "/v1/compare", "/v1/cache/lookup"):
         reply = client.post(path, json={"problem": many})
-        assert (reply.status_code, "problem.stages are 257: the service takes up to 256" in detail(reply)) == (422, True)
+        assert (reply.status_code, "problem.stages are 257: the service takes up to 256" in detail(reply)) == (
+            422,
+            True,
+        )
         reply = client.post(path, json={"problem": {**problem, "microbatches": 4097}})
-        assert (reply.status_code, "problem.microbatches = 4097: the service takes up to 4096" in detail(reply)) == (422, True)
+        assert (reply.status_code, "problem.microbatches = 4097: the service takes up to 4096" in detail(reply)) == (
+            422,
+            True,
+        )
     largest = {**many, "stages": many["stages"][:256], "microbatches": 4096}
     assert parse(Submission, json.dumps({"problem": largest}).encode(), "job").problem.microbatches == 4096
 

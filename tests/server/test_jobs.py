@@ -13,9 +13,9 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.rest import submit, until_cached, until_over, until_running
 
+from optpipe.evaluate.validity import check
 from optpipe.files import ScheduleFile
-from optpipe.problem import Problem
-from optpipe.validity import check
+from optpipe.model.problem import Problem
 from optpipe_server import Settings
 
 Serving = Callable[[Settings], httpx.Client]
@@ -46,7 +46,10 @@ def test_better_schedules_are_appended(client: httpx.Client) -> None:
     assert (job["state"], job["status"]) == ("done", "feasible")
     assert job["created_at"] <= job["started_at"] <= job["ended_at"]
     found = client.get(f"{job['url']}/incumbents").json()["incumbents"]
-    assert [(one["seq"], one["method"], one["source"]) for one in found] == [(1, "naive", "heuristic"), (2, "gpipe", "solver")]
+    assert [(one["seq"], one["method"], one["source"]) for one in found] == [
+        (1, "naive", "heuristic"),
+        (2, "gpipe", "solver"),
+    ]
     assert found[1]["makespan_ms"] < found[0]["makespan_ms"]
     assert client.get(f"{job['url']}/incumbents", params={"after": 1}).json()["incumbents"] == found[1:]
     best = client.get(f"{job['url']}/incumbents/best").json()

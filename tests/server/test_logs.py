@@ -15,15 +15,17 @@ SCRIPT = """
 import logging, sys, threading, warnings
 import structlog
 from sqlalchemy import create_engine, text
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_server import logs
 
 log = structlog.get_logger("optpipe.work")
 log.info("not seen before it is configured")
 logs.configure(json=None if sys.argv[1] == "none" else sys.argv[1] == "json")
 log.info("claimed", job="j1", attempt=2, worker="w", gap=float("inf"), shown=0.5, key="op_abc_SECRETsecret-1")
-log.info("nested", headers={"authorization": "Bearer SECRETsecret-1"}, lines="one\\ntwo", long="x" * 100_000, odd="\\ud800")
-logging.getLogger("uvicorn.error").error("cannot reach %s", "postgresql+psycopg://me:pa:ss@w@host/db, basic Zm9vOmJhcg==")
+log.info("nested", headers={"authorization": "Bearer SECRETsecret-1"}, lines="one\\ntwo", odd="\\ud800",
+    long="x" * 100_000)
+logging.getLogger("uvicorn.error").error("cannot reach %s",
+    "postgresql+psycopg://me:pa:ss@w@host/db, basic Zm9vOmJhcg==")
 logging.getLogger("alembic.runtime").info("not seen: a library's doings")
 warnings.warn("an old thing")
 try:

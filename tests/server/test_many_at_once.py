@@ -44,7 +44,9 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
         assert server.service.feed._topics == {}
 
 
-def test_large_problems_leave_room_for_small_ones(settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_problems_leave_room_for_small_ones(
+    settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(first, "LARGE", 20)
     monkeypatch.setattr(first, "MOST_LARGE", 2)
     monkeypatch.setattr(service, "THINKERS", 3)
@@ -75,7 +77,9 @@ def test_no_more_jobs_wait_than_may(settings: Settings, fake_solver: None) -> No
     ):
 
         def one(n: int) -> int:
-            return client.post("/v1/jobs", json={"problem": chain(forward=1.0 + n).to_dict(), "method": "hang"}).status_code
+            return client.post(
+                "/v1/jobs", json={"problem": chain(forward=1.0 + n).to_dict(), "method": "hang"}
+            ).status_code
 
         with ThreadPoolExecutor(20) as pool:
             found = list(pool.map(one, range(20)))

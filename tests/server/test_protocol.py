@@ -13,9 +13,9 @@ from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
 from optpipe.anytime import Result
+from optpipe.evaluate.memory import certify
 from optpipe.files import ScheduleFile
-from optpipe.memory import certify
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_server.database import NewJob, Start
 from optpipe_server.database.jobs import MOST_LISTED
 from optpipe_server.serve import Server
@@ -74,7 +74,10 @@ def test_the_longest_page_names_the_next(client: httpx.Client, shared: tuple[str
     service = shared[1].service
     caller = service.keys.check(client.headers["Authorization"].removeprefix("Bearer "))
     assert caller is not None
-    jobs = [service.jobs.add(caller.tenant, NewJob(chain()), Start(Result("infeasible")), queue=0)[0] for _ in range(MOST_LISTED + 1)]
+    jobs = [
+        service.jobs.add(caller.tenant, NewJob(chain()), Start(Result("infeasible")), queue=0)[0]
+        for _ in range(MOST_LISTED + 1)
+    ]
     page = client.get("/v1/jobs", params={"limit": MOST_LISTED}).json()
     assert [job["id"] for job in page["jobs"]] == jobs[:0:-1]
     rest = client.get(page["next"]).json()
@@ -119,7 +122,10 @@ def test_more_time(client: httpx.Client) -> None:
     for stale in (None, '"1"', "*", "x", f"W/{etag(job)}"):
         assert extend(90.0, stale).status_code == 412
     no_more = extend(60.0, etag(job))
-    assert (no_more.status_code, no_more.json()["detail"]) == (409, "time_limit_s = 60: the job has 60 s already; more would be right.")
+    assert (no_more.status_code, no_more.json()["detail"]) == (
+        409,
+        "time_limit_s = 60: the job has 60 s already; more would be right.",
+    )
     assert extend(3601, etag(job)).status_code == 422
     more = extend(90.0, etag(job))
     assert (more.status_code, more.json()["time_limit_s"]) == (200, 90.0)
@@ -155,7 +161,7 @@ def test_a_search_that_runs_goes_on_with_other_costs(client: httpx.Client) -> No
 
 def test_another_problem_is_another_job(client: httpx.Client) -> None:
     job = submit(client, method="hang")
-    alone = {**chain().to_dict(), "devices": [{"memory_bytes": 9000}] * 3}
+    alone = {**chain().to_dict(), "devices": [{"activation_budget_bytes": 9000}] * 3}
     for other in (chain(m=3).to_dict(), chain(offload=None).to_dict(), alone):
         reply = client.post(f"{job['url']}/problem", json={"problem": other})
         assert (reply.status_code, "submit it anew" in reply.json()["detail"]) == (409, True)
@@ -166,7 +172,7 @@ def test_another_problem_is_another_job(client: httpx.Client) -> None:
 
 def test_a_schedule_that_no_longer_fits_is_no_best(client: httpx.Client) -> None:
     job = until_over(client, submit(client))
-    tight = Problem.from_dict({**chain().to_dict(), "devices": [{"memory_bytes": 1000}] * 2})
+    tight = Problem.from_dict({**chain().to_dict(), "devices": [{"activation_budget_bytes": 1000}] * 2})
     posed = client.post(f"{job['url']}/problem", json={"problem": tight.to_dict()}).json()
     assert (posed["best"]["method"], posed["best"]["problem_version"]) == ("naive", 2), "gpipe needs memory for two"
 
@@ -194,7 +200,7 @@ def test_timeline_and_trace(client: httpx.Client) -> None:
     assert timeline["ops"] == file["ops"]
     assert (timeline["makespan_ms"], timeline["seq"]) == (schedule.makespan_ms, 2)
     peaks = [(peak.bytes, peak.at, peak.limit) for peak in certify(chain(), schedule).device]
-    assert [(use["peak_bytes"], use["peak_at"], use["memory_bytes"]) for use in timeline["devices"]] == peaks
+    assert [(use["peak_bytes"], use["peak_at"], use["activation_budget_bytes"]) for use in timeline["devices"]] == peaks
     assert client.get(f"{job['url']}/timeline?seq=1").json()["makespan_ms"] > timeline["makespan_ms"]
     trace = client.get(f"{job['url']}/trace?seq=2").json()
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == len(file["ops"])
@@ -239,6 +245,13 @@ def test_the_description_has_an_example_that_works(client: httpx.Client) -> None
         for name, operation in methods.items():
             bodies = [operation["requestBody"]] if "requestBody" in operation else []
             for told in (*bodies, *operation["responses"].values()):
-                assert all("example" in content or kind == "text/plain" for kind, content in told.get("content", {}).items()), (path, name)
+                assert all(
+                    "example" in content or kind == "text/plain" for kind, content in told.get("content", {}).items()
+                ), (path, name)
     submission = described["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]["example"]
-    assert client.post("/v1/jobs", content=json.dumps(submission), headers={"Content-Type": "application/json"}).status_code == 201
+    assert (
+        client.post(
+            "/v1/jobs", content=json.dumps(submission), headers={"Content-Type": "application/json"}
+        ).status_code
+        == 201
+    )

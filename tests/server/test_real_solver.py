@@ -12,10 +12,10 @@ from support.chain import chain
 from support.rest import until_cached
 from support.service import events
 
+from optpipe.evaluate.validity import check
 from optpipe.files import ScheduleFile
-from optpipe.problem import Problem
-from optpipe.validity import check
-from optpipe_runtime.client import ScheduleClient
+from optpipe.model.problem import Problem
+from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings
 
 Serving = Callable[[Settings], httpx.Client]
@@ -45,7 +45,7 @@ def test_first_schedule_then_the_end_then_the_cache(client: httpx.Client) -> Non
 
 def test_too_little_memory_is_named(client: httpx.Client) -> None:
     content = chain().to_dict()
-    content["devices"][1]["memory_bytes"] = 999
+    content["devices"][1]["activation_budget_bytes"] = 999
     job = client.post("/v1/jobs", json={"problem": content, "time_limit_s": 2.0}).json()
     with client.stream("GET", f"{job['url']}/events") as response:
         [end] = [json.loads(event["data"]) for event in events(response)]
@@ -56,9 +56,14 @@ def test_too_little_memory_is_named(client: httpx.Client) -> None:
 
 def test_published_schedules_go_by_name(client: httpx.Client) -> None:
     problem = chain(memory=4, m=4)
-    job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0, "method": "gis:group=2"}).json()
+    job = client.post(
+        "/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0, "method": "gis:group=2"}
+    ).json()
     assert job["best"]["method"] == "gis:group=2"
-    for method, told in (("zb-v", "zb-v needs 2 V-shaped stages a device"), ("zb-w", "method = 'zb-w': the methods are auto, naive")):
+    for method, told in (
+        ("zb-v", "zb-v needs 2 V-shaped stages a device"),
+        ("zb-w", "method = 'zb-w': the methods are auto, naive"),
+    ):
         refused = client.post("/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0, "method": method})
         assert refused.status_code == 422
         assert refused.json()["detail"].startswith(told)

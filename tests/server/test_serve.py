@@ -18,7 +18,7 @@ from support.chain import chain
 from support.service import events
 
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_server import Settings, create_app
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
@@ -136,7 +136,8 @@ def test_this_machine_may_ask(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "database", ["nonsense", "sqlite://", "postgresql://localhost:1/x", "sqlite:////proc/none/jobs.sqlite", "other:///x"]
+    "database",
+    ["nonsense", "sqlite://", "postgresql://localhost:1/x", "sqlite:////proc/none/jobs.sqlite", "other:///x"],
 )
 def test_a_bad_database_is_a_sentence(database: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="database") as raised:

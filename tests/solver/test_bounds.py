@@ -26,12 +26,17 @@ def pipeline(
     **changes: object,
 ) -> Problem:
     forward, backward, weight = ms
-    costs = {"forward_ms": forward, "backward_input_ms": backward, "backward_weight_ms": weight, "activation_bytes": size}
+    costs = {
+        "forward_ms": forward,
+        "backward_input_ms": backward,
+        "backward_weight_ms": weight,
+        "activation_bytes": size,
+    }
     return Problem(
         microbatches=microbatches,
         p2p_ms=p2p_ms,
-        devices=[Device(memory_bytes=memory)] * devices,
-        stages=[Stage(device=d, weight_grad_bytes=kept, **costs) for d in range(devices)],
+        devices=[Device(activation_budget_bytes=memory)] * devices,
+        stages=[Stage(device=d, saved_for_weight_bytes=kept, **costs) for d in range(devices)],
         **changes,
     )
 
@@ -74,10 +79,18 @@ def test_pairs_take_their_share_but_the_first_forward_and_the_last_backward():
 
 
 def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
-    nothing = {"device": 0, "forward_ms": 0.0, "backward_input_ms": 0.0, "activation_bytes": 0, "weight_grad_bytes": 0}
+    nothing = {
+        "device": 0,
+        "forward_ms": 0.0,
+        "backward_input_ms": 0.0,
+        "activation_bytes": 0,
+        "saved_for_weight_bytes": 0,
+    }
     routes = {"routes": [[0], [1]], "microbatch_routes": [0, 1]}
     stages = [Stage(**nothing, backward_weight_ms=10.0), Stage(**nothing, backward_weight_ms=0.0)]
-    problem = Problem(microbatches=2, devices=[Device(memory_bytes=0)], stages=stages, overlap_factor=0.5, **routes)
+    problem = Problem(
+        microbatches=2, devices=[Device(activation_budget_bytes=0)], stages=stages, overlap_factor=0.5, **routes
+    )
     paired = Schedule.parse(problem, [["0F0", "1F1+0BW0", "1BW1"]])
     assert check(problem, paired) == []
     for objective, length in (("makespan", paired.makespan_ms), ("span", paired.span_ms)):
@@ -89,7 +102,7 @@ def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
 def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     problem, schedule = pair
     devices = [
-        {**d.model_dump(exclude_none=True), "memory_bytes": p.bytes}
+        {**d.model_dump(exclude_none=True), "activation_budget_bytes": p.bytes}
         for d, p in zip(problem.devices, certify(problem, schedule).device, strict=True)
     ]
     tight = Problem.from_dict({**problem.to_dict(), "devices": devices})
@@ -111,11 +124,17 @@ def test_what_heuristics_find_is_no_shorter(data):
     size, kept = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 12))
     away = {"offload_ms": o, "reload_ms": o, "offload_bytes": size, "offload_parts": data.draw(st.sampled_from([1, 3]))}
     again = {"recompute_ms": c, "checkpoint_bytes": data.draw(st.integers(0, size))}
-    costs = {"activation_bytes": size, "weight_grad_bytes": kept} | data.draw(st.sampled_from([{}, away, again, away | again]))
+    costs = {"activation_bytes": size, "saved_for_weight_bytes": kept} | data.draw(
+        st.sampled_from([{}, away, again, away | again])
+    )
     devices = data.draw(st.integers(1, 3))
     stages = [Stage(device=d, forward_ms=f, backward_input_ms=b, backward_weight_ms=w, **costs) for d in range(devices)]
     memory = data.draw(st.integers(size, 5 * size))
-    problem = Problem(microbatches=data.draw(st.integers(1, 9)), devices=[Device(memory_bytes=memory)] * devices, stages=stages)
+    problem = Problem(
+        microbatches=data.draw(st.integers(1, 9)),
+        devices=[Device(activation_budget_bytes=memory)] * devices,
+        stages=stages,
+    )
     for objective in ("makespan", "span"):
         for schedule in islice(STREAMS["adaoffload"](problem, objective), 25):
             assert memory_bound(problem, objective) <= value(schedule, objective) + 1e-6
@@ -123,7 +142,8 @@ def test_what_heuristics_find_is_no_shorter(data):
 
 def test_what_is_left_of_the_memory_beside_whole_activations_is_of_no_use():
     by_bytes, by_number = (
-        pipeline(6, 40, (10.0, 10.0, 10.0), 0.0, memory=memory, size=10, kept=kept) for memory, kept in ((38, 10), (38, 4))
+        pipeline(6, 40, (10.0, 10.0, 10.0), 0.0, memory=memory, size=10, kept=kept)
+        for memory, kept in ((38, 10), (38, 4))
     )
     turn = 6 * 20
     assert memory_bound(by_number, "span") >= 40 * turn / 3 > 40 * (10 * turn + 4 * 10) / 38
@@ -133,12 +153,16 @@ def test_what_is_left_of_the_memory_beside_whole_activations_is_of_no_use():
 def test_memory_fills_forward_by_forward_and_empties_backward_by_backward():
     problem = pipeline(12, 100, (10.0, 10.0, 10.0), 0.0, memory=4)
     filling = (3 + 2 + 1) * 10 / 4
-    emptying = 20 * 0.5 / 2  # a weight gradient frees a quarter in 10 ms, and 20 ms of a backward may have passed already: half is full
+    emptying = (
+        20 * 0.5 / 2
+    )  # a weight gradient frees a quarter in 10 ms, and 20 ms of a backward may have passed already: half is full
     assert memory_bound(problem, "span") == pytest.approx(100 * 250 / 4 + filling + emptying)
 
 
 def test_the_memory_bound_is_bytes_times_ms():
-    short = pipeline(4, 8, (10.0, 10.0, 10.0), 0.0)  # memory for one activation, held at stage 0 for 80 ms and a weight gradient's 10
+    short = pipeline(
+        4, 8, (10.0, 10.0, 10.0), 0.0
+    )  # memory for one activation, held at stage 0 for 80 ms and a weight gradient's 10
     assert memory_bound(short) == 8 * 90.0
     ample = pipeline(4, 8, (10.0, 10.0, 10.0), 0.0, memory=1000)
     assert memory_bound(ample) == trivial_bound(ample)
@@ -152,8 +176,14 @@ def test_memory_says_how_many_weight_gradients_can_wait_for_the_last_input_gradi
 
 
 def test_chunks_of_one_device_share_what_can_wait():
-    stages = [{"device": d, "forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0} for d in (0, 1, 1, 0)]
-    sizes = {"activation_bytes": 2, "weight_grad_bytes": 1}
-    problem = Problem(microbatches=6, devices=[Device(memory_bytes=5)] * 2, stages=[Stage(**stage, **sizes) for stage in stages])
+    stages = [
+        {"device": d, "forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0} for d in (0, 1, 1, 0)
+    ]
+    sizes = {"activation_bytes": 2, "saved_for_weight_bytes": 1}
+    problem = Problem(
+        microbatches=6,
+        devices=[Device(activation_budget_bytes=5)] * 2,
+        stages=[Stage(**stage, **sizes) for stage in stages],
+    )
     # the last B of stage 1: behind it all that device 1 does but three Ws that wait and its own; then stage 0
     assert deferral_bound(problem) == 2 + 6 * 2 * 5 - 4 + 2 + 1

@@ -1,4 +1,5 @@
-"""CP-SAT on the whole problem against every program there is (on tiny problems) and against `check` (on random ones)."""
+"""CP-SAT on the whole problem against every program there is (on tiny problems) and against `check` (on random
+ones)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from support.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, len
 from support.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, Stage, check
-from optpipe.child import Bound, Frame, Incumbent, Objective, Programs, Request
+from optpipe.process.child import Bound, Frame, Incumbent, Objective, Programs, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
@@ -25,7 +26,9 @@ from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lift import lift
 
 ALL = EXHAUSTIVE | RICHER
-OVERTAKING = problem_of([stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0)  # 21 ms, in fixed order 22
+OVERTAKING = problem_of(
+    [stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0
+)  # 21 ms, in fixed order 22
 
 
 def answers(problem: Problem, objective: Objective = "makespan", seconds: float = 60.0, **asked: object) -> list[Frame]:
@@ -69,11 +72,11 @@ def problems_of_every_sort(draw: st.DrawFn) -> Problem:
     problem = draw(problems(max_stages=3, max_microbatches=3)).model_copy(update={"overlap_factor": None})
     needs = [0] * len(problem.devices)
     for s in problem.stages:
-        needs[s.device] += max(s.activation_bytes, s.weight_grad_bytes)
+        needs[s.device] += max(s.activation_bytes, s.saved_for_weight_bytes)
     devices = tuple(
         device.model_copy(
             update={
-                "memory_bytes": need + draw(st.integers(0, 10)),
+                "activation_budget_bytes": need + draw(st.integers(0, 10)),
                 "host_memory_bytes": draw(st.sampled_from([None, 0, need // 2, 2 * need])),
             }
         )
@@ -104,14 +107,22 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     devices = data.draw(st.none() | st.frozensets(st.integers(0, len(problem.devices) - 1)))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)), devices)
     model = WindowModel(
-        ticks, known, window, data.draw(st.sampled_from(["stages", "entry"])), data.draw(st.sampled_from(["makespan", "ends"]))
+        ticks,
+        known,
+        window,
+        data.draw(st.sampled_from(["stages", "entry"])),
+        data.draw(st.sampled_from(["makespan", "ends"])),
     )
     answer = model.solve(Budget(0.3, 1), 0)
     if answer.starts is None:
         assert not (answer.proven and ticks.lossless)  # the incumbent itself is a solution
         return
     assert answer.end <= known.end * (1 + (model.objective is not model.end) * len(model.ends))
-    apart = {x: at for x, at in known.start.items() if (x.stage, x.microbatch) not in known.fused or x.kind not in (Kind.B, Kind.W)}
+    apart = {
+        x: at
+        for x, at in known.start.items()
+        if (x.stage, x.microbatch) not in known.fused or x.kind not in (Kind.B, Kind.W)
+    }
     assert all(answer.starts[x] == at for x, at in apart.items() if at < begin and x.kind != Kind.D)
     better = lift(problem, ticks.starts_ms(answer.starts))
     assert check(problem, better) == []
@@ -135,7 +146,9 @@ def test_a_warm_start_is_what_is_to_be_beaten() -> None:
 
 def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() -> None:
     problem = problem_of([stage(0, (2, 2, 1), 2, 1), stage(1, (2, 2, 1), 2, 1)], [6, 6], 3, overlap_factor=0.5)
-    pairs = Schedule.parse(problem, [["0F0", "0F1", "0BW0+0F2", "0BW1", "0BW2"], ["1F0", "1F1+1BW0", "1F2+1BW1", "1BW2"]])
+    pairs = Schedule.parse(
+        problem, [["0F0", "0F1", "0BW0+0F2", "0BW1", "0BW2"], ["1F0", "1F1+1BW0", "1F2+1BW1", "1BW2"]]
+    )
     assert check(problem, pairs) == []
     assert not covers(pairs)
     frames = answers(problem, warm_start=Programs.of(pairs))
@@ -144,7 +157,13 @@ def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() 
 
 
 def test_micro_batches_are_numbered_as_they_enter() -> None:
-    problem = problem_of([stage(0, (2, 2, 1), 1), stage(1, (2, 2, 1), 1)], [3, 3], 3, routes=[[0, 1], [1, 0]], microbatch_routes=[0, 1, 0])
+    problem = problem_of(
+        [stage(0, (2, 2, 1), 1), stage(1, (2, 2, 1), 1)],
+        [3, 3],
+        3,
+        routes=[[0, 1], [1, 0]],
+        microbatch_routes=[0, 1, 0],
+    )
     schedule = Schedule.parse(
         problem,
         [["0F2", "0F0", "0F1", "0BW1", "0BW2", "0BW0"], ["1F1", "1F2", "1F0", "1BW2", "1BW0", "1BW1"]],
@@ -175,7 +194,9 @@ def test_the_same_request_has_the_same_answer() -> None:
     assert values(problem, first)
 
 
-@pytest.mark.parametrize(("ms", "away_ms", "p2p_ms"), [(1e-9, 1e12, 0.0), (1e12, 1e-9, 1.0), (0.0, 1e12, 1e12), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("ms", "away_ms", "p2p_ms"), [(1e-9, 1e12, 0.0), (1e12, 1e-9, 1.0), (0.0, 1e12, 1e12), (0.0, 0.0, 0.0)]
+)
 @pytest.mark.parametrize("size", [9, 2**53])
 def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_ms: float, size: int) -> None:
     stages = [stage(d, (ms, ms, ms), size, 1, (away_ms, away_ms, size), (1e12, 1)) for d in range(2)]
@@ -186,7 +207,8 @@ def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_m
 
 
 def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FINE) -> bool | None:
-    """Whether nameless micro-batches can end so soon, on a grid that is no finer; None where time was too short to say."""
+    """Whether nameless micro-batches can end so soon, on a grid that is no finer; None where time was too short to
+    say."""
     ticks = Ticks.of(problem, finest).relaxed
     known = timed(ticks, numbered(split(schedule)))
     model = WindowModel(ticks, known, everything(known), "ranks")
@@ -253,12 +275,17 @@ def test_ops_that_touch_refute_nothing(name: str, finest: int) -> None:
 
 
 def odd(problem: Problem, sizes: int, chance: random.Random) -> Problem:
-    """The problem with times of many decimals, and with sizes of many digits that leave memory no more room than before."""
+    """The problem with times of many decimals, and with sizes of many digits that leave memory no more room than
+    before."""
 
     def costs(stage: Stage) -> Stage:
         ms = {name: ms * chance.uniform(0.9, 1.1) for name, ms in stage if name.endswith("_ms") and ms is not None}
         grown = {name: size * sizes for name, size in stage if name.endswith("_bytes") and size}
-        less = {name: size - chance.randint(0, 5) for name, size in grown.items() if name in ("weight_grad_bytes", "checkpoint_bytes")}
+        less = {
+            name: size - chance.randint(0, 5)
+            for name, size in grown.items()
+            if name in ("saved_for_weight_bytes", "checkpoint_bytes")
+        }
         return stage.model_copy(update=ms | grown | less)
 
     devices = [
@@ -268,10 +295,15 @@ def odd(problem: Problem, sizes: int, chance: random.Random) -> Problem:
     return problem.model_copy(update={"stages": tuple(map(costs, problem.stages)), "devices": tuple(devices)})
 
 
-@pytest.mark.parametrize("name", ["both offload", "recompute or offload", "only BW fits", "three micro-batches, no offload"])
+@pytest.mark.parametrize(
+    "name", ["both offload", "recompute or offload", "only BW fits", "three micro-batches, no offload"]
+)
 @pytest.mark.parametrize("coarse", [False, True])
-def test_times_of_many_decimals_and_sizes_of_many_digits(name: str, coarse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found is as good as the best of all programs, nothing is proven that is not so, and on the grid that fits all is proven."""
+def test_times_of_many_decimals_and_sizes_of_many_digits(
+    name: str, coarse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found is as good as the best of all programs, nothing is proven that is not so, and on the grid that fits
+    all is proven."""
     if coarse:
         monkeypatch.setattr(search, "FINE", 40)
         monkeypatch.setattr(ticks, "LONGEST", 2000)
@@ -286,7 +318,8 @@ def test_times_of_many_decimals_and_sizes_of_many_digits(name: str, coarse: bool
 
 
 def test_names_matter_little_for_the_bound() -> None:
-    """Three micro-batches overtake each other for 21 ms where order costs 22 ms, and 20 ms are refuted without looking at names."""
+    """Three micro-batches overtake each other for 21 ms where order costs 22 ms, and 20 ms are refuted without looking
+    at names."""
     frames = answers(OVERTAKING)
     assert values(OVERTAKING, frames)[-1] == 21.0
     assert admits(OVERTAKING, next(STREAMS["naive"](OVERTAKING, "makespan")), 20.0) is False

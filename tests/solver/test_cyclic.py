@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.child import Bound, Frame, Incumbent, Programs, Request
-from optpipe.memory import certify
-from optpipe.ops import Kind, Op
-from optpipe.problem import Device, Problem, Stage
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.validity import check
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import Device, Problem, Stage
+from optpipe.process.child import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver import budget, cyclic
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
@@ -37,7 +37,7 @@ def pipeline(devices: int, microbatches: int, memory: float, p2p: float = 1.0, *
         "backward_input_ms": 10.0,
         "backward_weight_ms": 8.0,
         "activation_bytes": 5 * GB,
-        "weight_grad_bytes": 2 * GB,
+        "saved_for_weight_bytes": 2 * GB,
         "offload_ms": 12.0,
         "reload_ms": 12.0,
         "offload_bytes": 5 * GB,
@@ -46,7 +46,7 @@ def pipeline(devices: int, microbatches: int, memory: float, p2p: float = 1.0, *
         {
             "microbatches": microbatches,
             "p2p_ms": p2p,
-            "devices": [{"memory_bytes": int(memory * GB)}] * devices,
+            "devices": [{"activation_budget_bytes": int(memory * GB)}] * devices,
             "stages": [{"device": d, **costs, **stage} for d in range(devices)],
         }
     )
@@ -54,8 +54,8 @@ def pipeline(devices: int, microbatches: int, memory: float, p2p: float = 1.0, *
 
 @st.composite
 def problems(draw: st.DrawFn, least_ms: int = 0) -> Problem:
-    """Small ones of every sort: chunks, looped and V-shaped, uneven, in parts, recompute, full duplex, shared links, greater weight
-    gradients."""
+    """Small ones of every sort: chunks, looped and V-shaped, uneven, in parts, recompute, full duplex, shared links,
+    greater weight gradients."""
     devices = draw(st.integers(1, 3))
     chunks = draw(st.integers(1, 2))
     v_shape = draw(st.booleans())
@@ -73,7 +73,7 @@ def problems(draw: st.DrawFn, least_ms: int = 0) -> Problem:
                 backward_input_ms=odd * draw(st.integers(1, 6)),
                 backward_weight_ms=float(draw(st.integers(least_ms, 6))),
                 activation_bytes=activation,
-                weight_grad_bytes=draw(st.integers(0, activation + 2)),
+                saved_for_weight_bytes=draw(st.integers(0, activation + 2)),
                 offload_ms=None if offload is None else float(draw(st.integers(0, 9))),
                 reload_ms=None if offload is None else float(draw(st.integers(1, 9))),
                 offload_bytes=None if offload is None else draw(st.integers(0, activation)),
@@ -82,13 +82,15 @@ def problems(draw: st.DrawFn, least_ms: int = 0) -> Problem:
                 checkpoint_bytes=draw(st.integers(0, activation)) if recompute else None,
             )
         )
-    least = max(sum(max(s.activation_bytes, s.weight_grad_bytes) for s in stages if s.device == d) for d in range(devices))
+    least = max(
+        sum(max(s.activation_bytes, s.saved_for_weight_bytes) for s in stages if s.device == d) for d in range(devices)
+    )
     memory = least + draw(st.integers(0, 8))
     return Problem(
         microbatches=draw(st.integers(2, 5)),
         p2p_ms=draw(st.sampled_from([0.0, 0.5, 2.0])),
         transfer_mode=draw(st.sampled_from(["half_duplex", "full_duplex"])),
-        devices=tuple(Device(memory_bytes=memory, link="pcie0" if shared else None) for _ in range(devices)),
+        devices=tuple(Device(activation_budget_bytes=memory, link="pcie0" if shared else None) for _ in range(devices)),
         stages=tuple(stages),
     )
 
@@ -128,7 +130,8 @@ def test_eight_devices_with_memory_for_three_lose_no_time_in_the_steady_state() 
 
 
 def test_without_offload_memory_sets_the_period() -> None:
-    """Memory for one: device 0 runs F 10, waits for F and B of device 1, 20, then B 10 and W 8, which frees the last of it."""
+    """Memory for one: device 0 runs F 10, waits for F and B of device 1, 20, then B 10 and W 8, which frees the last of
+    it."""
     alone = pipeline(2, 8, memory=5, p2p=0.0, offload_ms=None, reload_ms=None, offload_bytes=None)
     ticks = Ticks.of(alone)
     assert solve(ticks, 1, round(46 / ticks.tick)) is None
@@ -138,8 +141,8 @@ def test_without_offload_memory_sets_the_period() -> None:
 
 
 def test_recompute_shortens_the_period() -> None:
-    """Memory for one activation and checkpoints: device 0 runs F 10, B 10, W 8 and C 10 again and again, instead of waiting for device 1
-    with its memory full."""
+    """Memory for one activation and checkpoints: device 0 runs F 10, B 10, W 8 and C 10 again and again, instead of
+    waiting for device 1 with its memory full."""
     again = pipeline(2, 8, memory=6.5, p2p=0.0, offload_ms=None, reload_ms=None, offload_bytes=None, recompute_ms=10.0,
                      checkpoint_bytes=5 * GB // 10)  # fmt: skip
     ticks = Ticks.of(again)
@@ -152,8 +155,20 @@ def test_recompute_shortens_the_period() -> None:
 
 @pytest.mark.parametrize(("parts", "period"), [(1, 76), (4, 50)])
 def test_slow_links_need_parts(parts: int, period: int) -> None:
-    slow = pipeline(8, 16, 38, forward_ms=12.0, backward_input_ms=12.0, backward_weight_ms=11.0, activation_bytes=10 * GB,
-                    weight_grad_bytes=4 * GB, offload_bytes=10 * GB, offload_ms=40.0, reload_ms=40.0, offload_parts=parts)  # fmt: skip
+    slow = pipeline(
+        8,
+        16,
+        38,
+        forward_ms=12.0,
+        backward_input_ms=12.0,
+        backward_weight_ms=11.0,
+        activation_bytes=10 * GB,
+        saved_for_weight_bytes=4 * GB,
+        offload_bytes=10 * GB,
+        offload_ms=40.0,
+        reload_ms=40.0,
+        offload_parts=parts,
+    )
     ticks = Ticks.of(slow)
     assert solve(ticks, 1, round((period - 1) / ticks.tick)) is None
     assert solve(ticks, 1, round(period / ticks.tick)) is not None
@@ -164,7 +179,12 @@ def test_slow_links_need_parts(parts: int, period: int) -> None:
 def test_a_pattern_unrolled_is_valid_and_no_later_than_the_circle_says(problem: Problem, K: int) -> None:
     ticks = Ticks.of(problem)
     T = sequential_period(ticks, K)
-    pattern = next(filter(None, (solve(ticks, K, t, 0.15) for t in (least_period(ticks, K), (least_period(ticks, K) + T) // 2, T))), None)
+    pattern = next(
+        filter(
+            None, (solve(ticks, K, t, 0.15) for t in (least_period(ticks, K), (least_period(ticks, K) + T) // 2, T))
+        ),
+        None,
+    )
     if pattern is None:
         return
     schedule = unroll(ticks, pattern, "cyclic")
@@ -186,7 +206,8 @@ def level(ticks: Ticks, pattern: Pattern, device: int) -> int:
 @settings(max_examples=25, deadline=None)
 @given(problems(least_ms=1))
 def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
-    """With the memory that a long run needs, the pattern's period can be had; with a byte less, this pattern's starts cannot."""
+    """With the memory that a long run needs, the pattern's period can be had; with a byte less, this pattern's starts
+    cannot."""
     ticks = Ticks.of(problem)
     T = sequential_period(ticks, 1)
     pattern = solve(ticks, 1, T, 0.3)
@@ -196,7 +217,8 @@ def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
         needed = level(ticks, pattern, d)
         for memory, possible in ((needed, True), (needed - 1, False)):
             devices = tuple(
-                device.model_copy(update={"memory_bytes": memory if e == d else 1000}) for e, device in enumerate(problem.devices)
+                device.model_copy(update={"activation_budget_bytes": memory if e == d else 1000})
+                for e, device in enumerate(problem.devices)
             )
             model = PatternModel(Ticks(problem.model_copy(update={"devices": devices}), ticks.tick, ticks.exact), 1, T)
             for op, at in pattern.starts.items():
@@ -247,16 +269,20 @@ def test_small_windows_lead_to_the_optimum_of_the_whole() -> None:
     pattern = solve(ticks, 1, sequential_period(ticks, 1))
     assert pattern is not None
     schedule = unroll(ticks, pattern, "cyclic")
-    whole = WindowModel(ticks, timed(ticks, schedule), everything(timed(ticks, schedule)), "entry").solve(Budget(30.0, 1), 0)
+    whole = WindowModel(ticks, timed(ticks, schedule), everything(timed(ticks, schedule)), "entry").solve(
+        Budget(30.0, 1), 0
+    )
     assert whole.proven
     assert whole.starts
-    # F, p2p, F, B, p2p, and on device 0 four times F + B + W = 28 with the first B after 10 + 1 + 20 + 1: nothing can be shorter
+    # F, p2p, F, B, p2p, and on device 0 four times F + B + W = 28 with the first B after 10 + 1 + 20 + 1: nothing can
+    # be shorter
     *_, last = schedule, *improvements(ticks, schedule, Budget(60.0, 2), 0)  # the pattern may be the optimum already
     assert finish(ticks, whole.starts).makespan_ms == ticks.ms(whole.bound) == last.makespan_ms
 
 
 def test_the_optimum_is_that_of_trying_every_order() -> None:
-    """One device, two micro-batches, memory for one activation and a transfer's worth of gain: brute force over all programs."""
+    """One device, two micro-batches, memory for one activation and a transfer's worth of gain: brute force over all
+    programs."""
     problem = pipeline(1, 2, memory=7, offload_ms=3.0, reload_ms=2.0)
     found = min(s.makespan_ms for s in every_schedule(problem))
     frames = answers(problem, 30.0)  # it ends by itself
@@ -264,7 +290,8 @@ def test_the_optimum_is_that_of_trying_every_order() -> None:
 
 
 def every_schedule(problem: Problem) -> Iterator[Schedule]:
-    """Of one device and two micro-batches: each one's ops in order, with offload or without, and every way to merge the two lists."""
+    """Of one device and two micro-batches: each one's ops in order, with offload or without, and every way to merge the
+    two lists."""
     for leaving in product(["", "ODR"], repeat=2):
         mine, other = ([f"0{kind}{j}" for kind in f"F{way}BW"] for j, way in enumerate(leaving))
         for places in combinations(range(len(mine) + len(other)), len(mine)):
@@ -298,7 +325,9 @@ def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
 def test_one_route_only() -> None:
     assert cyclic.applies(pipeline(2, 4, memory=15))
     assert not cyclic.applies(pipeline(2, 1, memory=15))
-    both_ways = Problem.from_dict({**pipeline(2, 2, memory=15).to_dict(), "routes": [[0, 1], [1, 0]], "microbatch_routes": [0, 1]})
+    both_ways = Problem.from_dict(
+        {**pipeline(2, 2, memory=15).to_dict(), "routes": [[0, 1], [1, 0]], "microbatch_routes": [0, 1]}
+    )
     assert not cyclic.applies(both_ways)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import optpipe
 from optpipe import Problem, Schedule, certify, check
-from optpipe.child import Incumbent, Note, Programs, Request
+from optpipe.process.child import Incumbent, Note, Programs, Request
 from optpipe_solver.portfolio import Portfolio
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -29,7 +29,7 @@ def drifted(problem: Problem, share: float, seed: int) -> Problem:
 def with_memory(problem: Problem, share: float) -> Problem:
     content: dict[str, Any] = problem.model_dump(mode="json", exclude_none=True)
     for device in content["devices"]:
-        device["memory_bytes"] = int(share * device["memory_bytes"])
+        device["activation_budget_bytes"] = int(share * device["activation_budget_bytes"])
     return Problem.from_dict(content)
 
 
@@ -54,12 +54,17 @@ def test_with_less_memory_it_is_still_valid(name):
     less = with_memory(old.problem, 0.9)
     assert check(less, Schedule(less, old.programs, old.links)) != []
     frames: list[object] = []
-    Portfolio(Request(problem=less, method="naive", warm_start=Programs.of(old), time_limit_s=10.0), frames.append).run()
+    Portfolio(
+        Request(problem=less, method="naive", warm_start=Programs.of(old), time_limit_s=10.0), frames.append
+    ).run()
     found = [frame.schedule.schedule(less, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     assert found[0].method == "warm start"  # repaired, before anything else is there
     assert not any(isinstance(frame, Note) for frame in frames)
     assert all(check(less, schedule) == [] for schedule in found)
-    assert all(peak.bytes <= device.memory_bytes for peak, device in zip(certify(less, found[-1]).device, less.devices, strict=True))
+    assert all(
+        peak.bytes <= device.activation_budget_bytes
+        for peak, device in zip(certify(less, found[-1]).device, less.devices, strict=True)
+    )
 
 
 def test_a_better_schedule_for_the_changed_problem_is_still_found():

@@ -11,17 +11,23 @@ from contextlib import contextmanager
 import pytest
 
 from optpipe import Problem, SolverError, Stage, check
-from optpipe.child import Child, End, Incumbent, Request
-from optpipe.problem import Device
+from optpipe.model.problem import Device
+from optpipe.process.child import Child, End, Incumbent, Request
 
 
 def pipeline(devices: int, microbatches: int) -> Problem:
-    stage = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    stage = {
+        "forward_ms": 10.0,
+        "backward_input_ms": 10.0,
+        "backward_weight_ms": 8.0,
+        "activation_bytes": 5,
+        "saved_for_weight_bytes": 2,
+    }
     stage |= {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
     return Problem(
         microbatches=microbatches,
         p2p_ms=1.0,
-        devices=tuple(Device(memory_bytes=15) for _ in range(devices)),
+        devices=tuple(Device(activation_budget_bytes=15) for _ in range(devices)),
         stages=tuple(Stage.model_validate(stage | {"device": d}) for d in range(devices)),
     )
 
@@ -29,7 +35,9 @@ def pipeline(devices: int, microbatches: int) -> Problem:
 @contextmanager
 def engine(request: Request, own_group: bool) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "optpipe_solver.engine"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=own_group) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=own_group
+    ) as process:
         assert process.stdin
         process.stdin.write(request.model_dump_json().encode() + b"\n")
         process.stdin.flush()
@@ -76,7 +84,7 @@ def test_an_unknown_method_is_one_sentence() -> None:
 
 def test_only_the_named_engine_is_loaded() -> None:
     code = (
-        "import sys; from optpipe.child import Request; from optpipe_solver import milp\n"
+        "import sys; from optpipe.process.child import Request; from optpipe_solver import milp\n"
         "request = Request.model_validate_json(sys.stdin.read())\n"
         "assert milp.applies(request.problem) and 'highspy' not in sys.modules\n"
         "milp.run(request, print)\n"

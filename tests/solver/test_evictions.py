@@ -1,5 +1,5 @@
-"""Evictions to peers and optimizers on the host, which no engine makes: nothing of the solver or the cache breaks them, forgets them or
-claims what they disprove."""
+"""Evictions to peers and optimizers on the host, which no engine makes: nothing of the solver or the cache breaks them,
+forgets them or claims what they disprove."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.strategies import problems_with_schedules
 from support.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
-from optpipe.child import Bound, Incumbent, Infeasible, Programs, Request
+from optpipe.process.child import Bound, Incumbent, Infeasible, Programs, Request
 from optpipe_cache import Cache, distance, features
 from optpipe_cache.features import shape
 from optpipe_solver import cpsat, milp
@@ -31,12 +31,13 @@ def paired(memory: int, m: int = 2, **changes: Any) -> Problem:
     """Two devices; the first may evict to the second."""
     plain = units(2, m)
     first, last = (stage.model_dump(exclude_none=True) for stage in plain.stages)
-    devices = [{"memory_bytes": memory, "peer": 1}, {"memory_bytes": 3 * ACTIVATION}]
+    devices = [{"activation_budget_bytes": memory, "peer": 1}, {"activation_budget_bytes": 3 * ACTIVATION}]
     return plain.replace(stages=[first | EVICT, last], devices=devices, **changes)
 
 
 def evicting(problem: Problem) -> Schedule:
-    """The first activation leaves before the second forward, which one activation of memory does not allow otherwise."""
+    """The first activation leaves before the second forward, which one activation of memory does not allow
+    otherwise."""
     first, second = "0F0 0E0 0D0 0F1 0BW1 0L0 0BW0", "0A0 1F0 1F1 1BW1 1BW0 0V0"
     return Schedule.parse(problem, [first.split(), second.split()], method="by hand")
 
@@ -50,7 +51,9 @@ def test_what_works_on_schedules_keeps_them_valid(pair):
     if problem.overlap_factor is None:
         assert max(tails(schedule)) == pytest.approx(schedule.makespan_ms)
     assert (stands(schedule.timeline) <= schedule.timeline.start).all()
-    assert familiar(schedule) == (not any(op.kind.name in "ELAVGUP" for program in schedule.programs for op in program.ops()))
+    assert familiar(schedule) == (
+        not any(op.kind.name in "ELAVGUP" for program in schedule.programs for op in program.ops())
+    )
     assert familiar(schedule) or not covers(schedule)
 
 
@@ -58,7 +61,10 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     problem = paired(ACTIVATION)
     schedule = evicting(problem)
     assert check(problem, schedule) == []
-    plain = problem.replace(devices=[{"memory_bytes": ACTIVATION}, {"memory_bytes": 3 * ACTIVATION}], stages=units(2, 2).stages)
+    plain = problem.replace(
+        devices=[{"activation_budget_bytes": ACTIVATION}, {"activation_budget_bytes": 3 * ACTIVATION}],
+        stages=units(2, 2).stages,
+    )
     assert memory_bound(plain) == 10.0  # one micro-batch at a time
     assert memory_bound(problem) <= schedule.makespan_ms == 9.5
     assert infeasibility(problem) is None
@@ -102,5 +108,7 @@ def test_the_cache_tells_them_apart(tmp_path):
     hit = cache.lookup(slower)
     assert hit is not None
     assert hit.schedule.makespan_ms == simulate(slower, evicting(slower)).makespan_ms
-    costly = problem.replace(stages=[problem.stages[0].model_dump(exclude_none=True) | {"evict_ms": 1.0}, problem.stages[1]])
+    costly = problem.replace(
+        stages=[problem.stages[0].model_dump(exclude_none=True) | {"evict_ms": 1.0}, problem.stages[1]]
+    )
     assert distance(features(problem), features(costly)) == pytest.approx(0.125, abs=0.05)

@@ -18,8 +18,8 @@ from support.processes import over
 from support.strategies import problems
 
 from optpipe import Problem, check
-from optpipe.child import Bound, Child, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.errors import InputError
+from optpipe.process.child import Bound, Child, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import first
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -45,7 +45,11 @@ def schedules(frames: list[Frame], problem: Problem) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
-@given(problem=problems(beyond=True), memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]), seconds=st.sampled_from([1e-3, 0.1]))
+@given(
+    problem=problems(beyond=True),
+    memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]),
+    seconds=st.sampled_from([1e-3, 0.1]),
+)
 @settings(max_examples=12)
 def test_an_answer_is_valid_or_says_why_there_is_none(maker, objective, problem, memory, seconds):
     problem = problem.with_memory_for(memory)
@@ -79,7 +83,9 @@ def test_a_large_problem_has_naive_at_once(maker):
     assert [schedule.method for schedule in found] == ["naive"]
 
 
-@pytest.mark.parametrize("method", [*METHODS, *SYSTEMS, "nope", "", "gis:group=1", "gis:group", "1f1b:group=2", "gis:group=5,group=5"])
+@pytest.mark.parametrize(
+    "method", [*METHODS, *SYSTEMS, "nope", "", "gis:group=1", "gis:group", "1f1b:group=2", "gis:group=5,group=5"]
+)
 def test_a_method_is_refused_as_the_real_search_refuses_it(maker, method):
     request = Request(problem=chain(), method=method, time_limit_s=1e-3)
     *frames, last = maker.ask(request)
@@ -114,11 +120,18 @@ def test_what_fails_in_one_request_is_not_the_next_ones(monkeypatch):
 
 
 def test_a_line_that_is_no_request_is_refused_and_the_next_one_answered():
-    with subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdin
         assert process.stdout
         try:
-            for line in (b"{not a request", b"\xff\xfe", b"", Request(problem=chain()).model_dump_json(exclude_none=True).encode()):
+            for line in (
+                b"{not a request",
+                b"\xff\xfe",
+                b"",
+                Request(problem=chain()).model_dump_json(exclude_none=True).encode(),
+            ):
                 process.stdin.write(line + b"\n")
             process.stdin.flush()
             lines = [process.stdout.readline() for _ in range(4)]
@@ -130,7 +143,10 @@ def test_a_line_that_is_no_request_is_refused_and_the_next_one_answered():
 
 
 def test_it_ends_with_its_parent():
-    code = f"from optpipe.child import Child; import time; print(Child({MODULE!r}).pid, flush=True); time.sleep(60)"
+    code = (
+        f"from optpipe.process.child import Child; import time; print(Child({MODULE!r}).pid, flush=True); "
+        "time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout
         maker = int(parent.stdout.readline())

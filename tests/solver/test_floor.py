@@ -13,11 +13,13 @@ TIMES = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0}
 
 
 def stage(activation: int, **extra: object) -> Stage:
-    return Stage(device=0, **TIMES, activation_bytes=activation, weight_grad_bytes=1, **extra)
+    return Stage(device=0, **TIMES, activation_bytes=activation, saved_for_weight_bytes=1, **extra)
 
 
 def on_one_device(stages: list[Stage], memory: int, host: int | None = None) -> Problem:
-    return Problem(microbatches=2, devices=[Device(memory_bytes=memory, host_memory_bytes=host)], stages=stages)
+    return Problem(
+        microbatches=2, devices=[Device(activation_budget_bytes=memory, host_memory_bytes=host)], stages=stages
+    )
 
 
 def offload(size: int, parts: int = 1) -> dict[str, object]:
@@ -40,7 +42,7 @@ def test_no_schedule_that_keeps_the_host_limit_needs_less(pair, data):
     limited = problem.model_copy(
         update={
             "devices": tuple(
-                Device(memory_bytes=1, host_memory_bytes=held.bytes, link=d.link)
+                Device(activation_budget_bytes=1, host_memory_bytes=held.bytes, link=d.link)
                 for held, d in zip(certificate.host, problem.devices, strict=True)
             )
         }
@@ -52,20 +54,38 @@ def test_no_schedule_that_keeps_the_host_limit_needs_less(pair, data):
 def test_the_deepest_stage_needs_its_activation_and_the_residuals_before_it():
     assert least_memory(on_one_device([stage(10), stage(7), stage(9)], 100)) == [26]
     assert least_memory(on_one_device([stage(10, **offload(8)), stage(7), stage(9)], 100)) == [18]
-    assert least_memory(on_one_device([stage(10, **offload(8), recompute_ms=1.0, checkpoint_bytes=1), stage(7), stage(9)], 100)) == [17]
+    assert least_memory(
+        on_one_device([stage(10, **offload(8), recompute_ms=1.0, checkpoint_bytes=1), stage(7), stage(9)], 100)
+    ) == [17]
     assert least_memory(on_one_device([stage(10, **offload(10)), stage(7), stage(2)], 100)) == [10]
 
 
 def test_a_host_limit_admits_the_best_subset():
     stages = [stage(10, **offload(10)), stage(6, **offload(6)), stage(5, **offload(5)), stage(1)]
-    assert least_memory(on_one_device(stages, 100, host=11)) == [12]  # 10 leaves: 10, 6, 6+5, 6+5+1; 6 and 5 leave: 10+6
+    assert least_memory(on_one_device(stages, 100, host=11)) == [
+        12
+    ]  # 10 leaves: 10, 6, 6+5, 6+5+1; 6 and 5 leave: 10+6
     assert least_memory(on_one_device(stages, 100, host=0)) == [22]
 
 
 def test_parts_leave_one_by_one_and_to_the_byte():
     stages = [stage(10, **offload(10, parts=3)), stage(1)]  # parts of 3, 3 and 4 bytes
-    assert [least_memory(on_one_device(stages, 100, host=host))[0] for host in (2, 3, 4, 6, 7, 10)] == [11, 10, 10, 10, 10, 10]
-    assert [least_memory(on_one_device([*stages, stage(8)], 100, host=host))[0] for host in (2, 3, 4, 6, 7, 10)] == [19, 16, 15, 13, 12, 10]
+    assert [least_memory(on_one_device(stages, 100, host=host))[0] for host in (2, 3, 4, 6, 7, 10)] == [
+        11,
+        10,
+        10,
+        10,
+        10,
+        10,
+    ]
+    assert [least_memory(on_one_device([*stages, stage(8)], 100, host=host))[0] for host in (2, 3, 4, 6, 7, 10)] == [
+        19,
+        16,
+        15,
+        13,
+        12,
+        10,
+    ]
 
 
 def test_the_sentence_names_device_need_and_budget():
@@ -76,7 +96,8 @@ def test_the_sentence_names_device_need_and_budget():
     )
     limited = infeasibility(on_one_device([stage(10, **offload(10)), stage(7)], 16, host=9))
     assert limited == (
-        "device 0 needs at least 17 bytes for one micro-batch at a time and has 16, as its host_memory_bytes = 9 admit no more offload"
+        "device 0 needs at least 17 bytes for one micro-batch at a time and has 16, as its host_memory_bytes = 9 "
+        "admit no more offload"
     )
 
 

@@ -10,14 +10,20 @@ import pytest
 
 import optpipe
 from optpipe import InputError, Problem, Schedule
-from optpipe.child import Frame, Note, Request
 from optpipe.errors import ScheduleError
+from optpipe.process.child import Frame, Note, Request
 from optpipe_solver import portfolio
 from optpipe_solver.partitions import mismatch
 from optpipe_solver.placements import PlacementSearch
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json"))
-LAYER = {"forward_ms": 1.25, "backward_input_ms": 1.5, "backward_weight_ms": 1.0, "activation_bytes": 1001, "weight_grad_bytes": 301}
+LAYER = {
+    "forward_ms": 1.25,
+    "backward_input_ms": 1.5,
+    "backward_weight_ms": 1.0,
+    "activation_bytes": 1001,
+    "saved_for_weight_bytes": 301,
+}
 
 
 def layered(**changes: float) -> Problem:
@@ -25,7 +31,12 @@ def layered(**changes: float) -> Problem:
     stage = {name: 3 * value for name, value in LAYER.items()}
     stages = [{"device": d, **stage} for d in range(2)]
     return Problem.from_dict(
-        {"microbatches": 3, "devices": [{"memory_bytes": 9000}] * 2, "stages": stages, "layers": [LAYER | changes, *[LAYER] * 5]}
+        {
+            "microbatches": 3,
+            "devices": [{"activation_budget_bytes": 9000}] * 2,
+            "stages": stages,
+            "layers": [LAYER | changes, *[LAYER] * 5],
+        }
     )
 
 
@@ -40,11 +51,15 @@ def test_the_examples_are_what_their_layers_make(path: Path) -> None:
     [
         (
             {"forward_ms": 5.0},
-            "layers: their forward_ms add up to 11.25, those of the stages to 7.5; the stages given must be made of these layers",
+            "layers: their forward_ms add up to 11.25, those of the stages to 7.5; the stages given must be made "
+            "of these layers",
         ),
         ({"backward_weight_ms": 0.0}, "layers: their backward_weight_ms add up to 5, those of the stages to 6; "),
         ({"activation_bytes": 2001}, "layers: their activation_bytes add up to 7006, those of the stages to 6006; "),
-        ({"weight_grad_bytes": 101}, "layers: their weight_grad_bytes add up to 1606, those of the stages to 1806; "),
+        (
+            {"saved_for_weight_bytes": 101},
+            "layers: their saved_for_weight_bytes add up to 1606, those of the stages to 1806; ",
+        ),
     ],
 )
 def test_layers_of_another_model_are_no_partition(changes: dict[str, Any], told: str) -> None:
@@ -61,7 +76,9 @@ def test_what_was_measured_apart_may_differ_a_little(changes: dict[str, Any]) ->
     assert mismatch(layered(**changes)) is None
 
 
-def test_where_no_placement_has_a_schedule_the_reason_is_that_of_the_stages_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_placement_has_a_schedule_the_reason_is_that_of_the_stages_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(problem: Problem, objective: str, deadline: float) -> Iterator[Schedule]:
         raise ScheduleError(f"{len(problem.stages)} stages")
         yield

@@ -27,8 +27,11 @@ def pipeline(
     """Stages by device, with F, B, W and, if given, offload time."""
     times = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=False))
     offload = {"offload_ms": ms[3], "reload_ms": ms[3], "offload_bytes": 5 * GB} if len(ms) > 3 else {}
-    stages = [Stage(device=d, **{"activation_bytes": 5 * GB, "weight_grad_bytes": 2 * GB, **times, **offload, **costs}) for d in placement]
-    devices = [Device(memory_bytes=int(memory * 5 * GB))] * (max(placement) + 1)
+    stages = [
+        Stage(device=d, **{"activation_bytes": 5 * GB, "saved_for_weight_bytes": 2 * GB, **times, **offload, **costs})
+        for d in placement
+    ]
+    devices = [Device(activation_budget_bytes=int(memory * 5 * GB))] * (max(placement) + 1)
     return Problem(microbatches=microbatches, p2p_ms=p2p_ms, devices=devices, stages=stages)
 
 
@@ -66,7 +69,19 @@ def test_zero_bubble_reaches_the_bound_where_memory_is_ample():
         (pipeline(list(range(8)), 16, 3.8, (12, 12, 11, 40)), 1045),  # the link is the bottleneck
         (pipeline([*range(4), *range(3, -1, -1)], 8, 3, (5, 5, 5, 2.5), p2p_ms=0.0), 260),  # a V, bound 255
         (pipeline([*range(8)] * 2, 16, 6, (5, 5, 5, 2.5), p2p_ms=0.0), 530),  # two chunks, bound 515
-        (pipeline(list(range(4)), 12, 1.75, (10, 10, 9), 0.5, weight_grad_bytes=4 * GB, recompute_ms=10.0, checkpoint_bytes=GB // 2), 540),
+        (
+            pipeline(
+                list(range(4)),
+                12,
+                1.75,
+                (10, 10, 9),
+                0.5,
+                saved_for_weight_bytes=4 * GB,
+                recompute_ms=10.0,
+                checkpoint_bytes=GB // 2,
+            ),
+            540,
+        ),
     ],
     ids=["fastlink", "slowlink", "v-shape", "loop", "recompute"],
 )
@@ -79,7 +94,8 @@ def test_adaoffload_is_near_the_bound_where_1f1b_does_not_fit(problem, at_most):
 
 
 def pipe_offload_ms(problem: Problem) -> float:
-    """The makespan of the better of PO-H and PO-F on the problem's stages and within its memory, infinity where there is none."""
+    """The makespan of the better of PO-H and PO-F on the problem's stages and within its memory, infinity where there
+    is none."""
     lengths = [float("inf")]
     for name in ("po-h", "po-f"):
         with contextlib.suppress(InputError):
@@ -89,7 +105,9 @@ def pipe_offload_ms(problem: Problem) -> float:
     return min(lengths)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json")), ids=lambda path: path.stem
+)
 def test_adaoffload_is_never_worse_than_pipe_offload_at_the_same_memory(path):
     problem = Problem.load(path)
     assert generate("adaoffload", problem).makespan_ms <= pipe_offload_ms(problem)
@@ -101,7 +119,10 @@ def test_nor_on_any_other_problem(problem, share):
     held = [sum(problem.stages[s].activation_bytes for s in problem.stages_on(d)) for d in range(len(problem.devices))]
     memory = [int(share * problem.microbatches * size) + 30 for size in held]
     problem = problem.replace(
-        devices=[device.model_copy(update={"memory_bytes": size}) for device, size in zip(problem.devices, memory, strict=True)]
+        devices=[
+            device.model_copy(update={"activation_budget_bytes": size})
+            for device, size in zip(problem.devices, memory, strict=True)
+        ]
     )
     if infeasibility(problem) is None:
         assert generate("adaoffload", problem).makespan_ms <= pipe_offload_ms(problem) * (1 + 1e-12)

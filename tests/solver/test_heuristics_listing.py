@@ -14,7 +14,13 @@ from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
 
-COSTS = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+COSTS = {
+    "forward_ms": 10.0,
+    "backward_input_ms": 10.0,
+    "backward_weight_ms": 8.0,
+    "activation_bytes": 5,
+    "saved_for_weight_bytes": 2,
+}
 OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
 
 
@@ -27,7 +33,7 @@ def tight_problems(draw):
         host = draw(st.sampled_from([None, 0, 5, 25, 60]))
         device |= {} if host is None else {"host_memory_bytes": host}
     for device, needed in zip(content["devices"], least_memory(Problem.from_dict(content)), strict=True):
-        device["memory_bytes"] = needed + draw(st.sampled_from([0, 0, 1, 5, 20]))
+        device["activation_budget_bytes"] = needed + draw(st.sampled_from([0, 0, 1, 5, 20]))
     return Problem.from_dict(content)
 
 
@@ -76,35 +82,47 @@ def test_one_micro_batch_at_a_time_fits_wherever_any_schedule_does(problem):
 
 def pipeline(devices: int, microbatches: int, memory: int, **changes: object) -> Problem:
     stages = [Stage(device=d, **COSTS, **OFFLOAD) for d in range(devices)]
-    return Problem(microbatches=microbatches, p2p_ms=1.0, devices=[Device(memory_bytes=memory)] * devices, stages=stages, **changes)
+    return Problem(
+        microbatches=microbatches,
+        p2p_ms=1.0,
+        devices=[Device(activation_budget_bytes=memory)] * devices,
+        stages=stages,
+        **changes,
+    )
 
 
 def test_what_leaves_is_back_when_its_backward_comes():
     problem = pipeline(4, 8, 15)
     schedule = listed(problem, Policy(offload=(1.0,) * 4), "x")
     assert any(op.kind is Kind.O for op in schedule.programs[0].ops())
-    assert not any(op.kind is Kind.O for op in schedule.programs[3].ops())  # its backwards come at once: nothing would be back in time
+    assert not any(
+        op.kind is Kind.O for op in schedule.programs[3].ops()
+    )  # its backwards come at once: nothing would be back in time
     assert schedule.makespan_ms <= listed(problem, Policy(), "x").makespan_ms - 28
 
 
 def test_half_of_the_activations_leave_where_that_is_wished():
     problem = pipeline(6, 12, 10**6)
     leaves = {
-        share: sum(op.kind is Kind.O for op in listed(problem, Policy(offload=(share,) * 6), "x").programs[0].ops()) for share in (0.5, 1.0)
+        share: sum(op.kind is Kind.O for op in listed(problem, Policy(offload=(share,) * 6), "x").programs[0].ops())
+        for share in (0.5, 1.0)
     }
     assert 0 < leaves[0.5] <= leaves[1.0] // 2 + 1
 
 
 def test_a_weight_gradient_that_needs_more_than_the_activation_is_fused_where_memory_is_short():
-    costs = COSTS | {"weight_grad_bytes": 8}
-    short, ample = (Problem(microbatches=2, devices=[Device(memory_bytes=size)], stages=[Stage(device=0, **costs)]) for size in (5, 16))
+    costs = COSTS | {"saved_for_weight_bytes": 8}
+    short, ample = (
+        Problem(microbatches=2, devices=[Device(activation_budget_bytes=size)], stages=[Stage(device=0, **costs)])
+        for size in (5, 16)
+    )
     assert listed(short, Policy(), "x").programs[0].texts() == ["0F0", "0BW0", "0F1", "0BW1"]
     assert any(op.kind is Kind.B for op in listed(ample, Policy(), "x").programs[0].ops())
 
 
 def test_recompute_keeps_the_checkpoint_only():
     stages = [Stage(device=0, **COSTS, recompute_ms=10.0, checkpoint_bytes=1)]
-    problem = Problem(microbatches=4, devices=[Device(memory_bytes=20)], stages=stages)
+    problem = Problem(microbatches=4, devices=[Device(activation_budget_bytes=20)], stages=stages)
     schedule = listed(problem, Policy(recompute=(1.0,)), "x")
     assert sum(op.kind is Kind.C for op in schedule.programs[0].ops()) == 4
     assert certify(problem, schedule).fits

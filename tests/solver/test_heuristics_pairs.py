@@ -13,9 +13,17 @@ from optpipe_solver.heuristics.policy import Policy
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
-    costs = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 10.0, "activation_bytes": 5, "weight_grad_bytes": 5}
+    costs = {
+        "forward_ms": 10.0,
+        "backward_input_ms": 10.0,
+        "backward_weight_ms": 10.0,
+        "activation_bytes": 5,
+        "saved_for_weight_bytes": 5,
+    }
     stages = [Stage(device=d, **costs) for d in range(3)]
-    return Problem(microbatches=12, devices=[Device(memory_bytes=memory)] * 3, stages=stages, overlap_factor=factor)
+    return Problem(
+        microbatches=12, devices=[Device(activation_budget_bytes=memory)] * 3, stages=stages, overlap_factor=factor
+    )
 
 
 @settings(max_examples=200, deadline=None)

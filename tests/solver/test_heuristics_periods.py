@@ -1,4 +1,5 @@
-"""A long schedule from a short one: where list scheduling falls into a rhythm, repeating its period is as good as going on."""
+"""A long schedule from a short one: where list scheduling falls into a rhythm, repeating its period is as good as going
+on."""
 
 from __future__ import annotations
 
@@ -24,15 +25,20 @@ def pipeline(devices: int, microbatches: int, memory: int, jitter: float = 0.0) 
     stages = [
         Stage(
             device=d,
-            **{f"{name}_ms": ms * (1 + jitter * noise.random()) for name, ms in (("forward", 10), ("backward_input", 10))},
+            **{
+                f"{name}_ms": ms * (1 + jitter * noise.random())
+                for name, ms in (("forward", 10), ("backward_input", 10))
+            },
             backward_weight_ms=8.0,
             activation_bytes=5,
-            weight_grad_bytes=2,
+            saved_for_weight_bytes=2,
             **OFFLOAD,
         )
         for d in range(devices)
     ]
-    return Problem(microbatches=microbatches, p2p_ms=1.0, devices=[Device(memory_bytes=memory)] * devices, stages=stages)
+    return Problem(
+        microbatches=microbatches, p2p_ms=1.0, devices=[Device(activation_budget_bytes=memory)] * devices, stages=stages
+    )
 
 
 def run(problem: Problem, policy: Policy):
@@ -65,7 +71,11 @@ def test_a_large_problem_is_listed_by_its_period(monkeypatch):
     handled = []
     run_of_listing = Listing.run
     monkeypatch.setattr(module, "MANY", 1000)
-    monkeypatch.setattr(Listing, "run", lambda self, deadline: handled.append(self.problem.microbatches) or run_of_listing(self, deadline))
+    monkeypatch.setattr(
+        Listing,
+        "run",
+        lambda self, deadline: handled.append(self.problem.microbatches) or run_of_listing(self, deadline),
+    )
     quick = listed(problem, policy, "x")
     assert len(handled) == 1
     assert handled[0] < 50

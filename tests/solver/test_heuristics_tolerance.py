@@ -34,7 +34,10 @@ def algorithm_1(problem: Problem, tolerance_ms: float) -> list[int]:
 def test_it_counts_as_algorithm_1_does(times, tolerance_ms):
     for p, p2p_ms in ((1, 0.0), (4, 0.0), (5, 0.75)):
         problem = units(p, 12, times=times).replace(p2p_ms=p2p_ms)
-        uneven = [stage.model_copy(update={"forward_ms": stage.forward_ms * (1 + s % 3)}) for s, stage in enumerate(problem.stages)]
+        uneven = [
+            stage.model_copy(update={"forward_ms": stage.forward_ms * (1 + s % 3)})
+            for s, stage in enumerate(problem.stages)
+        ]
         for each in (problem, problem.replace(stages=uneven)):
             assert list(tolerated(each, tolerance_ms)) == algorithm_1(each, tolerance_ms)
 

@@ -10,12 +10,23 @@ from support.strategies import AMPLE, problems, problems_with_schedules
 from optpipe import Device, Kind, Op, Pair, Problem, Schedule, Stage, certify, check
 from optpipe_solver.lift import lift
 
-STAGE = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+STAGE = {
+    "forward_ms": 10.0,
+    "backward_input_ms": 10.0,
+    "backward_weight_ms": 8.0,
+    "activation_bytes": 5,
+    "saved_for_weight_bytes": 2,
+}
 OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
 
 
 def one_device(microbatches: int, **changes: object) -> Problem:
-    return Problem(microbatches=microbatches, devices=[Device(memory_bytes=AMPLE)], stages=[Stage(device=0, **STAGE, **OFFLOAD)], **changes)
+    return Problem(
+        microbatches=microbatches,
+        devices=[Device(activation_budget_bytes=AMPLE)],
+        stages=[Stage(device=0, **STAGE, **OFFLOAD)],
+        **changes,
+    )
 
 
 def times(schedule: Schedule) -> dict[Op, float]:
@@ -38,7 +49,9 @@ def test_a_simulated_schedule_lifted_again_runs_no_later_and_holds_no_more(pair,
     assert check(problem, again) == []
     assert again.makespan_ms <= schedule.makespan_ms + 1e-6
     assert again.method == "again"
-    if all(ms > 0 for ms in problem.costs.ms[[Kind.F, Kind.B, Kind.W, Kind.C]].ravel()):  # else the order at one moment is lift's choice
+    if all(
+        ms > 0 for ms in problem.costs.ms[[Kind.F, Kind.B, Kind.W, Kind.C]].ravel()
+    ):  # else the order at one moment is lift's choice
         for held, before in zip(certify(problem, again).device, certify(problem, schedule).device, strict=True):
             assert held.bytes <= before.bytes
 
@@ -75,14 +88,14 @@ def test_a_reload_that_would_start_while_compute_spans_its_offloads_end_stands_b
 
 def test_what_is_dropped_when_a_forward_without_length_runs_is_gone_before_it():
     costs = STAGE | OFFLOAD | {"forward_ms": 0.0, "offload_ms": 0.0}
-    problem = Problem(microbatches=2, devices=[Device(memory_bytes=5)], stages=[Stage(device=0, **costs)])
+    problem = Problem(microbatches=2, devices=[Device(activation_budget_bytes=5)], stages=[Stage(device=0, **costs)])
     starts = {"0F0": 0.0, "0O0": 1.0, "0F1": 1.0, "0BW1": 1.0, "0R0": 19.0, "0BW0": 31.0}
     schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})
     assert check(problem, schedule) == []
 
 
 def test_a_shared_link_gets_its_order_by_start():
-    devices = [Device(memory_bytes=AMPLE, link="pcie0")] * 2
+    devices = [Device(activation_budget_bytes=AMPLE, link="pcie0")] * 2
     problem = Problem(microbatches=1, devices=devices, stages=[Stage(device=d, **STAGE, **OFFLOAD) for d in range(2)])
     starts = {"0F0": 0.0, "0O0": 10.0, "1F0": 10.0, "1O0": 22.0, "1R0": 34.0, "1BW0": 46.0, "0R0": 46.0, "0BW0": 64.0}
     schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})

@@ -8,7 +8,7 @@ import pytest
 from support.enumeration import problem_of, stage
 
 from optpipe import Problem, Schedule, check
-from optpipe.child import Frame, Incumbent, Programs, Request
+from optpipe.process.child import Frame, Incumbent, Programs, Request
 from optpipe_solver import budget, lns
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import split, timed
@@ -64,7 +64,11 @@ def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
         devices = window.devices if window.devices is not None else frozenset(range(8))
         assert len(devices) == breadth.devices
         assert max(devices) - min(devices) == breadth.devices - 1
-        inside = [x for x, at in known.start.items() if window.begin <= at < window.end and ticks.problem.stages[x.stage].device in devices]
+        inside = [
+            x
+            for x, at in known.start.items()
+            if window.begin <= at < window.end and ticks.problem.stages[x.stage].device in devices
+        ]
         assert inside
         seen.add(breadth.devices)
     assert seen == {2, 4, 8}

@@ -1,4 +1,5 @@
-"""OptPipe's MILP against every program there is (on tiny problems), against `check` (on random ones), and its refusals."""
+"""OptPipe's MILP against every program there is (on tiny problems), against `check` (on random ones), and its
+refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from support.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all, probl
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
-from optpipe.child import Bound, End, Incumbent, Objective, Programs
+from optpipe.process.child import Bound, End, Incumbent, Objective, Programs
 from optpipe_solver import milp
 from optpipe_solver.lift import lift
 from optpipe_solver.milp.model import Model
@@ -73,8 +74,13 @@ def problems(draw: st.DrawFn) -> Problem:
     for device in placement:
         size = draw(number)
         away = (draw(number), draw(number), draw(st.integers(1, size))) if draw(st.booleans()) else None
-        stages.append(stage(device, (draw(number), draw(number), draw(number)), size, draw(st.integers(0, size + 1)), away))
-    needs = [sum(max(s["activation_bytes"], s["weight_grad_bytes"]) for s in stages if s["device"] == d) for d in sorted(set(placement))]
+        stages.append(
+            stage(device, (draw(number), draw(number), draw(number)), size, draw(st.integers(0, size + 1)), away)
+        )
+    needs = [
+        sum(max(s["activation_bytes"], s["saved_for_weight_bytes"]) for s in stages if s["device"] == d)
+        for d in sorted(set(placement))
+    ]
     return problem_of(
         stages,
         [need + draw(st.integers(0, 6)) for need in needs],
@@ -104,7 +110,9 @@ def test_a_warm_start_is_where_the_search_begins(solver: Solver) -> None:
     assert max(frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)) == 24.0
 
 
-@pytest.mark.parametrize("name", ["both offload", "full duplex", "two chunks", "a shared link", "three micro-batches, no offload"])
+@pytest.mark.parametrize(
+    "name", ["both offload", "full duplex", "two chunks", "a shared link", "three micro-batches, no offload"]
+)
 @pytest.mark.parametrize("switches", [Switches(order="entry"), PLAIN], ids=["all", "plain"])
 def test_a_warm_start_satisfies_every_row(solver: Solver, name: str, switches: Switches) -> None:
     problem = EXHAUSTIVE[name]
@@ -157,4 +165,6 @@ def test_applies() -> None:
     assert not milp.applies(small.model_copy(update={"microbatches": 1000}))
     assert not milp.applies(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3))
     assert milp.applies(problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=[{"host_memory_bytes": 6}]))
-    assert not milp.applies(problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=[{"host_memory_bytes": 5}]))
+    assert not milp.applies(
+        problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=[{"host_memory_bytes": 5}])
+    )

@@ -11,9 +11,9 @@ import pytest
 from support.enumeration import problem_of, stage
 
 from optpipe import InputError, Problem
-from optpipe.cli import bench_milp
+from optpipe_cli import bench_milp
 
-COMMAND = "import sys, typer; from optpipe.cli.bench_milp import milp; app = typer.Typer(); app.command()(milp); app()"
+COMMAND = "import sys, typer; from optpipe_cli.bench_milp import milp; app = typer.Typer(); app.command()(milp); app()"
 
 
 def save(problem: Problem, path: Path) -> Path:
@@ -22,11 +22,14 @@ def save(problem: Problem, path: Path) -> Path:
 
 
 def test_every_switch_has_its_row(tmp_path: Path) -> None:
-    """In a process of its own: highspy cannot be loaded beside ortools, which other tests use. Times are far too short for a proof."""
+    """In a process of its own: highspy cannot be loaded beside ortools, which other tests use. Times are far too short
+    for a proof."""
     stages = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(3)]
     path = save(problem_of(stages, [15] * 3, 5), tmp_path / "problem.json")
     command = [sys.executable, "-c", COMMAND, str(path), "--json", "--time-limit", "0.1"]
-    rows = {row["switches"]: row for row in json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)}
+    rows = {
+        row["switches"]: row for row in json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    }
     assert {row["size"] for row in rows.values()} == {"2x4"}  # there are 5 micro-batches only
     assert len(rows) == 13
     assert {row["solver"] for row in rows.values()} == {"highs"}

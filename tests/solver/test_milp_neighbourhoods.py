@@ -17,7 +17,7 @@ from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
-from optpipe.child import End, Incumbent, Note, Programs
+from optpipe.process.child import End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lift import lift
@@ -31,14 +31,20 @@ TIGHT = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)]
 PROBLEMS = {
     "one chunk": problem_of(TIGHT, [15] * 4, 8),
     "uneven, full duplex": problem_of(
-        [stage(0, (9.5, 11, 8), 4, 2, (7, 9, 3)), stage(1, (10, 9, 7.25), 6, 1), stage(2, (12, 10, 9), 5, 6, (20, 5, 5))],
+        [
+            stage(0, (9.5, 11, 8), 4, 2, (7, 9, 3)),
+            stage(1, (10, 9, 7.25), 6, 1),
+            stage(2, (12, 10, 9), 5, 6, (20, 5, 5)),
+        ],
         [9, 13, 13],
         7,
         2.0,
         transfer_mode="full_duplex",
     ),
     "two chunks": problem_of(TIGHT + [stage(d, (5, 6, 5), 3, 1, (4, 4, 3)) for d in (3, 2, 1, 0)], [17] * 4, 6),
-    "a shared link": problem_of(TIGHT, [17] * 4, 6, devices=[{"link": "a"}, {"link": "a"}, {"link": "b"}, {"link": "b"}]),
+    "a shared link": problem_of(
+        TIGHT, [17] * 4, 6, devices=[{"link": "a"}, {"link": "a"}, {"link": "b"}, {"link": "b"}]
+    ),
     "parts": problem_of([s | {"offload_parts": 2} for s in TIGHT], [15] * 4, 6),
 }
 
@@ -62,11 +68,14 @@ def windows_of(incumbent: Known, number: int) -> Iterator[Window]:
 
 
 def incumbents() -> Iterator[tuple[str, str, Order]]:
-    """Problem, heuristic and order, without those whose schedule no window can hold: it needs BWs, or lets micro-batches overtake."""
+    """Problem, heuristic and order, without those whose schedule no window can hold: it needs BWs, or lets
+    micro-batches overtake."""
     orders: tuple[Order, Order] = ("none", "stages")
     for name, heuristic in product(PROBLEMS, ["adaoffload", "zb-auto", "naive"]):
         known = Known(split(start_of(PROBLEMS[name], heuristic)))
-        yield from [(name, heuristic, order) for order in orders if known.expressible and (order == "none" or known.in_order)]
+        yield from [
+            (name, heuristic, order) for order in orders if known.expressible and (order == "none" or known.in_order)
+        ]
 
 
 @pytest.mark.parametrize(("name", "heuristic", "order"), list(incumbents()))
@@ -178,16 +187,18 @@ def test_windows_begin_with_adaoffload(solver: Solver) -> None:
 
 
 def test_a_schedule_that_recomputes_is_left_alone(solver: Solver) -> None:
-    again = [{k: v for k, v in s.items() if "load" not in k} | {"recompute_ms": 5.0, "checkpoint_bytes": 1} for s in TIGHT]
+    again = [
+        {k: v for k, v in s.items() if "load" not in k} | {"recompute_ms": 5.0, "checkpoint_bytes": 1} for s in TIGHT
+    ]
     problem = problem_of(again, [8] * 4, 9)
     program = [[f"{s}{kind}{j}" for j in range(9) for kind in ("F", "C", "B", "W")] for s in range(4)]
     schedule = Schedule.parse(problem, program)
     assert check(problem, schedule) == []
     (note, end) = solver.frames(problem, warm_start=Programs.of(schedule))
     assert isinstance(note, Note)
-    assert (
-        note.text
-        == "the MILP knows no recompute, no pairs, no single parts and BW only as B and W, so it improves no schedule that needs them"
+    assert note.text == (
+        "the MILP knows no recompute, no pairs, no single parts and BW only as B and W, so it improves no "
+        "schedule that needs them"
     )
     assert end == End()
 

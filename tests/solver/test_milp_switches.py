@@ -17,12 +17,14 @@ from support.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
 from optpipe import InputError
-from optpipe.child import Incumbent, Note
+from optpipe.process.child import Incumbent, Note
 from optpipe_solver.milp.backend import UnavailableError, backend
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.switches import ALL, PLAIN, Switches
 
-OVERTAKING = problem_of([stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0)  # 21 ms, in fixed order 22
+OVERTAKING = problem_of(
+    [stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0
+)  # 21 ms, in fixed order 22
 SWITCHES = {
     "order none": replace(ALL, order="none"),
     "order entry": replace(ALL, order="entry"),
@@ -115,7 +117,9 @@ def test_a_shared_link_may_be_full_duplex(solver: Solver) -> None:
         assert values[-1] == bound == best
 
 
-@pytest.mark.parametrize("switches", [replace(ALL, order="none"), replace(PLAIN, order="entry", determined=True)], ids=["none", "entry"])
+@pytest.mark.parametrize(
+    "switches", [replace(ALL, order="none"), replace(PLAIN, order="entry", determined=True)], ids=["none", "entry"]
+)
 def test_without_fixed_order_a_backward_may_overtake_another(solver: Solver, switches: Switches) -> None:
     values, bound = solver.solve(OVERTAKING, switches=switches)
     assert values[-1] == bound == 21.0
@@ -133,7 +137,9 @@ def test_each_switch_makes_the_model_smaller_or_tighter() -> None:
         assert size(SWITCHES[name])[0] > variables
     assert size(SWITCHES["no triangles"])[1] == size(SWITCHES["lazy triangles"])[1] < rows
     assert plain[0] > variables
-    tight, loose = (Model(problem, "makespan", 30.0, SWITCHES[name]).rows.matrix()[2] for name in ("no workload", "one big-M"))
+    tight, loose = (
+        Model(problem, "makespan", 30.0, SWITCHES[name]).rows.matrix()[2] for name in ("no workload", "one big-M")
+    )
     assert np.abs(loose).max() > np.abs(tight).max()
 
 
@@ -171,11 +177,14 @@ def test_every_backend_takes_a_start(solver: Solver, other: str) -> None:
 
 @pytest.mark.parametrize("name", ["highs", *BACKENDS])
 def test_a_start_raises_no_bound(name: str) -> None:
-    """A start leaves some variables open, and the best that they allow is no bound of the whole: this start is far from the optimum."""
+    """A start leaves some variables open, and the best that they allow is no bound of the whole: this start is far from
+    the optimum."""
     pytest.importorskip(BACKENDS.get(name, "numpy"))
     offloads = "0F0 0B0 0W0 0F1 0O1 0D1 0R1 0B1 0W1 0F2 0O2 0D2 0R2 0B2 0W2"
     command = [sys.executable, "-c", FROM_A_START, name, offloads, "1F0 1B0 1W0 1F1 1B1 1W1 1F2 1B2 1W2"]
-    missing, started, least, bound = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=ENVIRONMENT).stdout)
+    missing, started, least, bound = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True, env=ENVIRONMENT).stdout
+    )
     assert missing > 0
     assert started > least
     assert bound == pytest.approx(least, rel=1e-3)
@@ -205,7 +214,9 @@ def test_a_solver_that_pulp_lacks_is_a_note(solver: Solver) -> None:
 
 
 def test_an_unknown_solver_is_one_sentence() -> None:
-    with pytest.raises(InputError, match=r"^solver = 'cplex': the solvers are auto, highs, gurobi, pulp and pulp:NAME$"):
+    with pytest.raises(
+        InputError, match=r"^solver = 'cplex': the solvers are auto, highs, gurobi, pulp and pulp:NAME$"
+    ):
         backend("cplex")
 
 
@@ -214,5 +225,8 @@ def test_a_backend_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"optpipe_solver.milp.{solver}", raising=False)
     monkeypatch.delattr(f"optpipe_solver.milp.{solver}", raising=False)
-    with pytest.raises(UnavailableError, match=rf"^solver = '{solver}': {package} is not installed \(pip install 'optpipe\[{solver}\]'\)$"):
+    with pytest.raises(
+        UnavailableError,
+        match=rf"^solver = '{solver}': {package} is not installed \(pip install 'optpipe\[{solver}\]'\)$",
+    ):
         backend(solver)

@@ -12,7 +12,7 @@ from support.enumeration import best_of_all, stage
 from support.strategies import AMPLE, schedules, stages, times
 
 from optpipe import Device, Problem, certify
-from optpipe.placement import Placement
+from optpipe.model.placement import Placement
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.partitions import Climb, no_partition_fits, partition_bound
@@ -23,17 +23,26 @@ def costs(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "device" and value is not None}
 
 
-def model(layers: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any) -> Problem:
-    """The layers over as many devices as there are sizes of memory, all but one a stage of their own in the problem's own partition."""
-    devices = fields.pop("devices", [{"memory_bytes": size} for size in memory])
-    first = Problem(microbatches=microbatches, devices=devices, stages=[{"device": d, **costs(layers[0])} for d in range(len(memory))])
+def model(
+    layers: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any
+) -> Problem:
+    """The layers over as many devices as there are sizes of memory, all but one a stage of their own in the problem's
+    own partition."""
+    devices = fields.pop("devices", [{"activation_budget_bytes": size} for size in memory])
+    first = Problem(
+        microbatches=microbatches,
+        devices=devices,
+        stages=[{"device": d, **costs(layers[0])} for d in range(len(memory))],
+    )
     problem = first.replace(p2p_ms=p2p_ms, layers=[costs(layer) for layer in layers], **fields)
     counts = (*[1] * (len(memory) - 1), len(layers) - len(memory) + 1)
     return Placement(chunks=1, layers=counts).apply(problem)
 
 
 def partitions(layers: int, stages: int) -> list[tuple[int, ...]]:
-    return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
+    return [
+        tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)
+    ]
 
 
 @st.composite
@@ -47,7 +56,9 @@ def layered(draw: Any) -> Problem:
             layer["offload_parts"] = alike
         layers.append(layer)
     mode = draw(st.sampled_from(["half_duplex", "full_duplex"]))
-    return model(layers, [AMPLE] * count, draw(st.integers(1, 3)), draw(times), transfer_mode=mode, overlap_factor=draw(OVERLAPS))
+    return model(
+        layers, [AMPLE] * count, draw(st.integers(1, 3)), draw(times), transfer_mode=mode, overlap_factor=draw(OVERLAPS)
+    )
 
 
 OVERLAPS = st.sampled_from([None, 0.75])
@@ -63,7 +74,12 @@ def test_no_schedule_of_any_partition_is_shorter(data):
     placement = Placement(chunks=chunks, shape=shape, layers=counts)
     schedule = data.draw(schedules(placement.apply(problem)))
     peaks = certify(schedule.problem, schedule).device
-    tight = problem.replace(devices=[Device(memory_bytes=peak.bytes, link=d.link) for peak, d in zip(peaks, problem.devices, strict=True)])
+    tight = problem.replace(
+        devices=[
+            Device(activation_budget_bytes=peak.bytes, link=d.link)
+            for peak, d in zip(peaks, problem.devices, strict=True)
+        ]
+    )
     assert no_partition_fits(tight) is None
     assert partition_bound(tight, "makespan") <= schedule.makespan_ms + 1e-6
     assert partition_bound(tight, "span") <= schedule.span_ms + 1e-6
@@ -71,7 +87,11 @@ def test_no_schedule_of_any_partition_is_shorter(data):
 
 TINY = {
     "memory for one": ([stage(0, (1, 1, 1), 1), stage(0, (2, 1, 1), 1, 1), stage(0, (1, 2, 1), 1)], [2, 2], 2),
-    "a heavy head": ([stage(0, (1, 1, 0), 1), stage(0, (1, 1, 0), 1), stage(0, (1, 1, 1), 1), stage(0, (4, 4, 3), 1)], [3, 2], 2),
+    "a heavy head": (
+        [stage(0, (1, 1, 0), 1), stage(0, (1, 1, 0), 1), stage(0, (1, 1, 1), 1), stage(0, (4, 4, 3), 1)],
+        [3, 2],
+        2,
+    ),
     "offload": ([stage(0, (1, 1, 1), 2, 1, (1, 1, 2)), stage(0, (2, 1, 1), 1), stage(0, (1, 2, 1), 1)], [3, 2], 2),
     "two chunks": ([stage(0, (1, 2, 1), 1, 1)] * 3 + [stage(0, (2, 2, 2), 2)], [5, 5], 1),
 }
@@ -85,12 +105,15 @@ def test_the_best_of_all_schedules_of_all_partitions_is_no_shorter(name, objecti
     for chunks in (1, 2) if microbatches == 1 else (1,):
         for counts in partitions(len(layers), 2 * chunks):
             for shape in ("looped", "v")[:chunks]:
-                best = min(best, best_of_all(Placement(chunks=chunks, shape=shape, layers=counts).apply(problem), objective)[0])
+                best = min(
+                    best, best_of_all(Placement(chunks=chunks, shape=shape, layers=counts).apply(problem), objective)[0]
+                )
     assert 0.5 * best < partition_bound(problem, objective) <= best + 1e-9
 
 
 def test_bytes_over_time_bound_all_partitions():
-    """Room for one activation of a layer at a time, which is held for four of its passes by the last layer and for more by the first."""
+    """Room for one activation of a layer at a time, which is held for four of its passes by the last layer and for more
+    by the first."""
     layers = [stage(0, (1, 1, 0), 1)] * 4
     ample, short = model(layers, [100, 100], 8, 0.0), model(layers, [2, 2], 8, 0.0)
     assert partition_bound(ample) == (8 * 8 + 1 + 1) / 2
@@ -100,7 +123,7 @@ def test_bytes_over_time_bound_all_partitions():
 @settings(max_examples=100, deadline=None)
 @given(layered(), st.integers(0, 25))
 def test_where_nothing_can_fit_no_partition_does(problem, memory):
-    tight = problem.replace(devices=[{"memory_bytes": memory}] * len(problem.devices))
+    tight = problem.replace(devices=[{"activation_budget_bytes": memory}] * len(problem.devices))
     assert no_partition_fits(tight) is None or all(
         infeasibility(Placement(chunks=chunks, shape=shape, layers=counts).apply(tight))
         for chunks in range(1, len(tight.layers) // len(tight.devices) + 1)
@@ -126,7 +149,9 @@ def test_the_given_partition_is_recognised(problem, chunks, shape, data):
     counts = data.draw(st.sampled_from(partitions(len(problem.layers), chunks * devices)))
     placed = Placement(chunks=chunks, shape=shape, layers=counts).apply(problem)
     found = partition_given(placed)
-    nothing = any(not (layer.forward_ms or layer.backward_input_ms or layer.activation_bytes) for layer in problem.layers)
+    nothing = any(
+        not (layer.forward_ms or layer.backward_input_ms or layer.activation_bytes) for layer in problem.layers
+    )
     assert nothing or (found is not None and found.apply(placed).stages == placed.stages)
 
 
@@ -135,7 +160,11 @@ def test_stages_that_are_no_layers_are_not_recognised():
     assert partition_given(problem) == Placement(chunks=1, layers=(1, 3))
     apart = [s.model_copy(update={"forward_ms": s.forward_ms + 1.0}) for s in problem.stages]
     assert partition_given(problem.replace(stages=apart)) is None
-    uneven = [problem.stages[0], problem.stages[1].model_copy(update={"device": 0}), problem.stages[1].model_copy(update={"device": 1})]
+    uneven = [
+        problem.stages[0],
+        problem.stages[1].model_copy(update={"device": 0}),
+        problem.stages[1].model_copy(update={"device": 1}),
+    ]
     assert partition_given(problem.replace(stages=uneven)) is None
 
 

@@ -1,4 +1,5 @@
-"""Placement search: every answer verified for its placement, bounds that hold for all of them, and time where it pays."""
+"""Placement search: every answer verified for its placement, bounds that hold for all of them, and time where it
+pays."""
 
 from __future__ import annotations
 
@@ -14,36 +15,58 @@ from support.enumeration import best_of_all, problem_of, stage
 
 import optpipe
 from optpipe import Device, InputError, Problem, Schedule, Stage, check, simulate
-from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe.cli import main as cli
-from optpipe.placement import Placement
+from optpipe.model.placement import Placement
+from optpipe.process.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe_cli import main as cli
 from optpipe_solver import placements
 from optpipe_solver.heuristics import generate
 from optpipe_solver.placements import PlacementSearch
 from optpipe_solver.portfolio import Portfolio
 
-FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "weight_grad_bytes": 2}
+FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
 
 
-def pipeline(memory: int = 6, offload_ms: float | None = 0.25, devices: int = 4, microbatches: int = 8, **changes: Any) -> Problem:
+def pipeline(
+    memory: int = 6, offload_ms: float | None = 0.25, devices: int = 4, microbatches: int = 8, **changes: Any
+) -> Problem:
     """DESIGN section 5: F, B and W one each, activations of 4 bytes, memory for one and a half."""
-    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "weight_grad_bytes": 2}
+    costs = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 4,
+        "saved_for_weight_bytes": 2,
+    }
     away = {} if offload_ms is None else {"offload_ms": offload_ms, "reload_ms": offload_ms, "offload_bytes": 4}
     stages = [Stage(device=d, **costs, **away) for d in range(devices)]
-    return Problem(microbatches=microbatches, devices=[Device(memory_bytes=memory)] * devices, stages=stages, **changes)
+    return Problem(
+        microbatches=microbatches, devices=[Device(activation_budget_bytes=memory)] * devices, stages=stages, **changes
+    )
 
 
 def with_layers(memory: int = 40) -> Problem:
     """Ten alike and a heavy head on three devices; given is the partition that counts layers."""
-    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 2, "weight_grad_bytes": 1}
+    costs = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 2,
+        "saved_for_weight_bytes": 1,
+    }
     layers = [costs] * 10 + [costs | {"forward_ms": 4.0, "backward_input_ms": 4.0, "backward_weight_ms": 4.0}]
-    problem = Problem(microbatches=6, devices=[Device(memory_bytes=memory)] * 3, stages=[{"device": d, **costs} for d in range(3)])
+    problem = Problem(
+        microbatches=6,
+        devices=[Device(activation_budget_bytes=memory)] * 3,
+        stages=[{"device": d, **costs} for d in range(3)],
+    )
     return Placement(chunks=1, layers=(4, 4, 3)).apply(problem.replace(layers=layers))
 
 
 def run(problem: Problem, **asked: Any) -> list[Any]:
     frames: list[Any] = []
-    request = Request(problem=problem, **{"time_limit_s": 1.5, "threads": 1, "method": "adaoffload", "placements": "all", **asked})
+    request = Request(
+        problem=problem, **{"time_limit_s": 1.5, "threads": 1, "method": "adaoffload", "placements": "all", **asked}
+    )
     PlacementSearch(request, frames.append).run()
     return frames
 
@@ -116,9 +139,9 @@ def test_fewer_layers_than_devices_leave_the_stages_as_they_are():
     frames = run(problem)
     assert all(schedule.placement is None for schedule in found(problem, frames))
     assert max(bounds(frames)) >= 27.0
-    assert run(problem.replace(devices=[Device(memory_bytes=3)] * 4, stages=pipeline(offload_ms=None).stages))[-1] == Infeasible(
-        reason="3 layers cannot make a stage for each of 4 devices"
-    )
+    assert run(
+        problem.replace(devices=[Device(activation_budget_bytes=3)] * 4, stages=pipeline(offload_ms=None).stages)
+    )[-1] == Infeasible(reason="3 layers cannot make a stage for each of 4 devices")
 
 
 def test_several_routes_keep_their_stages():
@@ -135,7 +158,9 @@ def test_several_routes_keep_their_stages():
 def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
     problem = pipeline(memory=6)
     placed = placement.apply(problem) if placement else problem
-    best = min((generate(name, placed) for name in ("adaoffload", "zb-auto")), key=lambda schedule: schedule.makespan_ms)
+    best = min(
+        (generate(name, placed) for name in ("adaoffload", "zb-auto")), key=lambda schedule: schedule.makespan_ms
+    )
     start = Programs.of(best).model_copy(update={"placement": placement})
     frames = run(problem, warm_start=start, method="naive", time_limit_s=2.0)
     schedules = [(schedule.method, schedule.placement, schedule.makespan_ms) for schedule in found(problem, frames)]
@@ -144,19 +169,24 @@ def test_a_warm_start_of_any_placement_is_where_its_search_begins(placement):
 
 @pytest.mark.parametrize("slower", [False, True])
 def test_where_the_stages_are_kept_a_warm_start_is_judged_on_them(slower):
-    """A schedule that was placed once may start the search on the problem that its placement made, also with other times."""
+    """A schedule that was placed once may start the search on the problem that its placement made, also with other
+    times."""
     placement = Placement(chunks=2, shape="v")
     problem = placement.apply(pipeline(p2p_ms=0.5 if slower else 0.0))
     start = replace(generate("adaoffload", placement.apply(pipeline())), placement=placement)
     frames: list[Any] = []
-    Portfolio(Request(problem=problem, method="naive", warm_start=Programs.of(start), time_limit_s=2.0), frames.append).run()
+    Portfolio(
+        Request(problem=problem, method="naive", warm_start=Programs.of(start), time_limit_s=2.0), frames.append
+    ).run()
     (first, *_) = found(problem, frames)
     assert (first.method, first.placement) == ("warm start", None)
     assert first.makespan_ms == simulate(problem, start).makespan_ms
 
 
 def test_a_warm_start_of_another_model_is_told_of():
-    start = Programs.of(generate("zb-auto", pipeline())).model_copy(update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))})
+    start = Programs.of(generate("zb-auto", pipeline())).model_copy(
+        update={"placement": Placement(chunks=1, layers=(1, 1, 1, 1))}
+    )
     told = [frame.text for frame in run(pipeline(), warm_start=start) if isinstance(frame, Note)]
     assert told == ["the warm start is no schedule of this problem: placement.layers: the problem has none"]
 
@@ -200,7 +230,9 @@ def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, thre
     assert deep[6].time_limit_s > 25.0
     if threads == 1:
         assert sum(request.time_limit_s for request in Shown.asked[1:]) <= 60.0 + 1e-6
-    assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)][-1] == 31.0  # the least of the placements' own
+    assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)][
+        -1
+    ] == 31.0  # the least of the placements' own
     assert [frame.text for frame in frames if isinstance(frame, Note)] == ["the same words"]
 
 

@@ -46,4 +46,8 @@ def test_a_method_that_is_named_has_the_time_to_itself():
 def test_the_table_itself_fits_the_time():
     assert {turn.engine for turn in plan.AUTO} == set(ENGINES)
     assert sum(turn.share for turn in (*plan.AUTO, plan.ROBUST)) <= 1.0
-    assert [plan.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [plan.HEURISTICS_SHARE, plan.HEURISTICS_S / 4, 0.5]
+    assert [plan.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
+        plan.HEURISTICS_SHARE,
+        plan.HEURISTICS_S / 4,
+        0.5,
+    ]

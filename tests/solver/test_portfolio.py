@@ -1,4 +1,5 @@
-"""The portfolio: the best of heuristics and engines, each engine's word verified, each engine's fault survived, the last line in time."""
+"""The portfolio: the best of heuristics and engines, each engine's word verified, each engine's fault survived, the
+last line in time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check
-from optpipe.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import crew, plan, portfolio, systems
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import LARGE, Portfolio
@@ -24,11 +25,17 @@ EXAMPLES = TESTS.parent / "examples" / "problems"
 
 
 def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 20, **changes: object) -> Problem:
-    costs = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0, "activation_bytes": 5, "weight_grad_bytes": 2}
+    costs = {
+        "forward_ms": 10.0,
+        "backward_input_ms": 10.0,
+        "backward_weight_ms": 8.0,
+        "activation_bytes": 5,
+        "saved_for_weight_bytes": 2,
+    }
     return Problem(
         microbatches=microbatches,
         p2p_ms=1.0,
-        devices=[Device(memory_bytes=memory)] * devices,
+        devices=[Device(activation_budget_bytes=memory)] * devices,
         stages=[Stage(device=d, **costs) for d in range(devices)],
         **changes,
     )
@@ -87,7 +94,9 @@ def test_engines_start_from_the_best_and_share_threads_and_time(engines):
     assert all(text.startswith("start True, threads 2, ") and 15 < float(text.split()[-1]) < 20 for text in beside)
     one_by_one = notes(run(pipeline(), threads=1, time_limit_s=20.0))
     assert one_by_one[0].startswith("start True, threads 1, ")
-    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx([PLANNED * 19.7 / 2 - 0.5] * 2)  # by plan, not by the clock
+    assert [float(text.split()[-1]) for text in one_by_one] == pytest.approx(
+        [PLANNED * 19.7 / 2 - 0.5] * 2
+    )  # by plan, not by the clock
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage", "killed"])
@@ -101,7 +110,9 @@ def test_an_engine_that_fails_is_told_of_and_the_other_goes_on(engines, fault):
 def test_an_engine_that_holds_too_much_is_ended(engines):
     engines("holds 300", "tells")
     own = psutil.Process().memory_info().rss // 2**20
-    frames = run(pipeline(), memory_mib=own + 400, time_limit_s=6.0)  # two interpreters hold less than that, one with 300 MiB more does not
+    frames = run(
+        pipeline(), memory_mib=own + 400, time_limit_s=6.0
+    )  # two interpreters hold less than that, one with 300 MiB more does not
     (told,) = (text for text in notes(frames) if "memory_mib" in text)
     assert told.startswith("cyclic was ended: the solver's processes held ")
     assert told.endswith(f"and memory_mib is {own + 400}")
@@ -129,7 +140,9 @@ def test_who_has_nothing_more_to_do_does_not_come_again(engines, monkeypatch):
 def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
     engines("spends 1.0", "tells")
     after = notes(run(pipeline(), threads=1, time_limit_s=20.0))
-    assert float(after[0].split()[-1]) == pytest.approx(PLANNED * 19.7 - 1.5 - 0.5)  # of all that is planned for engines
+    assert float(after[0].split()[-1]) == pytest.approx(
+        PLANNED * 19.7 - 1.5 - 0.5
+    )  # of all that is planned for engines
 
 
 def test_what_an_engine_started_ends_with_it(engines):
@@ -144,7 +157,9 @@ def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
     assert next(search).schedule is not None
     solver = psutil.Process(search._child.pid)
     deadline = time.monotonic() + 60
-    while not any(child.cpu_times().user > 1.5 for child in solver.children()):  # past its imports: at work in native code
+    while not any(
+        child.cpu_times().user > 1.5 for child in solver.children()
+    ):  # past its imports: at work in native code
         assert time.monotonic() < deadline
         time.sleep(0.05)
     family = [solver, *solver.children(recursive=True)]
@@ -245,7 +260,11 @@ def test_a_system_that_is_named_is_all_that_runs(engines):
 @pytest.mark.parametrize(
     ("method", "told"),
     [
-        ("1f1b", "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it is given them)"),
+        (
+            "1f1b",
+            "1f1b needs one stage a device, all in one row: the problem has other stages (with all placements it "
+            "is given them)",
+        ),
         ("1f1b:group=2", "method = '1f1b:group=2': 1f1b has no parameter group (its parameters: none)"),
         ("1f1b:", "method = '1f1b:': '' is no parameter, "),
     ],
@@ -266,7 +285,12 @@ def test_engines_start_from_the_best_that_they_know(engines):
     assert joined.makespan_ms < apart.makespan_ms
     for schedule in (joined, apart):
         assert search.offer(schedule) is None
-    assert (search.best, search.nominal, search.best_for("lns"), search.best_for("robust")) == (joined, joined, apart, joined)
+    assert (search.best, search.nominal, search.best_for("lns"), search.best_for("robust")) == (
+        joined,
+        joined,
+        apart,
+        joined,
+    )
 
 
 def test_an_engine_that_is_not_for_this_problem_is_told_of(monkeypatch):
@@ -277,7 +301,9 @@ def test_an_engine_that_is_not_for_this_problem_is_told_of(monkeypatch):
 
 
 def test_memory_that_admits_nothing_is_proven():
-    assert run(pipeline(memory=4)) == [Infeasible(reason="device 0 needs at least 5 bytes for one micro-batch at a time and has 4")]
+    assert run(pipeline(memory=4)) == [
+        Infeasible(reason="device 0 needs at least 5 bytes for one micro-batch at a time and has 4")
+    ]
 
 
 def test_an_unknown_method_is_one_sentence():
@@ -303,7 +329,9 @@ def test_through_the_front_door():
 def test_a_huge_problem_ends_in_time():
     began = time.monotonic()
     result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit=2.0)
-    assert time.monotonic() - began < 12.0  # two seconds, the process's start, and a check of half a million ops, on a busy machine
+    assert (
+        time.monotonic() - began < 12.0
+    )  # two seconds, the process's start, and a check of half a million ops, on a busy machine
     assert result.status == "feasible" or result.reason == "no schedule was found before the search ended"
     assert not any("exit code" in note for note in result.notes)
 
@@ -324,8 +352,18 @@ def test_an_engine_that_is_named_may_be_asked_for_more_than_it_is_started_for_by
 
 @pytest.mark.parametrize("placements", ["keep", "all"])
 def test_work_that_takes_no_time_is_proven_to_take_none(placements):
-    free = {"forward_ms": 0.0, "backward_input_ms": 0.0, "backward_weight_ms": 0.0, "activation_bytes": 5, "weight_grad_bytes": 2}
-    problem = Problem(microbatches=3, devices=[Device(memory_bytes=20)] * 2, stages=[Stage(device=d, **free) for d in range(2)])
+    free = {
+        "forward_ms": 0.0,
+        "backward_input_ms": 0.0,
+        "backward_weight_ms": 0.0,
+        "activation_bytes": 5,
+        "saved_for_weight_bytes": 2,
+    }
+    problem = Problem(
+        microbatches=3,
+        devices=[Device(activation_budget_bytes=20)] * 2,
+        stages=[Stage(device=d, **free) for d in range(2)],
+    )
     result = optpipe.solve(problem, time_limit=20, placements=placements)
     assert (result.status, result.makespan_ms, result.lower_bound_ms) == ("optimal", 0.0, 0.0)
 
@@ -336,7 +374,9 @@ def test_without_ortools_the_milp_solves_windows_of_what_is_too_large_for_it(mon
     frames: list[object] = []
     search = Portfolio(Request(problem=large), frames.append)
     assert [search.applies(engine) for engine in ("cyclic", "lns", "cpsat", "milp")] == [False, False, False, True]
-    assert notes(frames) == [f"{engine} is not available: ortools is not installed" for engine in ("cyclic", "lns", "cpsat")]
+    assert notes(frames) == [
+        f"{engine} is not available: ortools is not installed" for engine in ("cyclic", "lns", "cpsat")
+    ]
     monkeypatch.undo()
     assert [search.applies(engine) for engine in ("cyclic", "lns", "milp")] == [True, True, False]
 

@@ -20,8 +20,13 @@ OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 500}
 
 def pipeline(devices: int, microbatches: int, memory: int, size: int = 500, **costs: Any) -> Problem:
     times = {"forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0}
-    stages = [Stage(device=d, **{**times, "activation_bytes": size, "weight_grad_bytes": 200, **costs}) for d in range(devices)]
-    return Problem(microbatches=microbatches, p2p_ms=1.0, devices=[Device(memory_bytes=memory)] * devices, stages=stages)
+    stages = [
+        Stage(device=d, **{**times, "activation_bytes": size, "saved_for_weight_bytes": 200, **costs})
+        for d in range(devices)
+    ]
+    return Problem(
+        microbatches=microbatches, p2p_ms=1.0, devices=[Device(activation_budget_bytes=memory)] * devices, stages=stages
+    )
 
 
 @st.composite
@@ -50,7 +55,7 @@ def drifted(draw: Any) -> tuple[Problem, Schedule]:
     if draw(st.booleans()):
         content.pop("overlap_factor", None)
     for device, least in zip(content["devices"], least_memory(Problem.from_dict(content)), strict=True):
-        device["memory_bytes"] = least + draw(st.sampled_from([0, 1, 5, 20, 100]))
+        device["activation_budget_bytes"] = least + draw(st.sampled_from([0, 1, 5, 20, 100]))
     return Problem.from_dict(content), schedule
 
 
@@ -73,7 +78,9 @@ def test_times_alone_change_nothing_but_the_clock():
 
 
 @pytest.mark.parametrize("memory", [1490, 1300])
-@pytest.mark.parametrize("costs", [OFFLOAD, {**OFFLOAD, "offload_parts": 4}, {"recompute_ms": 10.0, "checkpoint_bytes": 50}, {}])
+@pytest.mark.parametrize(
+    "costs", [OFFLOAD, {**OFFLOAD, "offload_parts": 4}, {"recompute_ms": 10.0, "checkpoint_bytes": 50}, {}]
+)
 def test_with_less_memory_it_stays_near_what_heuristics_make_of_it_anew(memory, costs):
     before, after = pipeline(6, 12, 1500, **costs), pipeline(6, 12, memory, **costs)
     schedule = min(islice(STREAMS["adaoffload"](before, "makespan"), 12), key=lambda schedule: schedule.makespan_ms)

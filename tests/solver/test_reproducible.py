@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from optpipe import Problem
-from optpipe.child import Child, End, Incumbent, Programs, Request
+from optpipe.process.child import Child, End, Incumbent, Programs, Request
 from optpipe_solver import crew, plan, portfolio
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio
@@ -28,7 +28,9 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.6)))
     monkeypatch.setattr(plan, "ROBUST", plan.Turn("milp", 0.5))
-    request = Request(problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=40.0, threads=1, seed=2, jitter=jitter)
+    request = Request(
+        problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=40.0, threads=1, seed=2, jitter=jitter
+    )
     quiet = run(request)
     monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
     assert run(request) == quiet
@@ -43,7 +45,9 @@ def test_an_engine_that_counts_finds_the_same_twice(engine):
     told = []
     for _ in range(2):
         child = Child(crew.ENGINE, request)
-        frames = list(islice((frame for frame in child.frames() if not isinstance(frame, End)), 4))  # before any clock has a say
+        frames = list(
+            islice((frame for frame in child.frames() if not isinstance(frame, End)), 4)
+        )  # before any clock has a say
         child.close()
         told.append([frame for frame in frames if isinstance(frame, Incumbent)])
     assert told[0] == told[1] != []

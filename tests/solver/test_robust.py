@@ -10,8 +10,8 @@ import pytest
 
 import optpipe
 from optpipe import Problem, Schedule, check
-from optpipe.child import Bound, Incumbent, Note, Programs, Request
-from optpipe.jitter import Noise, percentile_ms
+from optpipe.evaluate.jitter import Noise, percentile_ms
+from optpipe.process.child import Bound, Incumbent, Note, Programs, Request
 from optpipe_solver import crew, plan, robust
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio
@@ -52,13 +52,19 @@ def test_the_portfolio_goes_by_the_percentile(monkeypatch, objective):
     monkeypatch.setattr(plan, "AUTO", ())
     problem = start().problem
     frames: list[object] = []
-    Portfolio(Request(problem=problem, jitter=0.05, objective=objective, time_limit_s=4.0, threads=2, seed=4), frames.append).run()
+    Portfolio(
+        Request(problem=problem, jitter=0.05, objective=objective, time_limit_s=4.0, threads=2, seed=4), frames.append
+    ).run()
     found = [frame.schedule.schedule(problem, frame.method) for frame in frames if isinstance(frame, Incumbent)]
     values = [percentile_ms(schedule, 0.05, objective, seed=4) for schedule in found]
     assert values == sorted(values, reverse=True)
     assert len(set(values)) == len(values)
     assert all(check(problem, schedule) == [] for schedule in found)
-    assert all(frame.lower_bound_ms <= min(schedule.span_ms for schedule in found) for frame in frames if isinstance(frame, Bound))
+    assert all(
+        frame.lower_bound_ms <= min(schedule.span_ms for schedule in found)
+        for frame in frames
+        if isinstance(frame, Bound)
+    )
 
 
 def test_nothing_is_optimal_by_a_bound_on_nominal_times():

@@ -1,4 +1,5 @@
-"""Published schedules as seeds: which run on a problem's own stages, and that none that fits is ever better than the answer."""
+"""Published schedules as seeds: which run on a problem's own stages, and that none that fits is ever better than the
+answer."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from support.strategies import problems
 from support.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
-from optpipe.child import Bound, Incumbent, Note, Request
+from optpipe.process.child import Bound, Incumbent, Note, Request
 from optpipe_solver import plan, portfolio, seeds, systems
 from optpipe_solver.placements import PlacementSearch
 from optpipe_solver.portfolio import Portfolio
@@ -31,7 +32,7 @@ def no_engines(monkeypatch):
 
 def tight() -> Problem:
     """Memory for two activations: what holds more does not fit, and nothing reaches the bound."""
-    return units(4, 8).replace(devices=[{"memory_bytes": 2000}] * 4)
+    return units(4, 8).replace(devices=[{"activation_budget_bytes": 2000}] * 4)
 
 
 def answer(problem: Problem, **asked: Any) -> tuple[Schedule | None, float]:
@@ -66,7 +67,9 @@ def fitting(problem: Problem, placements: str) -> list[Schedule]:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.json")), ids=lambda path: path.stem)
 def test_no_system_that_fits_is_better_than_the_answer(path):
     problem = Problem.load(path)
-    ample = problem.replace(devices=[device.model_copy(update={"memory_bytes": 10**15}) for device in problem.devices])
+    ample = problem.replace(
+        devices=[device.model_copy(update={"activation_budget_bytes": 10**15}) for device in problem.devices]
+    )
     for one in (problem, ample):
         best, _ = answer(one)
         assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in fitting(one, "keep"))
@@ -76,11 +79,20 @@ def test_no_system_that_fits_is_better_than_the_answer(path):
 @pytest.mark.parametrize("factor", [None, 0.8])
 def test_nor_on_the_stages_that_it_needs_where_placements_are_free(name, factor):
     problem = Problem.load(EXAMPLES / f"{name}.json").replace(overlap_factor=factor)
-    for one in (problem, problem.replace(devices=[device.model_copy(update={"memory_bytes": 10**15}) for device in problem.devices])):
+    for one in (
+        problem,
+        problem.replace(
+            devices=[device.model_copy(update={"activation_budget_bytes": 10**15}) for device in problem.devices]
+        ),
+    ):
         best, bound = answer(one, placements="all")
         rivals = fitting(one, "all")
         if factor is None:  # one chunk each way is a placement to search only where forwards run beside backwards
-            rivals = [schedule for schedule in rivals if schedule.placement is None or schedule.placement.shape != "bidirectional"]
+            rivals = [
+                schedule
+                for schedule in rivals
+                if schedule.placement is None or schedule.placement.shape != "bidirectional"
+            ]
         assert len(rivals) > 0
         assert all(best.makespan_ms <= schedule.makespan_ms * (1 + 1e-9) for schedule in rivals)
         assert all(bound <= schedule.makespan_ms * (1 + 1e-9) for schedule in rivals)
@@ -124,7 +136,7 @@ def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():
 
 
 def test_one_that_does_not_fit_its_stages_says_what_it_lacks():
-    small = units(4, 8).replace(devices=[{"memory_bytes": 1500}] * 4)
+    small = units(4, 8).replace(devices=[{"activation_budget_bytes": 1500}] * 4)
     frames: list[object] = []
     PlacementSearch(Request(problem=small, method="zb-v", placements="all", time_limit_s=5.0), frames.append).run()
     (note,) = (frame.text for frame in frames if isinstance(frame, Note))
@@ -145,7 +157,9 @@ def test_what_does_not_fit_is_no_news_but_what_breaks_is(monkeypatch):
         monkeypatch.setitem(SYSTEMS, name, System(name, "a test", build))
     frames: list[object] = []
     Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
-    assert [frame.text for frame in frames if isinstance(frame, Note)] == ["broken gives no schedule: ZeroDivisionError: oh"]
+    assert [frame.text for frame in frames if isinstance(frame, Note)] == [
+        "broken gives no schedule: ZeroDivisionError: oh"
+    ]
 
 
 def test_a_named_method_is_not_joined_by_others(monkeypatch):

@@ -69,7 +69,9 @@ def test_reordered_ops_wait_for_less_and_hold_no_more(there, back, p, m):
     after = by_slot(problem, table, moved)
     assert check(problem, after) == []
     at = {tuple(row): to for row, to in zip(table.tolist(), moved.tolist(), strict=True)}
-    assert all(after.timeline.start <= np.array([at[tuple(row)] for row in after.timeline.table.tolist()]))  # no slot is before its needs
+    assert all(
+        after.timeline.start <= np.array([at[tuple(row)] for row in after.timeline.table.tolist()])
+    )  # no slot is before its needs
     assert after.makespan_ms <= before.makespan_ms
     assert after.span_ms <= before.span_ms
     assert max(most(problem, after)) <= max(most(problem, before))

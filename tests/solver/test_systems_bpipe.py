@@ -39,7 +39,9 @@ def test_all_devices_hold_the_published_number_of_activations_in_1f1bs_time(p, r
         held = peaks(schedule)
         assert max(held) <= limit
         evictors = [s for s in range(p) if p - s > limit]
-        assert all(held[s] == limit and p - limit <= held[p - 1 - s] - 1 for s in evictors)  # all p + 1 of the pair are somewhere
+        assert all(
+            held[s] == limit and p - limit <= held[p - 1 - s] - 1 for s in evictors
+        )  # all p + 1 of the pair are somewhere
         assert [held[s] for s in range(p) if s not in evictors and p - 1 - s not in evictors] == list(range(p, 0, -1))[
             len(evictors) : p - len(evictors)
         ]
@@ -59,7 +61,8 @@ def test_few_micro_batches_hold_no_more_than_1f1b(p, m):
 
 
 def test_no_more_leaves_than_has_to():
-    """Of the eight activations that stage 0 of eight has under way, three have to be away, each for twelve ops at most."""
+    """Of the eight activations that stage 0 of eight has under way, three have to be away, each for twelve ops at
+    most."""
     problem = paired(units(8, 512), 0.5, 0.5)
     evicted = [op for op in moves(generate("bpipe", problem), Kind.E) if op.stage == 0]
     assert len(evicted) <= 512 / 2
@@ -70,7 +73,11 @@ def test_no_more_leaves_than_has_to():
 @given(st.data(), st.integers(1, 11), st.integers(1, 30))
 def test_uneven_stages_and_slow_links_are_valid_too(data, p, m):
     draw: Any = data.draw
-    problem = paired(unevenly(draw, units(p, m)), draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])), draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])))
+    problem = paired(
+        unevenly(draw, units(p, m)),
+        draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])),
+        draw(st.sampled_from([0.0, 0.5, 2.0, 9.0])),
+    )
     schedule = generate("bpipe", problem)
     assert check(problem, schedule) == []
     assert max(peaks(schedule)) <= ceil((p + 2) / 2)
@@ -87,7 +94,8 @@ def test_ops_that_take_no_time_do_not_wait_in_a_circle(times, transfer):
 
 
 def test_the_papers_example():
-    """Figure of section "Solution": four stages; stage 0 would hold four activations and stage 3 one. Stage 0 holds three."""
+    """Figure of section "Solution": four stages; stage 0 would hold four activations and stage 3 one. Stage 0 holds
+    three."""
     schedule = generate("bpipe", paired(units(4, 8), 0.5, 0.5))
     assert {op.stage for op in moves(schedule, Kind.E)} == {0}
     assert peaks(schedule) == [3, 3, 2, 3]
@@ -98,7 +106,11 @@ def test_the_papers_example():
 def test_any_order_of_devices_will_do():
     turned = [2, 0, 3, 1]
     row = units(4, 6)
-    problem = paired(row.replace(stages=[stage.model_copy(update={"device": turned[s]}) for s, stage in enumerate(row.stages)]), 0.5, 0.5)
+    problem = paired(
+        row.replace(stages=[stage.model_copy(update={"device": turned[s]}) for s, stage in enumerate(row.stages)]),
+        0.5,
+        0.5,
+    )
     schedule = generate("bpipe", problem)
     assert check(problem, schedule) == []
     assert [op.kind.name for op in schedule.programs[1].ops() if op.kind in (Kind.A, Kind.V)][:2] == ["A", "A"]
@@ -106,13 +118,19 @@ def test_any_order_of_devices_will_do():
 
 def test_what_is_missing_is_one_sentence():
     row = units(4, 6)
-    with pytest.raises(InputError, match=r"^devices\[0\]\.peer is missing: bpipe evicts from stage 0 to stage 3, which is on device 3$"):
+    with pytest.raises(
+        InputError, match=r"^devices\[0\]\.peer is missing: bpipe evicts from stage 0 to stage 3, which is on device 3$"
+    ):
         generate("bpipe", row)
-    peers = [{"memory_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
-    with pytest.raises(InputError, match=r"^devices\[0\]\.peer = 1: bpipe evicts from stage 0 to stage 3, which is on device 3$"):
+    peers = [{"activation_budget_bytes": 10**9, "peer": (d + 1) % 4} for d in range(4)]
+    with pytest.raises(
+        InputError, match=r"^devices\[0\]\.peer = 1: bpipe evicts from stage 0 to stage 3, which is on device 3$"
+    ):
         generate("bpipe", row.replace(devices=peers))
     peers[0]["peer"] = 3
-    with pytest.raises(InputError, match=r"^stages\[0\]\.evict_ms is missing: bpipe evicts activations of this stage to device 3$"):
+    with pytest.raises(
+        InputError, match=r"^stages\[0\]\.evict_ms is missing: bpipe evicts activations of this stage to device 3$"
+    ):
         generate("bpipe", row.replace(devices=peers))
     assert check(units(3, 6), generate("bpipe", units(3, 6))) == []  # three stages hold no more than the limit anyway
 

@@ -1,4 +1,5 @@
-"""Chronos-Pipe, Chronos-Recomp, the ZeRO-2 variant: the paper's formulas, and the right ones where these are loose, in its unit model."""
+"""Chronos-Pipe, Chronos-Recomp, the ZeRO-2 variant: the paper's formulas, and the right ones where these are loose, in
+its unit model."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def ran_before(schedule: Any, device: int, kind: Kind, chunk: int, other: int) -
     return stages[: stages.index(other)].count(chunk)
 
 
-# --- Chronos-Pipe -----------------------------------------------------------------------------------------------------------------------
+# --- Chronos-Pipe
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("v", [2, 3, 4, 5])
@@ -76,7 +78,8 @@ def test_the_share_of_1f1b_that_remains_at_large_p(v, share):
 @pytest.mark.parametrize("v", range(2, 7))
 @pytest.mark.parametrize("apart", range(1, 8))
 def test_no_other_launches_hold_less(v, apart):
-    """Chunks at least so many beats apart, all different modulo v: the least that sums of c times a distance can be, tried out."""
+    """Chunks at least so many beats apart, all different modulo v: the least that sums of c times a distance can be,
+    tried out."""
     distances = product(range(apart, apart + v), repeat=v - 1)
     turns = [[sum(gaps[:c]) for c in range(v)] for gaps in distances]
     least = min(sum(t[-1] - t[c] for c in range(v)) for t in turns if len({n % v for n in t}) == v)
@@ -90,7 +93,8 @@ def test_chunks_follow_each_other_as_many_rounds_later_as_the_paper_says(p):
     assert ran_before(schedule, p - 1, Kind.BW, chunk=1, other=0) == 1 + ceil(Fraction(2 * p - 3, 6))
 
 
-# --- with communication -----------------------------------------------------------------------------------------------------------------
+# --- with communication
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def published(p: int, m: int, c: Any) -> Any:
@@ -103,8 +107,8 @@ def published_1f1b(p: int, m: int, c: Any) -> Any:
 
 
 def blocking(schedule: Any, c: Fraction) -> Fraction:
-    """How long a schedule without messages lasts if each keeps both its devices busy for c: the sender behind the op, the receiver, at the
-    same time or later, before its op."""
+    """How long a schedule without messages lasts if each keeps both its devices busy for c: the sender behind the op,
+    the receiver, at the same time or later, before its op."""
     stages, ended, lists = schedule.problem.stages, {}, [list(program.ops()) for program in schedule.programs]
     at = [Fraction(0)] * len(lists)
     while any(lists):
@@ -136,10 +140,13 @@ def test_the_papers_time_for_communication_is_that_of_messages_that_block(p):
     assert one == [published_1f1b(p, 2, c), published_1f1b(p, 3 * p, c) - 2 * c]
 
 
-@pytest.mark.parametrize(("p", "v"), [*((p, v) for p in (2, 4, 5, 6, 7, 8, 10, 16) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)])
+@pytest.mark.parametrize(
+    ("p", "v"), [*((p, v) for p in (2, 4, 5, 6, 7, 8, 10, 16) for v in (1, 2)), (4, 3), (8, 3), (5, 4), (8, 4)]
+)
 @pytest.mark.parametrize("c", [1 / 64, 1 / 4])
 def test_messages_that_block_nobody_take_less(p, v, c):
-    """The way there and back of the first micro-batch, and less than 2v for each further one: v times what 1F1B needs."""
+    """The way there and back of the first micro-batch, and less than 2v for each further one: v times what 1F1B
+    needs."""
     for m in (1, 2, 3, 9, 24):
         schedule = generate("chronos" if v > 1 else "1f1b", units(p, m, v=v).replace(p2p_ms=c))
         messages = (schedule.makespan_ms - 3 * v * (m + p - 1)) / c
@@ -166,13 +173,18 @@ def test_the_example_of_section_4_1():
         ("1f1b", published_1f1b, units(4, 128, times=(2, 2, 2))),
     ):
         c = Fraction(1, 20)
-        lengths = formula(4, 128, c), blocking(generate(method, problem), c), generate(method, problem.replace(p2p_ms=0.05)).makespan_ms
+        lengths = (
+            formula(4, 128, c),
+            blocking(generate(method, problem), c),
+            generate(method, problem.replace(p2p_ms=0.05)).makespan_ms,
+        )
         measured.append([f"`{method}`", *(f"{1 - 6 * 128 / float(length):.2%}" for length in lengths)])
     assert [row[1] for row in measured] == ["8.28%", "5.37%"]  # the paper rounds the first one down
     assert table(PAGE, "T_c = 0.05") == measured
 
 
-# --- Chronos-Recomp ---------------------------------------------------------------------------------------------------------------------
+# --- Chronos-Recomp
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def rounds_later(p: int) -> int:
@@ -202,7 +214,10 @@ def test_chronos_recomp_is_as_long_as_the_paper_says_or_shorter(p):
 def test_chronos_recomp_holds_a_quarter_and_what_it_recomputes(p):
     schedule = generate("chronos-recomp", units(p, 2 * p, v=2, **AGAIN))
     assert peaks(schedule) == [(p - s) // 2 + 1 for s in range(p)]
-    chunk_2 = [stage.model_copy(update={} if s >= p else {"activation_bytes": 0}) for s, stage in enumerate(schedule.problem.stages)]
+    chunk_2 = [
+        stage.model_copy(update={} if s >= p else {"activation_bytes": 0})
+        for s, stage in enumerate(schedule.problem.stages)
+    ]
     alone = Schedule(schedule.problem.replace(stages=chunk_2), schedule.programs)
     assert peaks(alone) == [ceil(Fraction(p - s, 2)) for s in range(p)]
 
@@ -220,10 +235,14 @@ def test_equation_8_is_not_one_round_from_8_to_40():
 
 
 def test_the_papers_measurements_are_these_counts():
-    """Figure 9: 17.23 and 6.63 GB of activations where 1F1B with R = 50 % has 10.6, p = 8. Section 6.2: 12.5 % and 25 % less at p = 4.
-    Figure 15: 43.75 % at p = v = 4 with a quarter of the layers recomputed, the one that is recomputed not counted."""
+    """Figure 9: 17.23 and 6.63 GB of activations where 1F1B with R = 50 % has 10.6, p = 8. Section 6.2: 12.5 % and 25 %
+    less at p = 4. Figure 15: 43.75 % at p = v = 4 with a quarter of the layers recomputed, the one that is recomputed
+    not counted."""
     at_8 = {name: peaks(generate(name, units(8, 16, v=2, **AGAIN)))[0] for name in ("chronos", "chronos-recomp")}
-    assert at_8 == {"chronos": pytest.approx(8 * 17.23 / 10.6, rel=1e-3), "chronos-recomp": pytest.approx(8 * 6.63 / 10.6, rel=1e-3)}
+    assert at_8 == {
+        "chronos": pytest.approx(8 * 17.23 / 10.6, rel=1e-3),
+        "chronos-recomp": pytest.approx(8 * 6.63 / 10.6, rel=1e-3),
+    }
     at_4 = [peaks(generate(name, units(4, 8, v=2, **AGAIN)))[0] for name in ("chronos", "chronos-recomp")]
     assert at_4 == [0.875 * 8, 0.75 * 4]
     assert (peaks(generate("chronos-recomp", units(4, 8, v=4, **AGAIN)))[0] - 1) / 16 == 0.4375
@@ -248,7 +267,8 @@ def test_chronos_recomp_against_1f1b_that_recomputes_half():
     assert table(PAGE, "p x m") == measured
 
 
-# --- ZeRO-2 -----------------------------------------------------------------------------------------------------------------------------
+# --- ZeRO-2
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("v", "g"), [*product([2, 3], [1, 2, 3, 4, 8])])
@@ -292,7 +312,9 @@ def test_windows_are_told_from_the_clock_whatever_the_system():
     """1F1B's single stage accumulates all gradients: no window. Interleaved on one device: chunk after chunk."""
     assert gradient_windows(generate("1f1b", units(3, 6))) == [[], [], []]
     uneven = units(1, 2, v=2).replace(p2p_ms=0.5)
-    uneven = uneven.replace(stages=[stage.model_dump(exclude_none=True) | {"forward_ms": 5.0} for stage in uneven.stages])
+    uneven = uneven.replace(
+        stages=[stage.model_dump(exclude_none=True) | {"forward_ms": 5.0} for stage in uneven.stages]
+    )
     schedule = generate("chronos", uneven)
     ops = " ".join(str(op) for op in schedule.programs[0].ops())
     assert ops == "0F0 1F0 1BW0 0F1 0BW0 1F1 1BW1 0BW1"
@@ -304,12 +326,18 @@ def test_what_a_group_costs_and_saves():
     for g in (1, 2, 4, 8):
         schedule = generate(f"chronos-zero2:group={g}", units(8, 32, v=2))
         window = sorted(gradient_windows(schedule)[0])
-        row = [f"{schedule.makespan_ms:g}", f"{peaks(schedule)[0] / 16:.1%}", str(len(window) + 1), f"{window[len(window) // 2]:g}"]
+        row = [
+            f"{schedule.makespan_ms:g}",
+            f"{peaks(schedule)[0] / 16:.1%}",
+            str(len(window) + 1),
+            f"{window[len(window) // 2]:g}",
+        ]
         measured.append([str(g), *row])
     assert table(PAGE, "group") == measured
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------------------------
+# --- all of them
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -318,7 +346,9 @@ def test_what_a_group_costs_and_saves():
     st.integers(1, 6),
     st.integers(1, 9),
     st.integers(2, 4),
-    st.sampled_from(["chronos", "chronos-recomp", "chronos-recomp:recomputed=2", "chronos-zero2", "chronos-zero2:group=5"]),
+    st.sampled_from(
+        ["chronos", "chronos-recomp", "chronos-recomp:recomputed=2", "chronos-zero2", "chronos-zero2:group=5"]
+    ),
 )
 def test_valid_for_any_stages(data, p, m, v, method):
     problem = unevenly(data.draw, units(p, m, v=v, **AGAIN))
@@ -347,6 +377,7 @@ def test_what_cannot_be_is_one_sentence(method, told):
 
 def test_the_shares_of_1f1bs_memory():
     measured = [
-        [f"{v}", *(f"{most_held(p, v) / (v * p):.1%}" for p in (4, 8, 16, 32, 64)), f"{(v + 1) / (2 * v):.1%}"] for v in (2, 3, 4, 8)
+        [f"{v}", *(f"{most_held(p, v) / (v * p):.1%}" for p in (4, 8, 16, 32, 64)), f"{(v + 1) / (2 * v):.1%}"]
+        for v in (2, 3, 4, 8)
     ]
     assert table(PAGE, "v") == measured

@@ -13,15 +13,21 @@ from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import DeadlockError, InputError, Kind, Op, Problem, certify, check
-from optpipe.placement import Placement
+from optpipe.model.placement import Placement
 from optpipe_solver import heuristics
 from optpipe_solver.systems import SYSTEMS, generate, parse
 from optpipe_solver.systems.order import even_groups, in_order, visits, warmed_up
 
 PAGE = "systems/classic.md"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
-FULL: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": ACTIVATION // 5}  # the survey: 80 % of the bytes for 33 % of the time
-SELECTIVE: dict[str, Any] = {"recompute_ms": 0.375, "checkpoint_bytes": ACTIVATION * 9 // 20}  # 50 to 60 % for 10 to 15 %
+FULL: dict[str, Any] = {
+    "recompute_ms": 1.0,
+    "checkpoint_bytes": ACTIVATION // 5,
+}  # the survey: 80 % of the bytes for 33 % of the time
+SELECTIVE: dict[str, Any] = {
+    "recompute_ms": 0.375,
+    "checkpoint_bytes": ACTIVATION * 9 // 20,
+}  # 50 to 60 % for 10 to 15 %
 
 
 def peaks(schedule: Any) -> list[int]:
@@ -52,11 +58,16 @@ def test_gpipe_and_1f1b_have_the_published_bubble_and_peaks(p, m, times):
 
 def test_the_phases_of_1f1b_are_the_surveys():
     """P = 4, M = 8: P - 1 - i forwards, then one forward and one backward in turn, then the backwards left."""
-    kinds = ["".join("F" if op.kind is Kind.F else "B" for op in program.ops()) for program in generate("1f1b", units(4, 8)).programs]
+    kinds = [
+        "".join("F" if op.kind is Kind.F else "B" for op in program.ops())
+        for program in generate("1f1b", units(4, 8)).programs
+    ]
     assert kinds == ["F" * w + "FB" * (8 - w) + "B" * w for w in (3, 2, 1, 0)]
 
 
-@pytest.mark.parametrize(("p", "m", "percent"), [(4, 4, 42.9), (8, 4, 63.6), (32, 8, 79.5), (8, 32, 17.9), (16, 64, 19.0), (32, 128, 19.5)])
+@pytest.mark.parametrize(
+    ("p", "m", "percent"), [(4, 4, 42.9), (8, 4, 63.6), (32, 8, 79.5), (8, 32, 17.9), (16, 64, 19.0), (32, 128, 19.5)]
+)
 def test_the_surveys_table_of_bubbles(p, m, percent):
     assert round(100 * generate("gpipe", units(p, m)).timeline.bubble, 1) == percent
 
@@ -66,8 +77,9 @@ def test_the_surveys_table_of_bubbles(p, m, percent):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1)])
 def test_interleaving_divides_the_bubble_by_the_chunks(p, v, groups, times):
-    """With a device's whole times, v times a stage's: (p-1)(F+B+W)/v, (1 + (p-1)/(pv))·M where M is a model's activations, PipeOffload's
-    count of the forwards of a warm-up, and pv - 1 messages where one stage a device has p - 1."""
+    """With a device's whole times, v times a stage's: (p-1)(F+B+W)/v, (1 + (p-1)/(pv))·M where M is a model's
+    activations, PipeOffload's count of the forwards of a warm-up, and pv - 1 messages where one stage a device has p -
+    1."""
     m = groups * p
     schedule = generate("interleaved", units(p, m, v=v, times=times))
     whole = v * sum(times)
@@ -79,14 +91,31 @@ def test_interleaving_divides_the_bubble_by_the_chunks(p, v, groups, times):
         ops = program.ops()
         warm_up = next(k for k, op in enumerate(ops) if op.kind is Kind.BW)
         assert warm_up == min(m * v, p * (v - 1) + 2 * (p - i) - 1)
-    hops = sum(schedule.problem.stages[a].device != schedule.problem.stages[b].device for a, b in pairwise(range(p * v)))
+    hops = sum(
+        schedule.problem.stages[a].device != schedule.problem.stages[b].device for a, b in pairwise(range(p * v))
+    )
     assert hops == (p * v - 1 if p > 1 else 0)
 
 
 def test_chunks_are_visited_in_groups():
     """Megatron's figure 4: p = 4, v = 2, m = 8."""
     first = [str(op) for op in generate("interleaved", units(4, 8, v=2)).programs[0].ops()]
-    assert first[:14] == ["0F0", "0F1", "0F2", "0F3", "4F0", "4F1", "4F2", "4F3", "0F4", "0F5", "0F6", "4BW0", "0F7", "4BW1"]
+    assert first[:14] == [
+        "0F0",
+        "0F1",
+        "0F2",
+        "0F3",
+        "4F0",
+        "4F1",
+        "4F2",
+        "4F3",
+        "0F4",
+        "0F5",
+        "0F6",
+        "4BW0",
+        "0F7",
+        "4BW1",
+    ]
     assert first[-6:] == ["4BW6", "4BW7", "0BW4", "0BW5", "0BW6", "0BW7"]
 
 
@@ -164,16 +193,36 @@ def test_the_page_has_the_trade_off_as_measured():
         schedule = generate(method, units(8, 32, **figures))
         compute = sum(schedule.timeline.busy_ms()) / sum(plain.timeline.busy_ms()) - 1
         saved = 1 - peaks(schedule)[0] / peaks(plain)[0]
-        measured.append([name, f"{schedule.makespan_ms:g}", f"{compute:.1%}", f"{peaks(schedule)[0] / ACTIVATION:g}", f"{saved:.1%}"])
+        measured.append(
+            [
+                name,
+                f"{schedule.makespan_ms:g}",
+                f"{compute:.1%}",
+                f"{peaks(schedule)[0] / ACTIVATION:g}",
+                f"{saved:.1%}",
+            ]
+        )
     assert [row[:5] for row in table(PAGE, "recomputed")] == measured  # what follows is the survey's
 
 
 @pytest.mark.parametrize(
     ("problem", "method", "sentence"),
     [
-        (units(3, 4), "1f1b-recompute", r"stages\[0\].recompute_ms is missing: 1f1b-recompute drops activations of every stage"),
-        (units(3, 4, **FULL), "1f1b-recompute:every=0", r"every = 0: 1f1b-recompute computes every micro-batch again \(1\)"),
-        (units(4, 8), "interleaved", r"interleaved needs 2 or more looped stages a device: the problem has other stages"),
+        (
+            units(3, 4),
+            "1f1b-recompute",
+            r"stages\[0\].recompute_ms is missing: 1f1b-recompute drops activations of every stage",
+        ),
+        (
+            units(3, 4, **FULL),
+            "1f1b-recompute:every=0",
+            r"every = 0: 1f1b-recompute computes every micro-batch again \(1\)",
+        ),
+        (
+            units(4, 8),
+            "interleaved",
+            r"interleaved needs 2 or more looped stages a device: the problem has other stages",
+        ),
     ],
 )
 def test_what_a_paper_excludes_is_one_sentence(problem, method, sentence):
@@ -202,7 +251,7 @@ def test_balanced_stages_are_the_surveys_dynamic_program(layers, stages):
 
 
 def layered(p: int, forward_ms: list[int]) -> Problem:
-    costs = {"backward_input_ms": 0.0, "backward_weight_ms": 0.0, "activation_bytes": 1, "weight_grad_bytes": 1}
+    costs = {"backward_input_ms": 0.0, "backward_weight_ms": 0.0, "activation_bytes": 1, "saved_for_weight_bytes": 1}
     return units(p, 4).replace(layers=[{"forward_ms": float(ms), **costs} for ms in forward_ms])
 
 
@@ -222,7 +271,10 @@ def test_the_page_has_what_balancing_gains_as_measured():
     for name in ("heavyhead-4x12", "mixedlayers-4x16"):
         problem = Problem.load(EXAMPLES / f"{name}.json")
         placement = Placement.balanced(problem, 1)
-        for stages, how in ((problem, "as given"), (placement.apply(problem), f"layers {' '.join(map(str, placement.layers))}")):
+        for stages, how in (
+            (problem, "as given"),
+            (placement.apply(problem), f"layers {' '.join(map(str, placement.layers))}"),
+        ):
             heaviest = max(s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in stages.stages)
             measured.append([name, how, f"{heaviest:g}", f"{generate('1f1b', stages).makespan_ms:g}"])
     assert table(PAGE, "balanced") == measured
@@ -230,7 +282,9 @@ def test_the_page_has_what_balancing_gains_as_measured():
 
 def test_a_system_is_given_the_stages_it_needs_where_it_may_be():
     chunked = units(4, 8, v=2)
-    with pytest.raises(InputError, match=r"^1f1b needs one stage a device, all in one row: the problem has other stages"):
+    with pytest.raises(
+        InputError, match=r"^1f1b needs one stage a device, all in one row: the problem has other stages"
+    ):
         generate("1f1b", chunked)
     schedule = generate("1f1b", chunked, placements="all")
     assert str(schedule.placement) == "1 chunk a device"
@@ -242,8 +296,14 @@ def test_a_system_is_given_the_stages_it_needs_where_it_may_be():
     [
         ("2f2b", r"method = '2f2b': the published schedules are gpipe, 1f1b"),
         ("1f1b:group=2", r"method = '1f1b:group=2': 1f1b has no parameter group \(its parameters: none\)"),
-        ("1f1b:", r"method = '1f1b:': '' is no parameter, which would be a name and up to nine digits, such as group=5$"),
-        ("gis:group=1234567890", r"method = 'gis:group=1234567890': 'group=1234567890' is no parameter, which would be"),
+        (
+            "1f1b:",
+            r"method = '1f1b:': '' is no parameter, which would be a name and up to nine digits, such as group=5$",
+        ),
+        (
+            "gis:group=1234567890",
+            r"method = 'gis:group=1234567890': 'group=1234567890' is no parameter, which would be",
+        ),
         ("gis:group=2,group=3", r"method = 'gis:group=2,group=3': group is given twice, a parameter is given once$"),
     ],
 )

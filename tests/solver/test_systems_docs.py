@@ -28,11 +28,17 @@ def test_each_is_drawn_and_told_of(method):
     if method in systems.SYSTEMS:
         assert check(problem, systems.generate(method, problem)) == []
     assert (DOCS / "pictures" / "systems" / f"{method}.svg").exists()
-    pages = {page.name for page in (DOCS / "systems").glob("*.md") if f"pictures/systems/{method}.svg" in page.read_text(encoding="utf-8")}
+    pages = {
+        page.name
+        for page in (DOCS / "systems").glob("*.md")
+        if f"pictures/systems/{method}.svg" in page.read_text(encoding="utf-8")
+    }
     assert len(pages) == 1
 
 
 def test_the_index_names_every_page_and_every_method():
     index = (DOCS / "systems" / "README.md").read_text(encoding="utf-8")
-    assert {page.name for page in (DOCS / "systems").glob("*.md")} - {"README.md"} == set(re.findall(r"\]\((\w[\w-]*\.md)\)", index))
+    assert {page.name for page in (DOCS / "systems").glob("*.md")} - {"README.md"} == set(
+        re.findall(r"\]\((\w[\w-]*\.md)\)", index)
+    )
     assert [method for method in EVERY if f"`{method}`" not in index] == []

@@ -58,7 +58,8 @@ def test_the_bubble_and_the_activations_are_the_published_ones(p, factor):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 3), st.tuples(*[st.integers(1, 9)] * 3), st.floats(0, 1))
 def test_for_other_times_the_bubble_is_the_one_that_is_derived(n, more, times, share):
-    """The published one, in our terms (p/2-1)(F&B + B - 2W), where F = B >= W; F&B between the longer of the two and both in turn."""
+    """The published one, in our terms (p/2-1)(F&B + B - 2W), where F = B >= W; F&B between the longer of the two and
+    both in turn."""
     f, b, w = times
     together = f + b + w
     pair = max(f, b + w) + share * (together - max(f, b + w))
@@ -104,13 +105,18 @@ def test_unpaired_the_bubble_is_half_of_it(p):
 def test_the_v_is_half_of_the_two_ways(n, m):
     half, whole = folded(n, m, 0.8), both_ways(2 * n, 2 * m, 0.8)
     assert half.makespan_ms == pytest.approx(whole.makespan_ms)
-    renamed = [[text_of(item, lambda s: s if s < n else 2 * n + s, lambda j: 2 * j) for item in program] for program in half.programs]
+    renamed = [
+        [text_of(item, lambda s: s if s < n else 2 * n + s, lambda j: 2 * j) for item in program]
+        for program in half.programs
+    ]
     mine = [[text_of(item, lambda s: s, lambda j: j // 2 * 2) for item in program] for program in whole.programs[:n]]
     assert mine == renamed
 
 
 def text_of(item: Any, stage: Any, microbatch: Any) -> list[tuple[Kind, int, int]]:
-    return [(op.kind, stage(op.stage), microbatch(op.microbatch)) for op in (item if isinstance(item, Pair) else [item])]
+    return [
+        (op.kind, stage(op.stage), microbatch(op.microbatch)) for op in (item if isinstance(item, Pair) else [item])
+    ]
 
 
 def test_every_device_has_the_stages_of_both_directions():
@@ -121,7 +127,8 @@ def test_every_device_has_the_stages_of_both_directions():
 
 
 def test_the_outermost_device_of_the_figure():
-    """8 ranks, 20 micro-batches: 6 F0; F0 F1; 3 times B W F of 1; 3 times both pairs; 3 times B1 and F1&B0; B1 B0; 3 times W B0; W."""
+    """8 ranks, 20 micro-batches: 6 F0; F0 F1; 3 times B W F of 1; 3 times both pairs; 3 times B1 and F1&B0; B1 B0; 3
+    times W B0; W."""
     kinds = " ".join(str(item) for item in both_ways(8, 20, 1.0).programs[0])
     phases = [
         "0F0 0F2 0F4 0F6 0F8 0F10",
@@ -148,11 +155,18 @@ def test_fewer_micro_batches_than_stages_are_left_out(n):
 
 
 def test_an_odd_row_is_refused():
-    with pytest.raises(InputError, match=r"^stages: 3 devices in a row, dualpipe needs an even number of them \(dualpipe-v any\)"):
+    with pytest.raises(
+        InputError, match=r"^stages: 3 devices in a row, dualpipe needs an even number of them \(dualpipe-v any\)"
+    ):
         both_ways(3, 12, None)
-    with pytest.raises(InputError, match=r"^dualpipe needs one stage a device each way, on two routes \(bidirectional\)"):
+    with pytest.raises(
+        InputError, match=r"^dualpipe needs one stage a device each way, on two routes \(bidirectional\)"
+    ):
         generate("dualpipe", units(4, 8))
-    with pytest.raises(InputError, match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds all parameters twice"):
+    with pytest.raises(
+        InputError,
+        match=r"^overlap_factor is missing: on stages not given both ways, dualpipe holds all parameters twice",
+    ):
         generate("dualpipe", units(4, 8), placements="all")
 
 
@@ -170,8 +184,13 @@ def test_it_runs_on_uneven_stages_whoever_takes_which_way(data, n, m, factor):
 
 def test_the_page_has_what_is_measured():
     rows = [("1f1b", None, generate("1f1b", units(8, 20)), 7 * 3)]
-    rows += [("dualpipe", 3 * factor, both_ways(8, 20, factor), published(8, 3 * factor)) for factor in (1.0, 0.8, 2 / 3)]
-    rows += [("dualpipe-v", 3.0, folded(4, 10, 1.0), published(8, 3.0)), ("dualpipe", None, both_ways(8, 20, None), None)]
+    rows += [
+        ("dualpipe", 3 * factor, both_ways(8, 20, factor), published(8, 3 * factor)) for factor in (1.0, 0.8, 2 / 3)
+    ]
+    rows += [
+        ("dualpipe-v", 3.0, folded(4, 10, 1.0), published(8, 3.0)),
+        ("dualpipe", None, both_ways(8, 20, None), None),
+    ]
     measured = [
         [
             name,

@@ -30,7 +30,9 @@ def test_an_iteration_is_longer_by_what_does_not_hide(p, m):
         grown = max(0.0, back - p * F) + max(0.0, step - p * BW)
         assert schedule.makespan_ms == pytest.approx(plain.makespan_ms + grown)
         assert overlap(schedule) == pytest.approx(1 - grown / (back + step))
-        assert [peak.bytes for peak in certify(problem, schedule).device] == [peak.bytes for peak in certify(problem, plain).device]
+        assert [peak.bytes for peak in certify(problem, schedule).device] == [
+            peak.bytes for peak in certify(problem, plain).device
+        ]
 
 
 @pytest.mark.parametrize(("p", "shallow", "deep"), [(4, 2, 2), (8, 4, 6), (12, 7, 9), (16, 10, 12)])
@@ -61,7 +63,7 @@ def test_uneven_stages_and_shared_links(data):
     p, v = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 3))
     problem = unevenly(data.draw, on_host(p, data.draw(st.integers(1, 6)), 1, 2, 1, v))
     link = data.draw(st.sampled_from([None, "pcie0"]))
-    problem = problem.replace(devices=[Device(memory_bytes=10**9, link=link)] * p)
+    problem = problem.replace(devices=[Device(activation_budget_bytes=10**9, link=link)] * p)
     schedule = generate(f"chronos-offload:chunks={data.draw(st.integers(1, v - 1))}", problem)
     assert check(problem, schedule) == []
     assert 0.0 <= overlap(schedule) <= 1.0
@@ -72,9 +74,13 @@ def test_nothing_on_the_host_hides_whole():
 
 
 def test_what_it_needs_is_one_sentence():
-    with pytest.raises(InputError, match=r"^stages\[4\]\.update_ms is missing: chronos-offload updates stages 4 to 7 on the host$"):
+    with pytest.raises(
+        InputError, match=r"^stages\[4\]\.update_ms is missing: chronos-offload updates stages 4 to 7 on the host$"
+    ):
         generate("chronos-offload", units(4, 8, v=2))
-    with pytest.raises(InputError, match=r"^chunks = 2: expected 1 to 1, the shallowest chunk of a device is updated there$"):
+    with pytest.raises(
+        InputError, match=r"^chunks = 2: expected 1 to 1, the shallowest chunk of a device is updated there$"
+    ):
         generate("chronos-offload:chunks=2", on_host(4, 8, 1, 1, 1))
 
 

@@ -35,9 +35,13 @@ def test_gis_has_the_published_peaks_and_bubble_for_every_group(d, v, times):
         problem = units(d, m, v=v, times=times)
         schedule = generate(f"gis:group={g}", problem)
         assert check(problem, schedule) == []
-        assert certify(problem, schedule).device[0].bytes == max(peak.bytes for peak in certify(problem, schedule).device)
+        assert certify(problem, schedule).device[0].bytes == max(
+            peak.bytes for peak in certify(problem, schedule).device
+        )
         assert certify(problem, schedule).device[0].bytes == min(m * v, g * (v - 1) + d) * ACTIVATION
-        if d * max(f, b) <= g * (f + b + w):  # a forward, and a backward, passes all devices while a group takes its turn
+        if d * max(f, b) <= g * (
+            f + b + w
+        ):  # a forward, and a backward, passes all devices while a group takes its turn
             extra = (v - 1) * ((d - g) * f + max(0, d * b - g * (b + w)))
             assert schedule.makespan_ms == m * v * (f + b + w) + (d - 1) * (f + b) + extra
 
@@ -72,7 +76,11 @@ def test_the_last_group_may_be_smaller(data):
     assert check(problem, schedule) == []
     full = generate(f"gis-h:group={g}", problem.replace(microbatches=-(-m // g) * g))
     assert schedule.makespan_ms <= full.makespan_ms
-    assert certify(problem, schedule).device[0].bytes <= certify(full.problem, full).device[0].bytes <= (g * (v - 1) + d) * ACTIVATION
+    assert (
+        certify(problem, schedule).device[0].bytes
+        <= certify(full.problem, full).device[0].bytes
+        <= (g * (v - 1) + d) * ACTIVATION
+    )
 
 
 @pytest.mark.parametrize(("method", "group"), [("gis", 2), ("gis-h", 2), ("gis", 6), ("gis-h", 0)])
@@ -81,7 +89,9 @@ def test_a_group_that_the_paper_excludes_is_one_sentence(method, group):
         generate(f"{method}:group={group}", units(5, 8, v=2))
 
 
-def offloading(d: int, m: int, v: int = 1, k: float = 1.0, times: tuple[float, float, float] = (1, 1, 1), **costs: object) -> Problem:
+def offloading(
+    d: int, m: int, v: int = 1, k: float = 1.0, times: tuple[float, float, float] = (1, 1, 1), **costs: object
+) -> Problem:
     """The paper's unit model with a link whose round trip takes k times F + B + W."""
     away = {"offload_ms": k * sum(times) / 2, "reload_ms": k * sum(times) / 2, "offload_bytes": ACTIVATION}
     return units(d, m, v=v, times=times, **away, **costs)
@@ -95,7 +105,13 @@ def peak(schedule: Schedule) -> float:
 def transfers(schedule: Schedule) -> list[tuple[float, float, int, Kind]]:
     """When each starts and ends, where, and which way it goes."""
     timeline = schedule.timeline
-    rows = zip(timeline.start.tolist(), timeline.end.tolist(), timeline.device.tolist(), timeline.table[:, 0].tolist(), strict=True)
+    rows = zip(
+        timeline.start.tolist(),
+        timeline.end.tolist(),
+        timeline.device.tolist(),
+        timeline.table[:, 0].tolist(),
+        strict=True,
+    )
     return sorted((start, end, d, Kind(kind)) for start, end, d, kind in rows if kind in (Kind.O, Kind.R))
 
 
@@ -108,7 +124,9 @@ def fits(d: int, times: tuple[float, float, float]) -> bool:
 def bubble(schedule: Schedule) -> float:
     """In slots."""
     slot = sum(float(schedule.problem.costs.ms[kind, 0]) for kind in (Kind.F, Kind.B, Kind.W))
-    return schedule.makespan_ms / slot - schedule.problem.microbatches * len(schedule.problem.stages) / len(schedule.problem.devices)
+    return schedule.makespan_ms / slot - schedule.problem.microbatches * len(schedule.problem.stages) / len(
+        schedule.problem.devices
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -138,7 +156,8 @@ def test_po_h_and_po_f_hold_what_the_paper_says_where_k_is_at_most_1(d, v, m, k,
 
 
 @pytest.mark.parametrize(
-    ("times", "outside"), [((1, 1, 1), [1]), ((4, 6, 3), [1]), ((2, 3, 1), [1]), ((3, 1, 1), [1, 2]), ((1, 2, 0.5), [1, 2, 4])]
+    ("times", "outside"),
+    [((1, 1, 1), [1]), ((4, 6, 3), [1]), ((2, 3, 1), [1]), ((3, 1, 1), [1, 2]), ((1, 2, 0.5), [1, 2, 4])],
 )
 def test_the_published_bubble_is_an_upper_bound_for_many_devices(times, outside):
     assert [d for d in range(1, 40) if not fits(d, times)] == outside
@@ -154,7 +173,11 @@ def test_where_the_bubble_is_the_bound():
 
 def test_the_page_tells_the_bubbles():
     measured = [
-        [f"{d} x {v}", *(f"{3 * bubble(generate(name, offloading(d, 2 * d, v))):g}" for name in SYSTEMS), f"{v * (d - 1) * 3}"]
+        [
+            f"{d} x {v}",
+            *(f"{3 * bubble(generate(name, offloading(d, 2 * d, v))):g}" for name in SYSTEMS),
+            f"{v * (d - 1) * 3}",
+        ]
         for d, v in ((4, 2), (8, 4))
     ]
     assert table("systems/pipeoffload.md", "d x v") == measured
@@ -186,11 +209,15 @@ def test_the_block_repeats_without_collisions(d, v):
 def test_what_lives_longest_leaves_first():
     lives = [(1.0, 4.0), (2.0, 12.0), (3.0, 3.0), (0.0, 10.0)]
     assert longest_lived(range(4), lives) == [1, 3, 0, 2]
-    gone = {op.stage for program in generate("po-h", offloading(4, 8, 3)).programs for op in program if op.kind is Kind.O}
+    gone = {
+        op.stage for program in generate("po-h", offloading(4, 8, 3)).programs for op in program if op.kind is Kind.O
+    }
     assert gone == set(range(8))  # two of three stages a device, the first ones
     stuck = offloading(4, 8, 3)
     stay = {"offload_ms": None, "reload_ms": None, "offload_bytes": None}
-    stuck = stuck.replace(stages=[stage.model_copy(update=stay if s < 4 else {}) for s, stage in enumerate(stuck.stages)])
+    stuck = stuck.replace(
+        stages=[stage.model_copy(update=stay if s < 4 else {}) for s, stage in enumerate(stuck.stages)]
+    )
     gone = {op.stage for program in generate("po-h", stuck).programs for op in program if op.kind is Kind.O}
     assert gone <= set(range(4, 12))
     assert gone >= set(range(4, 8))
@@ -225,7 +252,9 @@ def test_the_page_tells_the_peaks():
 @pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
 def test_devices_on_one_link_take_complementary_slots(mode):
     problem = offloading(4, 8, 2, 0.5)
-    problem = problem.replace(devices=[{"memory_bytes": 10**9, "link": f"pcie{d // 2}"} for d in range(4)], transfer_mode=mode)
+    problem = problem.replace(
+        devices=[{"activation_budget_bytes": 10**9, "link": f"pcie{d // 2}"} for d in range(4)], transfer_mode=mode
+    )
     schedule = generate("po-f", problem)
     assert check(problem, schedule) == []
     own = generate("po-f", offloading(4, 8, 2, 0.5))

@@ -6,7 +6,7 @@ import pytest
 from support.units import units
 
 from optpipe import InputError
-from optpipe.placement import Placement
+from optpipe.model.placement import Placement
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.system import System
 

@@ -43,7 +43,9 @@ def test_v_schedules_have_their_bubbles_and_peaks(name, p):
         assert schedule.makespan_ms == 6 * m + max(p - 1, bubble(name, p))
         assert max(peaks(problem, schedule)) == chunks(name, p)
         if p != 2:  # the fullest moment is one in which no W waits
-            light = problem.replace(stages=[stage.model_copy(update={"weight_grad_bytes": 0}) for stage in problem.stages])
+            light = problem.replace(
+                stages=[stage.model_copy(update={"saved_for_weight_bytes": 0}) for stage in problem.stages]
+            )
             assert max(peaks(light, Schedule(light, schedule.programs))) == chunks(name, p)
 
 
@@ -58,7 +60,9 @@ def test_zb_v_holds_alike_on_every_device(p):
 def test_zb_v_for_other_times(p, more, times):
     m, (f, b, w) = 2 * p - 1 + more, times
     schedule = generate("zb-v", units(p, m, v=2, shape="v", times=times))
-    assert schedule.span_ms == 2 * m * (f + b + w) + (p - 1) * max(w - f, abs(f - b), 2 * f - b - w, 2 * (f - w), 2 * (b - w))
+    assert schedule.span_ms == 2 * m * (f + b + w) + (p - 1) * max(
+        w - f, abs(f - b), 2 * f - b - w, 2 * (f - w), 2 * (b - w)
+    )
 
 
 @given(name=st.sampled_from(["zb-v", "v-half"]), p=st.integers(2, 8), times=st.tuples(*[st.integers(1, 9)] * 3))
@@ -72,7 +76,12 @@ def test_micro_batches_add_no_bubble(name, p, times):
 
 
 @pytest.mark.parametrize(
-    "step", [(3, 3, lambda p: (1, 1, 1)), (2, 1, lambda p: (1, 1 if p % 2 else 4, 2)), (1, 1, lambda p: (1, 1 if p % 3 else 3, 1))]
+    "step",
+    [
+        (3, 3, lambda p: (1, 1, 1)),
+        (2, 1, lambda p: (1, 1 if p % 2 else 4, 2)),
+        (1, 1, lambda p: (1, 1 if p % 3 else 3, 1)),
+    ],
 )
 def test_blocks_repeat_without_collisions(step):
     there, back, turns = step
@@ -88,7 +97,12 @@ def test_v_schedules_are_valid_for_uneven_stages_on_any_devices(data, name, p, m
     own = data.draw(st.permutations(range(p + 1)))  # one device has no stage
     ms = st.floats(0.1, 9.0)
     stages = [
-        {**stage.model_dump(), "device": own[stage.device], "forward_ms": data.draw(ms), "backward_input_ms": data.draw(ms)}
+        {
+            **stage.model_dump(),
+            "device": own[stage.device],
+            "forward_ms": data.draw(ms),
+            "backward_input_ms": data.draw(ms),
+        }
         for stage in even.stages
     ]
     problem = even.replace(devices=[*even.devices, even.devices[0]], stages=stages, p2p_ms=data.draw(ms))
@@ -100,7 +114,9 @@ def test_v_schedules_are_valid_for_uneven_stages_on_any_devices(data, name, p, m
 def test_other_stages_are_refused_or_made():
     row = units(4, 8)
     for name in NAMES:
-        with pytest.raises(InputError, match=rf"^{name} needs 2 V-shaped stages a device: the problem has other stages"):
+        with pytest.raises(
+            InputError, match=rf"^{name} needs 2 V-shaped stages a device: the problem has other stages"
+        ):
             generate(name, row)
         schedule = generate(name, row, placements="all")
         assert str(schedule.placement) == "2 chunks a device, V-shaped"

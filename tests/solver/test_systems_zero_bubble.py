@@ -59,7 +59,10 @@ def test_zb_h1_and_zb_h2_for_other_times(name, k, p, more, times):
 def test_they_are_valid_for_uneven_stages_and_any_m(data, name, p, m):
     own, ms = data.draw(st.permutations(range(p + 1))), st.floats(0.1, 9.0)
     even = units(p, m)
-    stages = [{**stage.model_dump(), "device": own[s], "backward_input_ms": data.draw(ms)} for s, stage in enumerate(even.stages)]
+    stages = [
+        {**stage.model_dump(), "device": own[s], "backward_input_ms": data.draw(ms)}
+        for s, stage in enumerate(even.stages)
+    ]
     problem = even.replace(devices=[*even.devices, even.devices[0]], stages=stages, p2p_ms=data.draw(ms))
     schedule = generate(name, problem)
     assert check(problem, schedule) == []
@@ -74,9 +77,11 @@ def test_zb_auto_is_never_worse_within_the_same_memory(p, m, held, uneven):
     random = Random(p)
     even = units(p, m, held=held)
     ms = ("forward_ms", "backward_input_ms", "backward_weight_ms")
-    stages = [{**stage.model_dump(), **{name: 1 + random.uniform(-uneven, uneven) for name in ms}} for stage in even.stages]
+    stages = [
+        {**stage.model_dump(), **{name: 1 + random.uniform(-uneven, uneven) for name in ms}} for stage in even.stages
+    ]
     for name, most in (("zb-h1", p), ("zb-h2", 2 * p - 1)):
-        problem = even.replace(devices=[{"memory_bytes": most * ACTIVATION}] * p, stages=stages)
+        problem = even.replace(devices=[{"activation_budget_bytes": most * ACTIVATION}] * p, stages=stages)
         schedule = generate(name, problem)
         assert check(problem, schedule) == []
         for objective in ("makespan", "span"):
@@ -87,7 +92,7 @@ def test_zb_auto_is_never_worse_within_the_same_memory(p, m, held, uneven):
 
 def test_zb_auto_uses_memory_between_the_two():
     """Between M and 2M it is better than ZB-H1, where ZB-H2 does not fit: the paper's reason to search."""
-    problem = units(6, 12).replace(devices=[{"memory_bytes": 8 * ACTIVATION}] * 6)
+    problem = units(6, 12).replace(devices=[{"activation_budget_bytes": 8 * ACTIVATION}] * 6)
     assert any("needs 11000 bytes" in complaint for complaint in check(problem, generate("zb-h2", problem)))
     assert heuristics.generate("zb-auto", problem, "span").span_ms < generate("zb-h1", problem).span_ms
 
@@ -98,5 +103,7 @@ def test_the_page_has_what_is_measured():
         problem = units(8, 32, v=v, shape="v", times=(1 / v,) * 3)
         schedule = generate(name, problem)
         peak = max(peak.bytes for peak in certify(problem, schedule).device) / ACTIVATION / v
-        rows.append([name, *(f"{figure:g}" for figure in (schedule.makespan_ms, schedule.span_ms, schedule.span_ms - 96, peak))])
+        rows.append(
+            [name, *(f"{figure:g}" for figure in (schedule.makespan_ms, schedule.span_ms, schedule.span_ms - 96, peak))]
+        )
     assert table("systems/zero-bubble.md", "schedule | makespan") == rows

@@ -25,11 +25,15 @@ def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: i
         assert ticks.ms(ticks.lasts(kind, 0)) >= problem.costs.ms[kind, 0] * (1 - 1e-12)
 
 
-@given(st.lists(times, min_size=7, max_size=7), st.lists(st.integers(0, 2**53), min_size=4, max_size=4), st.integers(1, 3))
+@given(
+    st.lists(times, min_size=7, max_size=7), st.lists(st.integers(0, 2**53), min_size=4, max_size=4), st.integers(1, 3)
+)
 def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], parts: int) -> None:
     f, b, w, o, r, c, p2p = ms
     leaves, checkpoint, held, kept = sizes[0] % (sizes[2] + 1), sizes[1] % (sizes[2] + 1), sizes[2], sizes[3]
-    problem = problem_of([stage(0, (f, b, w), held, kept, (o, r, leaves), (c, checkpoint), parts)] * 2, [2**50 + 1], 3, p2p)
+    problem = problem_of(
+        [stage(0, (f, b, w), held, kept, (o, r, leaves), (c, checkpoint), parts)] * 2, [2**50 + 1], 3, p2p
+    )
     ticks = Ticks.of(problem).relaxed
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R):
         assert ticks.ms(ticks.lasts(kind, 0)) <= problem.costs.ms[kind, 0] * (1 + 1e-12)

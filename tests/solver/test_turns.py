@@ -11,7 +11,7 @@ import pytest
 from support.chain import chain
 
 from optpipe import Problem, Schedule
-from optpipe.child import Child, Frame, Note, Request
+from optpipe.process.child import Child, Frame, Note, Request
 from optpipe_solver import crew, plan
 from optpipe_solver.crew import Worker
 from optpipe_solver.heuristics import generate
@@ -51,7 +51,9 @@ def test_the_engine_of_such_a_turn_hears_of_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
     for engine in ("cyclic", "milp"):
         monkeypatch.setenv(engine, "tells")
-    tight = PROBLEM.replace(devices=[{"memory_bytes": device.memory_bytes // 2} for device in PROBLEM.devices])
+    tight = PROBLEM.replace(
+        devices=[{"activation_budget_bytes": device.activation_budget_bytes // 2} for device in PROBLEM.devices]
+    )
     frames: list[Frame] = []
     Portfolio(Request(problem=tight, threads=1, time_limit_s=10.0), frames.append).run()
     told = [frame.text.split(",")[0] for frame in frames if isinstance(frame, Note)]
@@ -59,7 +61,9 @@ def test_the_engine_of_such_a_turn_hears_of_none(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("start", [NAIVE, None])
-def test_who_gave_its_time_back_gets_a_turn_only_from_a_better_schedule(search: Portfolio, start: Schedule | None) -> None:
+def test_who_gave_its_time_back_gets_a_turn_only_from_a_better_schedule(
+    search: Portfolio, start: Schedule | None
+) -> None:
     """Also where it began anew: from the best schedule there was nothing to gain before, or another turn would have."""
     assert search.may_gain("lns")
     ended(search, start, spent_s=1.0)

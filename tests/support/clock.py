@@ -1,4 +1,5 @@
-"""A second simulator, written from the rules of the design and not from the core's code: an event clock with any durations and delays.
+"""A second simulator, written from the rules of the design and not from the core's code: an event clock with any
+durations and delays.
 
 It knows when each byte is held, so it shows what a certificate promises: never more bytes at any moment than certified.
 """
@@ -15,7 +16,8 @@ BACKWARD = (Kind.B, Kind.BW)
 
 @dataclass
 class Clock:
-    """Start and end of every op, and what is held when: lists of (moment, bytes), a release counting before a grant of the same moment."""
+    """Start and end of every op, and what is held when: lists of (moment, bytes), a release counting before a grant of
+    the same moment."""
 
     start: dict[Op, float] = field(default_factory=dict)
     end: dict[Op, float] = field(default_factory=dict)
@@ -43,7 +45,9 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
     shared = {link: list(order) for link, order in schedule.links.items()}
     compute_free = [0.0] * len(programs)
     transfer_free: dict[tuple[str, bool | None], float] = {}
-    waiting: list[list[tuple[Op, float]]] = [[] for _ in programs]  # transfers issued, not yet run, with the moment of their issue
+    waiting: list[list[tuple[Op, float]]] = [
+        [] for _ in programs
+    ]  # transfers issued, not yet run, with the moment of their issue
     evicting: list[list[Op]] = [[] for _ in programs]  # the same on each device's way to its peer
     updating: list[list[Op]] = [[] for _ in programs]  # the same on each device's host
     peer_free, host_free = [0.0] * len(programs), [0.0] * len(programs)
@@ -84,10 +88,14 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
                     if rivals[0] != op:
                         continue
                 elif any(
-                    _inward(o) == _inward(op) or problem.transfer_mode == "half_duplex" for o, _ in queue[: queue.index((op, issued[op]))]
+                    _inward(o) == _inward(op) or problem.transfer_mode == "half_duplex"
+                    for o, _ in queue[: queue.index((op, issued[op]))]
                 ):
                     continue
-                key = (link if link in shared else f"own {d}", _inward(op) if problem.transfer_mode == "full_duplex" else None)
+                key = (
+                    link if link in shared else f"own {d}",
+                    _inward(op) if problem.transfer_mode == "full_duplex" else None,
+                )
                 begin = max(transfer_free.get(key, 0.0), issued[op])
                 clock.start[op], clock.end[op] = begin, begin + duration(op)
                 transfer_free[key] = clock.end[op]
@@ -153,8 +161,12 @@ def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float])
     return needs
 
 
-def _message(problem: Problem, clock: Clock, sender: int, op: Op, kinds: tuple[Kind, ...], delay: Callable[[Op], float]) -> float | None:
-    sent = [clock.end[Op(kind, sender, op.microbatch)] for kind in kinds if Op(kind, sender, op.microbatch) in clock.end]
+def _message(
+    problem: Problem, clock: Clock, sender: int, op: Op, kinds: tuple[Kind, ...], delay: Callable[[Op], float]
+) -> float | None:
+    sent = [
+        clock.end[Op(kind, sender, op.microbatch)] for kind in kinds if Op(kind, sender, op.microbatch) in clock.end
+    ]
     if not sent:
         return None
     local = problem.stages[sender].device == problem.stages[op.stage].device
@@ -181,10 +193,10 @@ def _book(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
         elif op.kind is Kind.C:
             device.append((begin, stage.activation_bytes - (stage.checkpoint_bytes or 0)))
         elif op.kind is Kind.B:
-            change = stage.weight_grad_bytes - stage.activation_bytes
+            change = stage.saved_for_weight_bytes - stage.activation_bytes
             device.append((begin if change > 0 else end, change))
         elif op.kind is Kind.W:
-            device.append((end, -stage.weight_grad_bytes))
+            device.append((end, -stage.saved_for_weight_bytes))
         elif op.kind is Kind.BW:
             device.append((end, -stage.activation_bytes))
         elif op.kind is Kind.D:
@@ -194,7 +206,9 @@ def _book(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
         elif op.kind in (Kind.A, Kind.V):
             peer = problem.devices[stage.device].peer
             assert peer is not None
-            clock.device_events[peer].append((begin, stage.evict_bytes or 0) if op.kind is Kind.A else (end, -(stage.evict_bytes or 0)))
+            clock.device_events[peer].append(
+                (begin, stage.evict_bytes or 0) if op.kind is Kind.A else (end, -(stage.evict_bytes or 0))
+            )
         elif op.kind is Kind.O:
             host.append((begin, size))
             last = [Op(kind, op.stage, op.microbatch) for kind in BACKWARD]

@@ -24,7 +24,9 @@ def main() -> int:
     headers = dict(header.split(": ", 1) for header in asked.H)
     until = time.monotonic() + asked.max_time
     method = asked.X or ("POST" if body else "GET")
-    with httpx.stream(method, asked.url, content=body, headers=headers, timeout=asked.max_time, trust_env=False) as reply:
+    with httpx.stream(
+        method, asked.url, content=body, headers=headers, timeout=asked.max_time, trust_env=False
+    ) as reply:
         if asked.f and reply.status_code >= 400:
             print(f"curl: (22) The requested URL returned error: {reply.status_code}", file=sys.stderr)
             return 22

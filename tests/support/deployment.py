@@ -17,8 +17,14 @@ COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = ("api", "worker")
-SCRAPED: list[dict[str, Any]] = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
-DOCKERFILE = [shlex.split(line) for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines() if re.match(r"[A-Z]", line)]
+SCRAPED: list[dict[str, Any]] = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text(encoding="utf-8"))[
+    "scrape_configs"
+]
+DOCKERFILE = [
+    shlex.split(line)
+    for line in (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    if re.match(r"[A-Z]", line)
+]
 
 
 def interpolated(text: str, variables: dict[str, str] | None = None) -> str:
@@ -48,7 +54,11 @@ def needs_of(package: str, extras: frozenset[str]) -> list[Requirement]:
         asked = [Requirement(text) for text in requires(package) or []]
     except PackageNotFoundError:  # of another platform
         return []
-    return [need for need in asked if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras | {""})]
+    return [
+        need
+        for need in asked
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras | {""})
+    ]
 
 
 def installed(name: str, extras: frozenset[str]) -> set[str]:
@@ -57,7 +67,9 @@ def installed(name: str, extras: frozenset[str]) -> set[str]:
     while open_:
         package, wanted = open_.pop()
         found.add((package, wanted))
-        asked = {(re.sub(r"[-_.]+", "-", need.name).lower(), frozenset(need.extras)) for need in needs_of(package, wanted)}
+        asked = {
+            (re.sub(r"[-_.]+", "-", need.name).lower(), frozenset(need.extras)) for need in needs_of(package, wanted)
+        }
         open_ |= asked - found
     return {package for package, _extras in found}
 

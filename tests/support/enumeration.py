@@ -1,4 +1,5 @@
-"""The best of all programs there are, by trying them: what no solver's optimum may differ from. For tiny problems only."""
+"""The best of all programs there are, by trying them: what no solver's optimum may differ from. For tiny problems
+only."""
 
 from __future__ import annotations
 
@@ -8,24 +9,28 @@ from itertools import product
 from typing import Any
 
 from optpipe import Problem, Schedule, Stage, simulate
-from optpipe.child import Objective
 from optpipe.errors import ScheduleError
-from optpipe.memory import certify, device_bytes
-from optpipe.ops import Kind, Op
-from optpipe.program import Program
+from optpipe.evaluate.memory import certify, device_bytes
+from optpipe.model.ops import Kind, Op
+from optpipe.model.program import Program
+from optpipe.process.child import Objective
 
 
 def length(schedule: Schedule, objective: Objective) -> float:
     return schedule.makespan_ms if objective == "makespan" else schedule.span_ms
 
 
-def problem_of(stages: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any) -> Problem:
+def problem_of(
+    stages: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any
+) -> Problem:
     devices = fields.pop("devices", [{} for _ in memory])
     return Problem.from_dict(
         {
             "microbatches": microbatches,
             "p2p_ms": p2p_ms,
-            "devices": [{"memory_bytes": size, **device} for size, device in zip(memory, devices, strict=True)],
+            "devices": [
+                {"activation_budget_bytes": size, **device} for size, device in zip(memory, devices, strict=True)
+            ],
             "stages": stages,
             **fields,
         }
@@ -41,12 +46,16 @@ def stage(
     again: tuple[float, int] | None = None,
     parts: int = 1,
 ) -> dict[str, Any]:
-    """A stage from (F, B, W) times, its activation, what B leaves of it, (offload, reload, bytes) if it can leave, in how many parts,
-    and (recompute, checkpoint) if it can be recomputed."""
+    """A stage from (F, B, W) times, its activation, what B leaves of it, (offload, reload, bytes) if it can leave, in
+    how many parts, and (recompute, checkpoint) if it can be recomputed."""
     costs = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=True))
-    offload = dict(zip(("offload_ms", "reload_ms", "offload_bytes"), away, strict=True)) | {"offload_parts": parts} if away else {}
+    offload = (
+        dict(zip(("offload_ms", "reload_ms", "offload_bytes"), away, strict=True)) | {"offload_parts": parts}
+        if away
+        else {}
+    )
     recompute = dict(zip(("recompute_ms", "checkpoint_bytes"), again, strict=True)) if again else {}
-    return {"device": device, "activation_bytes": size, "weight_grad_bytes": kept} | costs | offload | recompute
+    return {"device": device, "activation_bytes": size, "saved_for_weight_bytes": kept} | costs | offload | recompute
 
 
 SPLIT, FUSED = (Kind.B, Kind.W), (Kind.BW,)
@@ -54,7 +63,8 @@ AWAY = (Kind.O, Kind.D, Kind.R)
 
 
 def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
-    """What may stand between a forward and its backward: nothing, a recompute, or the ways of the first parts, which are all alike."""
+    """What may stand between a forward and its backward: nothing, a recompute, or the ways of the first parts, which
+    are all alike."""
     found: list[tuple[Op, ...]] = [()]
     if stage.can_recompute:
         found.append((Op(Kind.C, s, j),))
@@ -62,7 +72,11 @@ def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
         assert (stage.offload_bytes or 0) % stage.offload_parts == 0
         for count in range(1, stage.offload_parts + 1):
             ways = merged([tuple(Op(kind, s, j, p) for kind in AWAY) for p in range(count)])
-            found += [ops for ops in ways if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)]
+            found += [
+                ops
+                for ops in ways
+                if all([op.part for op in ops if op.kind == kind] == list(range(count)) for kind in AWAY)
+            ]
     return found
 
 
@@ -83,18 +97,23 @@ def merged(
 
 
 def programs_of(problem: Problem, device: int) -> list[Program]:
-    """Every list of ops that a device can run within its memory: all orders, all choices of offload, recompute and BW, all places of O, D
-    and R."""
-    passes = [(s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device]
+    """Every list of ops that a device can run within its memory: all orders, all choices of offload, recompute and BW,
+    all places of O, D and R."""
+    passes = [
+        (s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device
+    ]
     backs = (SPLIT, FUSED) if problem.microbatches < 3 else (SPLIT,)  # or there are too many
     choices = [product(middles(problem.stages[s], s, j), backs) for s, j in passes]
     found = []
     for chosen in product(*choices):
         chains = [
-            (Op(Kind.F, s, j), *middle, *(Op(kind, s, j) for kind in back)) for (middle, back), (s, j) in zip(chosen, passes, strict=True)
+            (Op(Kind.F, s, j), *middle, *(Op(kind, s, j) for kind in back))
+            for (middle, back), (s, j) in zip(chosen, passes, strict=True)
         ]
-        for ops in merged(chains, *changes(problem, chains), problem.devices[device].memory_bytes):
-            alone = Schedule(problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices))))
+        for ops in merged(chains, *changes(problem, chains), problem.devices[device].activation_budget_bytes):
+            alone = Schedule(
+                problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices)))
+            )
             if certify(problem, alone).fits:
                 found.append(Program.of(ops))
     return found
@@ -148,13 +167,24 @@ def _bests(problem: Problem) -> tuple[dict[Objective, float], int]:
 
 FAR = (2, 3, 1), (3, 2, 2)
 EXHAUSTIVE: dict[str, Problem] = {
-    "memory for one, one device can offload": problem_of([stage(0, (2, 2, 1), 1, 1, (3, 3, 1)), stage(1, (2, 2, 1), 1, 1)], [1, 2], 2),
+    "memory for one, one device can offload": problem_of(
+        [stage(0, (2, 2, 1), 1, 1, (3, 3, 1)), stage(1, (2, 2, 1), 1, 1)], [1, 2], 2
+    ),
     "both offload": problem_of([stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))], [2, 2], 2, 3.0),
     "full duplex": problem_of(
-        [stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))], [2, 2], 2, 3.0, transfer_mode="full_duplex"
+        [stage(0, FAR[0], 2, 1, (2, 2, 2)), stage(1, FAR[1], 2, 1, (4, 1, 2))],
+        [2, 2],
+        2,
+        3.0,
+        transfer_mode="full_duplex",
     ),
     "a shared link": problem_of(
-        [stage(0, (1, 1, 1), 1, 1, (6, 6, 1)), stage(0, (2, 1, 1), 1, 1), stage(1, (1, 2, 1), 1, 1, (4, 9, 1)), stage(1, (2, 1, 2), 1)],
+        [
+            stage(0, (1, 1, 1), 1, 1, (6, 6, 1)),
+            stage(0, (2, 1, 1), 1, 1),
+            stage(1, (1, 2, 1), 1, 1, (4, 9, 1)),
+            stage(1, (2, 1, 2), 1),
+        ],
         [1, 1],
         1,
         routes=[[0, 2, 1, 3]],
@@ -163,7 +193,9 @@ EXHAUSTIVE: dict[str, Problem] = {
     "a slow offload of a part": problem_of([stage(0, FAR[0], 3, 1, (6, 1, 2)), stage(1, FAR[1], 2, 1)], [4, 2], 2, 3.0),
     "three micro-batches, no offload": problem_of([stage(0, (2, 3, 1), 3, 2), stage(1, (1, 2, 2), 1, 1)], [6, 1], 3),
     "two chunks": problem_of(
-        [stage(0, (2, 2, 1), 1, 1, (2, 2, 1)), stage(1, (3, 2, 1), 1, 1), stage(0, (1, 3, 1), 1, 1, (2, 3, 1))], [1, 1], 1
+        [stage(0, (2, 2, 1), 1, 1, (2, 2, 1)), stage(1, (3, 2, 1), 1, 1), stage(0, (1, 3, 1), 1, 1, (2, 3, 1))],
+        [1, 1],
+        1,
     ),
     "two directions": problem_of(
         [stage(0, (2, 2, 1), 1), stage(1, (3, 2, 1), 1), stage(1, (2, 2, 1), 1), stage(0, (1, 3, 1), 1)],
@@ -178,22 +210,41 @@ LATE_START = problem_of(  # a span of 20 ms where device 1 starts with micro-bat
     [stage(0, (2, 1, 1), 1), stage(1, (1, 2, 1), 1), stage(2, (1, 1, 1), 1), stage(1, (1, 1, 4), 1)], [9] * 3, 2, 0.0
 )
 RICHER: dict[str, Problem] = {  # what only a solver of all choices can solve
-    "recompute": problem_of([stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 2, 2, None, (1, 1))], [4, 2], 2),
-    "recompute or offload": problem_of([stage(0, (2, 2, 1), 3, 1, (3, 1, 2), (1, 2)), stage(1, (3, 2, 1), 2, 2)], [5, 2], 2, 3.0),
-    "parts": problem_of([stage(0, (1, 2, 1), 4, 1, (6, 4, 4), None, 2), stage(1, (3, 2, 2), 1), stage(0, (2, 1, 1), 1, 1)], [4, 1], 1),
+    "recompute": problem_of(
+        [stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 2, 2, None, (1, 1))], [4, 2], 2
+    ),
+    "recompute or offload": problem_of(
+        [stage(0, (2, 2, 1), 3, 1, (3, 1, 2), (1, 2)), stage(1, (3, 2, 1), 2, 2)], [5, 2], 2, 3.0
+    ),
+    "parts": problem_of(
+        [stage(0, (1, 2, 1), 4, 1, (6, 4, 4), None, 2), stage(1, (3, 2, 2), 1), stage(0, (2, 1, 1), 1, 1)], [4, 1], 1
+    ),
     "parts of two": problem_of([stage(0, (1, 2, 1), 4, 4, (6, 4, 2), None, 2), stage(1, (1, 2, 1), 1, 1)], [6, 1], 2),
     "host memory for one": problem_of(
-        [stage(0, (1, 1, 1), 2, 1, (2, 2, 2)), stage(1, (2, 3, 1), 1)], [2, 2], 2, 2.0, devices=[{"host_memory_bytes": 3}, {}]
+        [stage(0, (1, 1, 1), 2, 1, (2, 2, 2)), stage(1, (2, 3, 1), 1)],
+        [2, 2],
+        2,
+        2.0,
+        devices=[{"host_memory_bytes": 3}, {}],
     ),
     "only BW fits": problem_of([stage(0, (2, 2, 3), 2, 3, (2, 2, 1)), stage(1, (2, 1, 1), 1, 4)], [3, 3], 2),
     "two directions, recompute": problem_of(
-        [stage(0, (2, 2, 1), 2, 1, None, (1, 1)), stage(1, (3, 2, 1), 1), stage(1, (2, 2, 1), 2, 1), stage(0, (1, 3, 1), 1)],
+        [
+            stage(0, (2, 2, 1), 2, 1, None, (1, 1)),
+            stage(1, (3, 2, 1), 1),
+            stage(1, (2, 2, 1), 2, 1),
+            stage(0, (1, 3, 1), 1),
+        ],
         [2, 3],
         2,
         routes=[[0, 1], [2, 3]],
         microbatch_routes=[0, 1],
     ),
     "one stage on two routes": problem_of(
-        [stage(0, (2, 2, 1), 2, 1, (2, 1, 2)), stage(1, (3, 1, 1), 2, 1)], [3, 3], 2, routes=[[0, 1], [1, 0]], microbatch_routes=[1, 0]
+        [stage(0, (2, 2, 1), 2, 1, (2, 1, 2)), stage(1, (3, 1, 1), 2, 1)],
+        [3, 3],
+        2,
+        routes=[[0, 1], [1, 0]],
+        microbatch_routes=[1, 0],
     ),
 }

@@ -1,4 +1,5 @@
-"""Stands where an engine stands: run with `-m`, it behaves as the environment variable that is named like the engine says."""
+"""Stands where an engine stands: run with `-m`, it behaves as the environment variable that is named like the engine
+says."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from optpipe.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
+from optpipe.process.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
 from optpipe_solver.heuristics import generate
 
 
@@ -32,11 +33,15 @@ def main() -> None:
         write_frame(Bound(method="good engine", lower_bound_ms=260.0))
     if behaviour == "invalid":
         write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("0F0",) * len(request.problem.devices))))
-        write_frame(Incumbent(method="bad engine", schedule=Programs(programs=("what?",) * len(request.problem.devices))))
+        write_frame(
+            Incumbent(method="bad engine", schedule=Programs(programs=("what?",) * len(request.problem.devices)))
+        )
     if behaviour == "boastful":
         write_frame(Bound(method="boastful engine", lower_bound_ms=1e6))
     if behaviour == "tells":
-        write_frame(Note(text=f"start {request.warm_start is not None}, threads {request.threads}, time {request.time_limit_s}"))
+        write_frame(
+            Note(text=f"start {request.warm_start is not None}, threads {request.threads}, time {request.time_limit_s}")
+        )
     if behaviour == "seed":
         write_frame(Note(text=f"{request.method} with seed {request.seed}"))
     if behaviour == "holds":

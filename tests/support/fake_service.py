@@ -1,4 +1,5 @@
-"""A service that answers as a test wants, with every misdeed of which a peer is capable, and remembers what it was asked."""
+"""A service that answers as a test wants, with every misdeed of which a peer is capable, and remembers what it was
+asked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A solver that does what the method of the request says, in a process like the real one, for the problems of `support.chain`.
+"""A solver that does what the method of the request says, in a process like the real one, for the problems of
+`support.chain`.
 
-It speaks the protocol of `optpipe.child` in plain JSON and imports what takes time only where it must, because tests start hundreds of it.
+It speaks the protocol of `optpipe.process.child` in plain JSON and imports what takes time only where it must, because
+tests start hundreds of it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def incumbent(method: str, programs: list[str]) -> None:
 
 def bound(problem: dict[str, Any], share: float = 1.0) -> None:
     """Of the makespan of all forwards, then all backwards, which is the shortest there is."""
-    from optpipe.problem import Problem
+    from optpipe.model.problem import Problem
     from support.chain import gpipe  # here, for it takes a while
 
     frame(type="bound", method="fake", lower_bound_ms=share * gpipe(Problem.from_dict(problem)).makespan_ms)
@@ -48,7 +50,10 @@ def bound(problem: dict[str, Any], share: float = 1.0) -> None:
 def together(m: int, last: int) -> list[str]:
     """One micro-batch at a time, but for the last ones, of which all forwards come before all backwards."""
     alone, group = range(m - last), range(m - last, m)
-    return [" ".join([f"{s}F{j} {s}BW{j}" for j in alone] + [f"{s}F{j}" for j in group] + [f"{s}BW{j}" for j in group]) for s in range(2)]
+    return [
+        " ".join([f"{s}F{j} {s}BW{j}" for j in alone] + [f"{s}F{j}" for j in group] + [f"{s}BW{j}" for j in group])
+        for s in range(2)
+    ]
 
 
 def steps(m: int, start: list[str] | None) -> Iterator[tuple[str, list[str]]]:
@@ -81,7 +86,10 @@ def main() -> None:
     if method == "invalid":
         incumbent("liar", ["0F0", "1F0"])
     if method == "tells":
-        limits = f"threads {request['threads']}, memory {request.get('memory_mib')}, nice {os.nice(0)}, {request['time_limit_s']:.0f} s"
+        limits = (
+            f"threads {request['threads']}, memory {request.get('memory_mib')}, nice {os.nice(0)}, "
+            f"{request['time_limit_s']:.0f} s"
+        )
         frame(type="note", text=limits)
     if method == "steps":
         for name, programs in steps(m, request.get("warm_start", {}).get("programs")):

@@ -24,8 +24,16 @@ def until(look: Callable[[], T | None], within_s: float = 20.0) -> T:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "optpipe.client" and record.levelno >= logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "optpipe.client" and record.levelno >= logging.WARNING
+    ]
 
 
 def news(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "optpipe.client" and record.levelno == logging.INFO]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "optpipe.client" and record.levelno == logging.INFO
+    ]

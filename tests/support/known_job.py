@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optpipe.anytime import Result
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.leases import MOST_LOSSES, Claim
 from optpipe_server.database.tables import OPEN
@@ -74,7 +74,11 @@ class Known:
 
     def is_that_of(self, claim: Claim) -> None:
         assert (claim.attempt, claim.problem, claim.problem_version) == (self.attempt, self.problem, self.version)
-        assert (claim.time_limit_s, claim.spent_s, claim.lower_bound_ms) == (self.time_limit_s, self.spent_s, self.bound)
+        assert (claim.time_limit_s, claim.spent_s, claim.lower_bound_ms) == (
+            self.time_limit_s,
+            self.spent_s,
+            self.bound,
+        )
         assert (claim.best is None) == (not self.incumbents)
         assert claim.best_version == (self.incumbents[-1][0] if self.incumbents else 0)
         if claim.best is not None and self.best is not None:
@@ -82,9 +86,19 @@ class Known:
 
     def is_as(self, job: Any, incumbents: Sequence[Any]) -> None:
         """The rows say the same."""
-        assert (job.state, job.reason, job.status, job.lower_bound_ms) == (self.state, self.reason, self.status, self.bound)
+        assert (job.state, job.reason, job.status, job.lower_bound_ms) == (
+            self.state,
+            self.reason,
+            self.status,
+            self.bound,
+        )
         assert (job.problem_version, job.problem_sha256) == (self.version, self.problem.sha256)
-        assert (job.attempt, job.worker, job.crashes, job.losses) == (self.attempt, self.worker, self.crashes, self.losses)
+        assert (job.attempt, job.worker, job.crashes, job.losses) == (
+            self.attempt,
+            self.worker,
+            self.crashes,
+            self.losses,
+        )
         assert (job.spent_s, job.time_limit_s, job.version) == (self.spent_s, self.time_limit_s, self.changes + 1)
         assert (job.lease_until is None, job.ended_at is None) == (self.state != "running", self.state in OPEN)
         assert [(each.problem_version, each.makespan_ms) for each in incumbents] == self.incumbents

@@ -13,14 +13,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from optpipe import Problem, check
-from optpipe.child import Bound, End, Frame, Incumbent, Objective, Request
+from optpipe.process.child import Bound, End, Frame, Incumbent, Objective, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length
 
 DRIVER = """
 import json, sys
-from optpipe.child import End, Request, write_frame
+from optpipe.process.child import End, Request, write_frame
 from optpipe_solver import milp
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:
@@ -63,6 +63,8 @@ class Solver:
 
 @contextmanager
 def solver_process() -> Iterator[Solver]:
-    with subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Solver(process)
         process.kill()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from optpipe.child import Bound, End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Bound, End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
 from optpipe.schedule import Schedule
 from support.chain import chain, gpipe, one_by_one
 

@@ -21,7 +21,8 @@ import pytest
 
 from optpipe_server.database import Database
 
-# Runs a program as another user where one is named, which the kernel ends with the process that started it, however that ends.
+# Runs a program as another user where one is named, which the kernel ends with the process that started it, however
+# that ends.
 LAUNCH = f"""
 import ctypes, os, sys
 user, program = int(sys.argv[1]), sys.argv[2:]
@@ -32,9 +33,16 @@ os.execv(program[0], program)
 """
 NOBODY = 65534  # PostgreSQL refuses to run as root
 # What is committed outlives the server's processes, not the machine: no test ends that.
-OPTIONS = {"fsync": "off", "full_page_writes": "off", "max_connections": "200", "shared_buffers": "64MB", "log_min_messages": "fatal"}
+OPTIONS = {
+    "fsync": "off",
+    "full_page_writes": "off",
+    "max_connections": "200",
+    "shared_buffers": "64MB",
+    "log_min_messages": "fatal",
+}
 EMPTY = """
-select pg_terminate_backend(pid, 1000) from pg_stat_activity where datname = current_database() and pid != pg_backend_pid();
+select pg_terminate_backend(pid, 1000) from pg_stat_activity
+where datname = current_database() and pid != pg_backend_pid();
 delete from jobs; delete from keys; delete from schedules;
 alter sequence jobs_number_seq restart; alter sequence log_number_seq restart
 """
@@ -60,7 +68,14 @@ class Postgres:
         self._programs = package / "pginstall18" / "bin"
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers, self._emptied = count(), list[str]()
-        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions"]
+        options = [
+            "--username=postgres",
+            "--auth=trust",
+            "--encoding=UTF8",
+            "--locale=C",
+            "--no-sync",
+            "--no-instructions",
+        ]
         try:
             made = self._launch("initdb", *options, str(self.folder / "data"))
             assert made.wait() == 0, self.log()
@@ -78,12 +93,16 @@ class Postgres:
     def _launch(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", LAUNCH, str(self._user), str(self._programs / program), *arguments]
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(command, cwd="/", env={"LC_ALL": "C"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, cwd="/", env={"LC_ALL": "C"}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def start(self) -> None:
         """Returns once it answers."""
         options = [text for name, value in OPTIONS.items() for text in ("-c", f"{name}={value}")]
-        self._process = self._launch("postgres", "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "", *options)
+        self._process = self._launch(
+            "postgres", "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "", *options
+        )
         until = time.monotonic() + 60
         while True:
             try:
@@ -139,7 +158,8 @@ class Postgres:
 
     @contextmanager
     def migrated(self) -> Iterator[str]:
-        """The URL of a database with our tables and nothing in them: often one that was emptied, which takes less than making another."""
+        """The URL of a database with our tables and nothing in them: often one that was emptied, which takes less than
+        making another."""
         if not self._emptied:
             self._emptied.append(f"test_{next(self._numbers)}")
             self.run(f"create database {self._emptied[-1]} template migrated")

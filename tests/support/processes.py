@@ -18,7 +18,11 @@ def over(pid: int) -> bool:
 
 def started_with(text: str) -> list[int]:
     """Those other than this one that have the text in their environment."""
-    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if pid != os.getpid() and text in _environment(pid)]
+    return [
+        pid
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if pid != os.getpid() and text in _environment(pid)
+    ]
 
 
 def _environment(pid: int) -> str:

@@ -34,7 +34,9 @@ class Call:
     def of_job(self) -> bool:
         return "{job_id}" in self.path
 
-    def ask(self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None) -> httpx.Response:
+    def ask(
+        self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None
+    ) -> httpx.Response:
         """Sends it, or other content in its place."""
         path = self.path.replace("{job_id}", job_id).replace("{seq}", "1")
         if content is None and self.body is not None:

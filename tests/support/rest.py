@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_server.database.tables import OPEN
 from support.chain import chain
 

@@ -44,7 +44,8 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
 
 @contextmanager
 def connections_forgotten() -> Iterator[None]:
-    """A connection whose client hangs up while uvicorn's loop ends is left to the garbage collector: here, not in some later test."""
+    """A connection whose client hangs up while uvicorn's loop ends is left to the garbage collector: here, not in some
+    later test."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "unclosed", ResourceWarning)
         try:

@@ -1,4 +1,5 @@
-"""What docker-compose.yml starts, started here: the same commands with the same environment, hosts and ports mapped to this machine's."""
+"""What docker-compose.yml starts, started here: the same commands with the same environment, hosts and ports mapped to
+this machine's."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Stack:
         for module, packages in packages_distributions().items():
             names = {re.sub(r"[-_.]+", "-", package).lower() for package in packages}
             if not names & held and module.isidentifier():
-                (self.missing / f"{module}.py").write_text(f"raise ModuleNotFoundError('not in the image: {module}', name='{module}')\n")
+                (self.missing / f"{module}.py").write_text(
+                    f"raise ModuleNotFoundError('not in the image: {module}', name='{module}')\n"
+                )
 
     def port(self, name: str, inside: str) -> int:
         """Where this container's port is on this machine."""
@@ -50,7 +53,9 @@ class Stack:
     def mapped(self, name: str, text: str) -> str:
         """A path, URL or port of a container as it is here."""
         text = re.sub(r"^/tmp\b", str(self.scratch), text)  # before any other, whose own paths may be below /tmp
-        text = text.replace("/run/secrets/", f"{self.secrets}/").replace("postgresql://optpipe@postgres/optpipe", self._url)
+        text = text.replace("/run/secrets/", f"{self.secrets}/").replace(
+            "postgresql://optpipe@postgres/optpipe", self._url
+        )
         return re.sub(r"(?<=127\.0\.0\.1:)(\d+)", lambda found: str(self.port(name, found[1])), text)
 
     @property
@@ -102,13 +107,19 @@ class Stack:
     def healthy(self, name: str) -> bool:
         """What the health check's own command says."""
         check = [self.mapped(name, word) for word in SERVICES[name.partition("-")[0]]["healthcheck"]["test"][1:]]
-        return subprocess.run(check, env=self.environment(name), capture_output=True, timeout=STARTS_S, check=False).returncode == 0
+        return (
+            subprocess.run(
+                check, env=self.environment(name), capture_output=True, timeout=STARTS_S, check=False
+            ).returncode
+            == 0
+        )
 
     def log(self, name: str) -> str:
         return (self._log / name).read_text()
 
     def stop(self, name: str) -> int:
-        """`docker compose stop NAME`: the exit status; raises `TimeoutExpired` where it takes longer than the compose file gives it."""
+        """`docker compose stop NAME`: the exit status; raises `TimeoutExpired` where it takes longer than the compose
+        file gives it."""
         process = self.running.pop(name)
         grace_s = float(SERVICES[name.partition("-")[0]]["stop_grace_period"].removesuffix("s"))
         process.terminate()

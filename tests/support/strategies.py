@@ -32,21 +32,27 @@ def stages(draw: Any, device: int, evicting: bool = False, updating: bool = Fals
         backward_input_ms=draw(times),
         backward_weight_ms=draw(times),
         activation_bytes=activation,
-        weight_grad_bytes=draw(st.integers(0, 25)),
+        saved_for_weight_bytes=draw(st.integers(0, 25)),
         **extra,
     )
 
 
 @st.composite
-def problems(draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4, beyond: bool = False) -> Problem:
-    """Any placement, one or two routes, shared links, parts, recompute; memory is ample. With `beyond` also what the core knows beyond the
-    solver: evictions to peers, optimizers on the host."""
+def problems(
+    draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4, beyond: bool = False
+) -> Problem:
+    """Any placement, one or two routes, shared links, parts, recompute; memory is ample. With `beyond` also what the
+    core knows beyond the solver: evictions to peers, optimizers on the host."""
     count = draw(st.integers(1, max_devices))
     placement = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=max_stages))
     m = draw(st.integers(1, max_microbatches))
     links = draw(st.sampled_from([None, "pcie0"]))
-    peers = [draw(st.sampled_from([None, *(e for e in range(count) if e != d)])) if beyond else None for d in range(count)]
-    devices = [Device(memory_bytes=AMPLE, link=links if draw(st.booleans()) else None, peer=peer) for peer in peers]
+    peers = [
+        draw(st.sampled_from([None, *(e for e in range(count) if e != d)])) if beyond else None for d in range(count)
+    ]
+    devices = [
+        Device(activation_budget_bytes=AMPLE, link=links if draw(st.booleans()) else None, peer=peer) for peer in peers
+    ]
     routes: dict[str, Any] = {}
     if draw(st.booleans()):
         routes = {
@@ -71,15 +77,22 @@ def looped(draw: Any) -> Problem:
     stages = []
     for s in range(d * v):
         ms = {name: draw(times) for name in ("forward_ms", "backward_input_ms", "backward_weight_ms")}
-        leave = {"offload_ms": draw(times), "reload_ms": draw(times), "offload_bytes": 900, "offload_parts": draw(st.integers(1, 3))}
-        held = {"activation_bytes": 1000, "weight_grad_bytes": draw(st.integers(0, 1500))}
+        leave = {
+            "offload_ms": draw(times),
+            "reload_ms": draw(times),
+            "offload_bytes": 900,
+            "offload_parts": draw(st.integers(1, 3)),
+        }
+        held = {"activation_bytes": 1000, "saved_for_weight_bytes": draw(st.integers(0, 1500))}
         stages.append({"device": s % d, **ms, **held, **(leave if draw(st.booleans()) else {})})
     return Problem.from_dict(
         {
             "microbatches": m,
             "p2p_ms": draw(times),
             "transfer_mode": draw(st.sampled_from(["half_duplex", "full_duplex"])),
-            "devices": [{"memory_bytes": AMPLE, "link": draw(st.sampled_from([None, "a", "b"]))} for _ in range(d)],
+            "devices": [
+                {"activation_budget_bytes": AMPLE, "link": draw(st.sampled_from([None, "a", "b"]))} for _ in range(d)
+            ],
             "stages": stages,
         }
     )
@@ -92,7 +105,8 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
 
 
 def arranged(problem: Problem, pick: Callable[[Sequence[Any]], Any]) -> Schedule:
-    """Ops in an order that `pick` chooses among those that keep every dependency, dealt out to the devices: valid whatever they last."""
+    """Ops in an order that `pick` chooses among those that keep every dependency, dealt out to the devices: valid
+    whatever they last."""
     after: dict[Op, set[Op]] = {}
 
     def add(op: Op, *before: Op | None) -> Op:
@@ -156,7 +170,11 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
             own.append(op)
             previous = op
     links = {
-        link: Program.of(op for op in order if op.kind in (Kind.O, Kind.R, Kind.G, Kind.P) and problem.stages[op.stage].device in devices)
+        link: Program.of(
+            op
+            for op in order
+            if op.kind in (Kind.O, Kind.R, Kind.G, Kind.P) and problem.stages[op.stage].device in devices
+        )
         for link, devices in problem.shared_links.items()
     }
     return Schedule(problem, tuple(Program.of(items) for items in programs), links)

@@ -1,11 +1,12 @@
-"""Problems in the papers' unit models: all stages alike, transfers between stages for nothing, memory for everything."""
+"""Problems in the papers' unit models: all stages alike, transfers between stages for nothing, memory for
+everything."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from optpipe.placement import Placement, Shape
-from optpipe.problem import Problem, Stage
+from optpipe.model.placement import Placement, Shape
+from optpipe.model.problem import Problem, Stage
 from support import strategies
 
 ACTIVATION = 1000  # bytes of one stage's activation
@@ -21,16 +22,23 @@ def units(
     held: int = ACTIVATION,
     **costs: Any,
 ) -> Problem:
-    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W and holds `held` bytes from B to W.
+    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W and holds `held` bytes
+    from B to W.
 
     `costs` are further fields of each stage.
     """
     f, b, w = map(float, times)
-    stage = {"forward_ms": f, "backward_input_ms": b, "backward_weight_ms": w, "activation_bytes": ACTIVATION, "weight_grad_bytes": held}
+    stage = {
+        "forward_ms": f,
+        "backward_input_ms": b,
+        "backward_weight_ms": w,
+        "activation_bytes": ACTIVATION,
+        "saved_for_weight_bytes": held,
+    }
     row = Problem.from_dict(
         {
             "microbatches": m,
-            "devices": [{"memory_bytes": 10**9}] * p,
+            "devices": [{"activation_budget_bytes": 10**9}] * p,
             "stages": [{"device": d, **stage, **costs} for d in range(p)],
         }
     )
@@ -39,7 +47,8 @@ def units(
 
 
 def paired(problem: Problem, evict_ms: float, load_ms: float) -> Problem:
-    """The same, where the device of each stage of the first half may evict whole activations to that of stage p - 1 - s (BPipe)."""
+    """The same, where the device of each stage of the first half may evict whole activations to that of stage p - 1 - s
+    (BPipe)."""
     stages, half = problem.stages, len(problem.stages) // 2
     eviction = {"evict_ms": evict_ms, "load_ms": load_ms, "evict_bytes": ACTIVATION}
     peers = {stages[s].device: stages[-1 - s].device for s in range(half)}
@@ -50,7 +59,8 @@ def paired(problem: Problem, evict_ms: float, load_ms: float) -> Problem:
 
 
 def unevenly(draw: Any, problem: Problem) -> Problem:
-    """The same stages with times of their own, some of them 0, and messages that may take time; `draw` is hypothesis'."""
+    """The same stages with times of their own, some of them 0, and messages that may take time; `draw` is
+    hypothesis'."""
     names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
 
     def changed(costs: Stage) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Supervisors in tests: a service's workers with a fake solver, and what must hold in the database whatever happened to them."""
+"""Supervisors in tests: a service's workers with a fake solver, and what must hold in the database whatever happened to
+them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from typing import Any
 
 from sqlalchemy import select
 
-from optpipe import Problem, check, family
-from optpipe.child import Programs
+from optpipe import Problem, check
+from optpipe.process import family
+from optpipe.process.child import Programs
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob, Start
 from optpipe_server.database.tables import incumbents, jobs, problems
@@ -57,7 +59,13 @@ class Work:
             assert family.members(family.OWN) == [], "a child outlived its supervisor"
 
     def submit(
-        self, method: str, posed: Problem | None = None, *, time_limit_s: float = 50.0, start: Start | None = None, **fields: Any
+        self,
+        method: str,
+        posed: Problem | None = None,
+        *,
+        time_limit_s: float = 50.0,
+        start: Start | None = None,
+        **fields: Any,
     ) -> str:
         job = NewJob(posed or problem(), method=method, time_limit_s=time_limit_s, **fields)
         return self.jobs.add(LOCAL, job, start or Start(), queue=1000)[0]
@@ -81,23 +89,32 @@ class Work:
 
 
 def sound(database: Database, newest: int = 1_000_000) -> dict[str, list[Any]]:
-    """What must hold of all jobs at any time, or of the newest ones; returns the rows of each one's incumbents in order.
+    """What must hold of all jobs at any time, or of the newest ones; returns the rows of each one's incumbents in
+    order.
 
-    Numbered without a gap, valid for the problem that they say, of one problem each better than the one before, and none written by an
-    attempt that another one had followed.
+    Numbered without a gap, valid for the problem that they say, of one problem each better than the one before, and
+    none written by an attempt that another one had followed.
     """
     with database.read() as db:  # in this order: on PostgreSQL each statement sees what has been committed meanwhile
-        of_job: dict[str, list[Any]] = {row.id: [] for row in db.execute(select(jobs.c.id).order_by(jobs.c.number.desc()).limit(newest))}
-        for row in db.execute(select(incumbents).where(incumbents.c.job.in_(of_job)).order_by(incumbents.c.job, incumbents.c.seq)):
+        of_job: dict[str, list[Any]] = {
+            row.id: [] for row in db.execute(select(jobs.c.id).order_by(jobs.c.number.desc()).limit(newest))
+        }
+        for row in db.execute(
+            select(incumbents).where(incumbents.c.job.in_(of_job)).order_by(incumbents.c.job, incumbents.c.seq)
+        ):
             of_job[row.job].append(row)
         last = {row.id: (row.last_seq, row.attempt) for row in db.execute(select(jobs))}
-        known = {(row.job, row.version): Problem.model_validate_json(row.problem) for row in db.execute(select(problems))}
+        known = {
+            (row.job, row.version): Problem.model_validate_json(row.problem) for row in db.execute(select(problems))
+        }
     for job_id, rows in of_job.items():
         assert [row.seq for row in rows] == list(range(1, len(rows) + 1))
         assert len(rows) <= last[job_id][0]
         assert all(row.attempt <= last[job_id][1] for row in rows)
         for row in rows:
-            schedule = Programs.model_validate_json(row.programs).schedule(known[job_id, row.problem_version], row.method)
+            schedule = Programs.model_validate_json(row.programs).schedule(
+                known[job_id, row.problem_version], row.method
+            )
             assert check(schedule.problem, schedule) == []
             assert schedule.makespan_ms == row.makespan_ms
         for before, after in pairwise(rows):

@@ -1,6 +1,7 @@
 """A worker with a fake solver, in a process that tests kill and stop: `python -m support.worker_process URL NAME`.
 
-On PostgreSQL it is what `optpipe worker` runs, on SQLite what works within `optpipe serve`. It also ends when its standard input closes.
+On PostgreSQL it is what `optpipe worker` runs, on SQLite what works within `optpipe serve`. It also ends when its
+standard input closes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import optpipe.anytime
-from optpipe import family
+from optpipe.process import family
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database
 from optpipe_server.settings import Settings
@@ -30,7 +31,11 @@ class WorkerProcess:
 
     def __init__(self, url: str, name: str, cache: Path, deaf: bool = False) -> None:
         self.mark = family.new_mark()
-        environment = {**family.environment(self.mark), "PYTHONPATH": str(Path(__file__).parents[1]), **({"DEAF": "1"} if deaf else {})}
+        environment = {
+            **family.environment(self.mark),
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            **({"DEAF": "1"} if deaf else {}),
+        }
         command = [sys.executable, "-m", "support.worker_process", url, name, str(cache)]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
 

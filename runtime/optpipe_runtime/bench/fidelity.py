@@ -1,7 +1,8 @@
-"""Does a pipeline do what `simulate` predicted? Profiles, runs schedules of many kinds, and puts what was measured beside it.
+"""Does a pipeline do what `simulate` predicted? Profiles, runs schedules of many kinds, and puts what was measured
+beside it.
 
-On two models: stages whose ops and copies take a given time and no processor (`paced`), so that ranks may outnumber cores; and the GPT of
-the demo, trained for real. Started by torchrun, for `optpipe bench runtime`.
+On two models: stages whose ops and copies take a given time and no processor (`paced`), so that ranks may outnumber
+cores; and the GPT of the demo, trained for real. Started by torchrun, for `optpipe bench runtime`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from optpipe.anytime import solve
-from optpipe.placement import Placement, Shape
+from optpipe.model.placement import Placement, Shape
 from optpipe_runtime.bench import paced
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
-from optpipe_runtime.executor import StepReport
+from optpipe_runtime.execute.executor import StepReport
+from optpipe_runtime.measure.trial import Spread
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.trial import Spread
 
 log = logging.getLogger("optpipe.bench")
 
@@ -34,7 +35,8 @@ WARM_UP = 2  # steps
 
 @dataclass(frozen=True)
 class Case:
-    """A method of `optpipe.solve`, the stages that each rank gets, and its memory in activations of all of them (None: for all)."""
+    """A method of `optpipe.solve`, the stages that each rank gets, and its memory in activations of all of them (None:
+    for all)."""
 
     method: str
     chunks: int = 1
@@ -48,7 +50,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What one start by torchrun does. `paced_ms`: F, B, W and a copy's time of paced stages; None: the GPT, whose losses count, too."""
+    """What one start by torchrun does. `paced_ms`: F, B, W and a copy's time of paced stages; None: the GPT, whose
+    losses count, too."""
 
     cases: list[Case]
     microbatches: int
@@ -64,7 +67,14 @@ class Task:
     def load(cls, path: Path) -> Task:
         content = json.loads(path.read_text())
         times, cases = content["paced_ms"], [Case(**case) for case in content["cases"]]
-        return cls(**{**content, "cases": cases, "size": gpt.Size(**content["size"]), "paced_ms": times and paced.Times(*times)})
+        return cls(
+            **{
+                **content,
+                "cases": cases,
+                "size": gpt.Size(**content["size"]),
+                "paced_ms": times and paced.Times(*times),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -127,10 +137,12 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
     return pipe, optimizer, lambda step: batch(text, step, task.microbatches * size.sequences, size.context)
 
 
-def _measured(case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task) -> Row | None:
+def _measured(
+    case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task
+) -> Row | None:
     """Collective. None, and a line of the log, where the method finds no schedule in its time."""
     with pipe:
-        profiled = pipe.profile(*data(0), memory_bytes=2**50)
+        profiled = pipe.profile(*data(0), activation_budget_bytes=2**50)
         pipe.problem = profiled if case.memory is None else profiled.with_memory_for(case.memory)
         found = solve(pipe.problem, method=case.method, time_limit=task.solve_s) if dist.get_rank() == 0 else None
         if not pipe.gather(found is not None and found.schedule is not None)[0]:

@@ -1,8 +1,8 @@
 """`bench gpu`: what offloading costs and what predictions are worth, on one GPU and in one process.
 
-The same GPT runs twice: all of its stages on this device, and one of them between stand-ins for its neighbours, each with everything kept
-and with half of every activation offloaded. On the CPU the same code runs; what only CUDA can show is then told as not measured. On CUDA
-none of it has been measured yet: this has run on the CPU only.
+The same GPT runs twice: all of its stages on this device, and one of them between stand-ins for its neighbours, each
+with everything kept and with half of every activation offloaded. On the CPU the same code runs; what only CUDA can show
+is then told as not measured. On CUDA none of it has been measured yet: this has run on the CPU only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from optpipe.errors import InputError
-from optpipe.ops import COMPUTE, MARKS, TRANSFERS, Kind
+from optpipe.model.ops import COMPUTE, MARKS, TRANSFERS, Kind
 from optpipe.show.trace import Track, document, tracks
 from optpipe_runtime.bench.gpu_runs import COUNTERS, Measured, Setup, Steps, measure
 from optpipe_runtime.bench.gpu_schedules import share_offloaded
@@ -20,7 +20,8 @@ WORKSPACE = 0.05  # of the certified peak: messages under way, outputs and gradi
 
 
 def run(setup: Setup) -> Report:
-    """Measures and judges; raises as `measure` does, and `InputError` where the device has too little memory for the model."""
+    """Measures and judges; raises as `measure` does, and `InputError` where the device has too little memory for the
+    model."""
     try:
         return judge(setup, measure(setup))
     except torch.OutOfMemoryError as error:
@@ -38,7 +39,10 @@ def judge(setup: Setup, measured: Measured) -> Report:
         figures=_figures(measured),
         trace=document(
             track
-            for names, pair in (("all stages", measured.inside), (f"stage {setup.emulated} of {setup.stages}", measured.stage))
+            for names, pair in (
+                ("all stages", measured.inside),
+                (f"stage {setup.emulated} of {setup.stages}", measured.stage),
+            )
             for steps in pair
             for track in _tracks(names, steps)
         ),
@@ -50,7 +54,9 @@ def _inside(measured: Measured) -> tuple[Row, ...]:
     keeps, halves = measured.inside
     certified, fell = keeps.certified_bytes - halves.certified_bytes, keeps.peak_bytes - halves.peak_bytes
     return (
-        Row("shortest F of a stage", "at least", 10.0, min(stage.forward_ms for stage in measured.problem.stages), "ms"),
+        Row(
+            "shortest F of a stage", "at least", 10.0, min(stage.forward_ms for stage in measured.problem.stages), "ms"
+        ),
         Row("activation bytes that leave", "at least", 0.45, share_offloaded(halves.schedule), "%"),
         Row("longer iteration with them offloaded", "at most", 0.05, halves.ms / keeps.ms - 1, "%"),
         Row("peak falls, of what is certified", "at least", 0.95, fell / certified if certified > 0 else 0.0, "%"),
@@ -69,7 +75,13 @@ def _copies(measured: Measured) -> tuple[Row, ...]:
 def _stage(setup: Setup, measured: Measured) -> tuple[Row, ...]:
     """One stage between stand-ins: its span against the predicted one."""
     return tuple(
-        Row(f"span of stage {setup.emulated}/{setup.stages} off the predicted, {steps.schedule.method}", "at most", 0.05, off, "%")
+        Row(
+            f"span of stage {setup.emulated}/{setup.stages} off the predicted, {steps.schedule.method}",
+            "at most",
+            0.05,
+            off,
+            "%",
+        )
         for steps in measured.stage
         for off in [abs(steps.span_ms / predicted_span(steps) - 1)]
     )
@@ -97,13 +109,16 @@ def _figures(measured: Measured) -> dict[str, float]:
             figures[f"{names}, {steps.schedule.method}: peak bytes"] = steps.peak_bytes
     figures["offload GB/s"] = nbytes / _copy_ms(measured, Kind.O) / 1e6
     figures["reload GB/s"] = nbytes / _copy_ms(measured, Kind.R) / 1e6
-    figures["plain copy to the host GB/s"], figures["plain copy back GB/s"] = (nbytes / ms / 1e6 for ms in measured.plain_ms)
+    figures["plain copy to the host GB/s"], figures["plain copy back GB/s"] = (
+        nbytes / ms / 1e6 for ms in measured.plain_ms
+    )
     figures["stand-ins late by ms"] = measured.late_ms
     return figures
 
 
 def _memory(measured: Measured, cuda: bool) -> tuple[Row, ...]:
-    """What was held after every op, against the certificates, and whether the driver was asked for memory, over all steps."""
+    """What was held after every op, against the certificates, and whether the driver was asked for memory, over all
+    steps."""
     runs = (*measured.inside, measured.copies, *measured.stage)
     times = [(steps, time) for steps in runs for report in steps.reports for time in report.trace]
     held = max((time.held_bytes - time.certified_bytes) / steps.certified_bytes for steps, time in times)
@@ -115,7 +130,10 @@ def _memory(measured: Measured, cuda: bool) -> tuple[Row, ...]:
     return (
         Row("activations above the certificate, of its peak", "at most", 0.0, held, "%"),
         Row("memory_allocated above it, of its peak", "at most", WORKSPACE, max(above, default=None), "%"),
-        *(Row(f"{name} in steady state", "at most", 0, sum(s.allocations[name] for s in runs) if cuda else None) for name in COUNTERS),
+        *(
+            Row(f"{name} in steady state", "at most", 0, sum(s.allocations[name] for s in runs) if cuda else None)
+            for name in COUNTERS
+        ),
     )
 
 

@@ -1,9 +1,11 @@
-"""The neighbours of one stage, where there are none: messages come when the timeline says they do, and what is sent is let go.
+"""The neighbours of one stage, where there are none: messages come when the timeline says they do, and what is sent is
+let go.
 
-On the CPU a receive sleeps until its moment. On CUDA the host must not wait, or what comes behind would be enqueued too late: a stream of
-its own spins on the GPU, on one thread, from one arrival to the next, and compute waits for the event between two spins. A spin
-(`torch.cuda._sleep`) counts clock cycles, whose frequency follows load and temperature, so each step corrects the rate by what the spins of
-the one before took. The moments are those of the prediction, whatever the stage itself does. Not measured on CUDA.
+On the CPU a receive sleeps until its moment. On CUDA the host must not wait, or what comes behind would be enqueued too
+late: a stream of its own spins on the GPU, on one thread, from one arrival to the next, and compute waits for the event
+between two spins. A spin (`torch.cuda._sleep`) counts clock cycles, whose frequency follows load and temperature, so
+each step corrects the rate by what the spins of the one before took. The moments are those of the prediction, whatever
+the stage itself does. Not measured on CUDA.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ from typing import Any, Protocol
 import torch
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.clock import Clock
-from optpipe_runtime.executor import Executor, StepReport
-from optpipe_runtime.layout import Layout
-from optpipe_runtime.lowering import Message, prepare
-from optpipe_runtime.mail import Mail
+from optpipe_runtime.execute.executor import Executor, StepReport
+from optpipe_runtime.execute.lowering import Message, prepare
+from optpipe_runtime.execute.stage import Spec, Tensors
+from optpipe_runtime.measure.clock import Clock
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.stage import Spec, Tensors
-from optpipe_runtime.team import Team
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.mail import Mail
+from optpipe_runtime.ranks.team import Team
 
 CYCLES_PER_MS = 1e6  # a first guess, 1 GHz
 
 
 def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
-    """When each message for `device` is there by prediction: ms after the device's own first op, which waits for none later than 0."""
+    """When each message for `device` is there by prediction: ms after the device's own first op, which waits for none
+    later than 0."""
     timeline, problem = schedule.timeline, schedule.problem
     layout = Layout.of(problem)
     ends = dict(zip((op for program in schedule.programs for op in program.ops()), timeline.end.tolist(), strict=True))
@@ -43,9 +46,9 @@ def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
 
 
 def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[Any, Any], StepReport], Timer]:
-    """A step of one device of the schedule, with `pipe`'s stage of that number, its executor's code, host pool and links, and what keeps
-    the stand-ins' time. `pipe` has run or profiled all stages on one rank, each is on a device of its own in `schedule`. The step takes
-    inputs and targets as `Pipeline.step` does and is traced."""
+    """A step of one device of the schedule, with `pipe`'s stage of that number, its executor's code, host pool and
+    links, and what keeps the stand-ins' time. `pipe` has run or profiled all stages on one rank, each is on a device of
+    its own in `schedule`. The step takes inputs and targets as `Pipeline.step` does and is traced."""
     rank, layout = pipe._rank, Layout.of(schedule.problem)
     plan = prepare(schedule, device, layout)
     pipe._reserve(plan)
@@ -67,7 +70,8 @@ class Timer(Protocol):
 
 
 class Neighbours(Mail):
-    """The mail of a rank with one stage. Messages carry noise: zeros would make matrix products faster than they are."""
+    """The mail of a rank with one stage. Messages carry noise: zeros would make matrix products faster than they
+    are."""
 
     def __init__(self, team: Team, device: torch.device, moments: Mapping[Message, float]) -> None:
         super().__init__(team, Layout.make([0], 1), device)  # nobody to have a process group with
@@ -81,7 +85,9 @@ class Neighbours(Mail):
 
     def post(self, message: Message, source: int, specs: Sequence[Spec]) -> None:
         self._waiting[message] = tuple(spec.empty(self._made_on).normal_() for spec in specs)
-        self.peak_bytes = max(self.peak_bytes, sum(buffer.nbytes for buffers in self._waiting.values() for buffer in buffers))
+        self.peak_bytes = max(
+            self.peak_bytes, sum(buffer.nbytes for buffers in self._waiting.values() for buffer in buffers)
+        )
 
     def take(self, message: Message) -> Tensors:
         self.timer.wait(message)
@@ -147,4 +153,7 @@ class Spinner:
         torch.cuda.current_stream(self._device).wait_event(self._marks[message])
 
     def late_ms(self) -> float:
-        return max((abs(self._clock.ms(self._begun, self._marks[message]) - moment) for message, moment in self._moments), default=0.0)
+        return max(
+            (abs(self._clock.ms(self._begun, self._marks[message]) - moment) for message, moment in self._moments),
+            default=0.0,
+        )

@@ -1,4 +1,5 @@
-"""What `bench gpu` runs: all stages of a GPT on one device, and one stage of them between stand-ins for its neighbours."""
+"""What `bench gpu` runs: all stages of a GPT on one device, and one stage of them between stand-ins for its
+neighbours."""
 
 from __future__ import annotations
 
@@ -14,27 +15,31 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError
-from optpipe.memory import certify
-from optpipe.ops import COMPUTE, Kind
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import certify
+from optpipe.model.ops import COMPUTE, Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.bench.gpu_neighbours import emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
 from optpipe_runtime.bench.single import single_rank
-from optpipe_runtime.clock import Clock
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.executor import StepReport
+from optpipe_runtime.execute.executor import StepReport
+from optpipe_runtime.measure.clock import Clock
 from optpipe_runtime.pipeline import Pipeline
 
 WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules take turns: so many steps, so many times
 PARTS = 2  # of which one leaves
 ENOUGH = 2**50  # bytes of activations, on the CPU
-COUNTERS = ("num_alloc_retries", "num_device_alloc")  # of torch.cuda.memory_stats; the second counts calls of cudaMalloc
+COUNTERS = (
+    "num_alloc_retries",
+    "num_device_alloc",
+)  # of torch.cuda.memory_stats; the second counts calls of cudaMalloc
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A GPT in `stages` stages, one of them `emulated`; `p2p_ms` is what a message of its neighbours is taken to be under way."""
+    """A GPT in `stages` stages, one of them `emulated`; `p2p_ms` is what a message of its neighbours is taken to be
+    under way."""
 
     device: torch.device
     size: gpt.Size
@@ -127,8 +132,12 @@ class _Bench:
 
     def measured(self) -> Measured:
         setup = self._setup
-        with Pipeline(dict(enumerate(self._modules)), [0] * setup.stages, gpt.loss, setup.microbatches, full_duplex=True) as pipe:
-            problem = pipe.profile(*self._batch, memory_bytes=None if self._cuda else ENOUGH, offload_parts=PARTS)
+        with Pipeline(
+            dict(enumerate(self._modules)), [0] * setup.stages, gpt.loss, setup.microbatches, full_duplex=True
+        ) as pipe:
+            problem = pipe.profile(
+                *self._batch, activation_budget_bytes=None if self._cuda else ENOUGH, offload_parts=PARTS
+            )
             if not all(stage.can_offload for stage in problem.stages):
                 raise InputError("of a stage's activation nothing can be offloaded: take a larger --width or --context")
             ahead = [setup.stages - 1]
@@ -186,7 +195,8 @@ class _Bench:
         return {name: counted[name] for name in COUNTERS}
 
     def _differing(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> int:
-        """How many gradients are not bit by bit the same under both schedules, with algorithms that always add in the same order."""
+        """How many gradients are not bit by bit the same under both schedules, with algorithms that always add in the
+        same order."""
         found: list[list[Tensor]] = []
         with _deterministic():
             for schedule in schedules:
@@ -220,7 +230,8 @@ def _spread(problem: Problem, p2p_ms: float) -> Problem:
 
 
 def _plain_copies(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """One copy to the host and one back, ms, medians: what the link can do, since pinned memory and copy engine have nothing else to do."""
+    """One copy to the host and one back, ms, medians: what the link can do, since pinned memory and copy engine have
+    nothing else to do."""
     clock = Clock(device)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

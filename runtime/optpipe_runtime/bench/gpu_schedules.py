@@ -1,4 +1,5 @@
-"""The schedules that `bench gpu` runs: 1F1B with the weight gradient apart, everything kept, or half of every activation offloaded."""
+"""The schedules that `bench gpu` runs: 1F1B with the weight gradient apart, everything kept, or half of every
+activation offloaded."""
 
 from __future__ import annotations
 
@@ -6,30 +7,35 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, count
 
-from optpipe.ops import Kind, Op
-from optpipe.problem import Problem
-from optpipe.program import Program
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 
 LONGER = 0.01  # what offloading may cost by prediction
 
 
 def kept(problem: Problem, warm_up: Sequence[int]) -> Schedule:
-    """Nothing leaves. Device d runs `warm_up[d]` micro-batches forward through its stages, then in turn one forward and one backward."""
+    """Nothing leaves. Device d runs `warm_up[d]` micro-batches forward through its stages, then in turn one forward and
+    one backward."""
     return Schedule(problem, tuple(Program.of(ops) for ops in _compute(problem, warm_up)), method="all kept")
 
 
 def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
     """`kept` with the first half of the parts of every activation on the host for as long as it can be.
 
-    An offload begins behind its forward and is dropped some compute ops later, a reload begins as many before its backward: the fewest with
-    which the links keep up, so that by prediction the makespan grows by 1 % at most, or as little as it can with as much offloaded. What
-    has no room for that between its forward and its backward stays.
+    An offload begins behind its forward and is dropped some compute ops later, a reload begins as many before its
+    backward: the fewest with which the links keep up, so that by prediction the makespan grows by 1 % at most, or as
+    little as it can with as much offloaded. What has no room for that between its forward and its backward stays.
     """
     compute, longest = _compute(problem, warm_up), (1 + LONGER) * kept(problem, warm_up).makespan_ms
     found: list[Schedule] = []
     for distance in count(1):
-        schedule = Schedule(problem, tuple(Program.of(_with_transfers(problem, ops, distance)) for ops in compute), method="half offloaded")
+        schedule = Schedule(
+            problem,
+            tuple(Program.of(_with_transfers(problem, ops, distance)) for ops in compute),
+            method="half offloaded",
+        )
         if found and _offloads(schedule) < _offloads(found[0]):
             break
         found.append(schedule)
@@ -42,12 +48,17 @@ def share_offloaded(schedule: Schedule) -> float:
     """Of all activation bytes, those that leave."""
     problem = schedule.problem
     ops = [op for program in schedule.programs for op in program.ops()]
-    away = sum((problem.stages[op.stage].offload_bytes or 0) / problem.stages[op.stage].offload_parts for op in ops if op.kind == Kind.O)
+    away = sum(
+        (problem.stages[op.stage].offload_bytes or 0) / problem.stages[op.stage].offload_parts
+        for op in ops
+        if op.kind == Kind.O
+    )
     return away / sum(problem.stages[op.stage].activation_bytes for op in ops if op.kind == Kind.F)
 
 
 def alone(problem: Problem) -> Schedule:
-    """One device, one micro-batch at a time, each activation out and back before its backward: no copy has anything beside it."""
+    """One device, one micro-batch at a time, each activation out and back before its backward: no copy has anything
+    beside it."""
     ops: list[Op] = []
     for j in range(problem.microbatches):
         for s in range(len(problem.stages)):
@@ -70,7 +81,8 @@ def _compute(problem: Problem, warm_up: Sequence[int]) -> list[list[Op]]:
 
 
 def _with_transfers(problem: Problem, compute: list[Op], distance: int) -> list[Op]:
-    """O behind the forward, D `distance` compute ops later, R as many before the backward, where there are so many between the two."""
+    """O behind the forward, D `distance` compute ops later, R as many before the backward, where there are so many
+    between the two."""
     place = {(op.kind, op.stage, op.microbatch): i for i, op in enumerate(compute)}
     behind: dict[int, list[Op]] = defaultdict(list)
     for wanted in (Kind.O, Kind.D, Kind.R):  # of what stands in one place in this order

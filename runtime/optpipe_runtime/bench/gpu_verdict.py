@@ -11,7 +11,8 @@ Unit = Literal["ms", "%", ""]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure and its limit. `reached` is None where this device cannot show it: that is neither a pass nor a failure."""
+    """One figure and its limit. `reached` is None where this device cannot show it: that is neither a pass nor a
+    failure."""
 
     what: str
     asked: Literal["at least", "at most"]
@@ -23,7 +24,9 @@ class Row:
     def passed(self) -> bool | None:
         if self.reached is None:
             return None
-        return self.reached >= self.limit if self.asked == "at least" else self.reached <= self.limit  # NaN passes neither
+        return (
+            self.reached >= self.limit if self.asked == "at least" else self.reached <= self.limit
+        )  # NaN passes neither
 
     @property
     def verdict(self) -> str:

@@ -1,8 +1,8 @@
 """What the runtime costs the host: µs an op in a step, and what it takes to make a schedule ready.
 
-Steps are of stages so small that there is nothing else to do, all on one rank of one process, so that no message waits for anybody. What a
-plain run of them costs, micro-batch by micro-batch through autograd, is told beside it: the difference is what split backwards, stores,
-schedule and counting of bytes cost.
+Steps are of stages so small that there is nothing else to do, all on one rank of one process, so that no message waits
+for anybody. What a plain run of them costs, micro-batch by micro-batch through autograd, is told beside it: the
+difference is what split backwards, stores, schedule and counting of bytes cost.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.bench.gpu_schedules import kept
 from optpipe_runtime.bench.single import single_rank
-from optpipe_runtime.layout import Layout
-from optpipe_runtime.lowering import prepare
+from optpipe_runtime.execute.lowering import prepare
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.ranks.layout import Layout
 
 T = TypeVar("T")
 
@@ -35,8 +35,9 @@ WIDTH, LAYERS = 32, 4
 
 @dataclass(frozen=True)
 class Overhead:
-    """Medians. `ops`, `step_ms` and `between_us` are of forwards and split backwards alone, as `plain_ms` is of the same by autograd;
-    `by_kind_us` is of a schedule with offloads and recomputes, too (of O and R their copies, beside the host)."""
+    """Medians. `ops`, `step_ms` and `between_us` are of forwards and split backwards alone, as `plain_ms` is of the
+    same by autograd; `by_kind_us` is of a schedule with offloads and recomputes, too (of O and R their copies, beside
+    the host)."""
 
     ops: int  # in a step
     step_ms: float  # time of the processor in the step's thread, so that other processes do not count
@@ -53,7 +54,8 @@ class Overhead:
 def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhead:
     """On the CPU, for a process without process groups of its own (`InputError`)."""
     modules: dict[int, nn.Module] = {
-        s: nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))) for s in range(stages)
+        s: nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        for s in range(stages)
     }
     inputs, targets = torch.randn(microbatches * WIDTH, WIDTH), torch.zeros(microbatches * WIDTH, WIDTH)
     with single_rank("bench runtime"), Pipeline(modules, [0] * stages, nn.functional.mse_loss, microbatches) as pipe:
@@ -87,12 +89,18 @@ class Lowering:
 
 def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lowering:
     """Of 1F1B with split backwards, for the device in the middle."""
-    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 1, "weight_grad_bytes": 1}
+    costs = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 1,
+        "saved_for_weight_bytes": 1,
+    }
     problem = Problem.from_dict(
         {
             "microbatches": microbatches,
             "p2p_ms": 0.1,
-            "devices": [{"memory_bytes": 2**40}] * devices,
+            "devices": [{"activation_budget_bytes": 2**40}] * devices,
             "stages": [{"device": d} | costs for d in range(devices)],
         }
     )
@@ -107,12 +115,18 @@ def _repeated(steps: int, call: Callable[[], T]) -> list[T]:
 
 def _schedule(stages: int, microbatches: int, ways: Sequence[tuple[str, str]]) -> Schedule:
     """One micro-batch after the other; `ways` say in turn what stands behind a forward and before a backward."""
-    costs = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 2**30, "weight_grad_bytes": 2**30}
+    costs = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 2**30,
+        "saved_for_weight_bytes": 2**30,
+    }
     away = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2**30, "recompute_ms": 1.0, "checkpoint_bytes": 2**30}
     problem = Problem.from_dict(
         {
             "microbatches": microbatches,
-            "devices": [{"memory_bytes": 2**50}],
+            "devices": [{"activation_budget_bytes": 2**50}],
             "stages": [{"device": 0} | costs | away] * stages,
         }
     )

@@ -1,5 +1,5 @@
-"""Stages and a host link that take a given time and no processor: what a pipeline does when ranks do not share cores, on a machine on
-which they do."""
+"""Stages and a host link that take a given time and no processor: what a pipeline does when ranks do not share cores,
+on a machine on which they do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from optpipe_runtime.execute.split import weight_grads
+from optpipe_runtime.memory.pool import Engine, Ticket
 from optpipe_runtime.pipeline import Pipeline
-from optpipe_runtime.pool import Engine, Ticket
-from optpipe_runtime.split import weight_grads
 
 SHAPE = (64, 256)  # of what passes between two stages, for one micro-batch
 

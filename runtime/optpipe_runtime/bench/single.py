@@ -13,7 +13,8 @@ from optpipe.errors import InputError
 
 @contextmanager
 def single_rank(what: str) -> Iterator[None]:
-    """torch.distributed with this process alone; `InputError` where `what` is run in one that has process groups already."""
+    """torch.distributed with this process alone; `InputError` where `what` is run in one that has process groups
+    already."""
     if dist.is_initialized():
         raise InputError(f"{what} makes a process group of its own: torch.distributed is initialised in this process")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is there

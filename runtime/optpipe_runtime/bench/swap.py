@@ -1,7 +1,9 @@
-"""What a swap costs a step: the same schedule, offered again and again while a pipeline trains by it, so that whatever differs is the swap.
+"""What a swap costs a step: the same schedule, offered again and again while a pipeline trains by it, so that whatever
+differs is the swap.
 
-An offer goes through two kinds of steps: during one or more it is handed over and prepared, in a thread of each rank; at the boundary
-before the last it is swapped in, and that step is on trial. Started by torchrun, for `optpipe bench runtime`.
+An offer goes through two kinds of steps: during one or more it is handed over and prepared, in a thread of each rank;
+at the boundary before the last it is swapped in, and that step is on trial. Started by torchrun, for `optpipe bench
+runtime`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class SwapCost:
-    """Medians in ms of whole calls of `Pipeline.step`, the slowest rank's; of `outside_ms`, what of a call is not the step itself but the
-    boundary before it, and on trial the snapshot before and the vote after it."""
+    """Medians in ms of whole calls of `Pipeline.step`, the slowest rank's; of `outside_ms`, what of a call is not the
+    step itself but the boundary before it, and on trial the snapshot before and the vote after it."""
 
     swaps: int
     step_ms: float  # of steps without any of it
@@ -86,7 +88,7 @@ def run() -> SwapCost:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     with Pipeline({rank: paced.Stage(TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:
-        problem = pipe.profile(x, x, memory_bytes=2**50)
+        problem = pipe.profile(x, x, activation_budget_bytes=2**50)
         pipe.load(solve(problem, method="zb-h1", time_limit=10).schedule if rank == 0 else None)
         return swap_cost(pipe, x, x)
 

@@ -1,4 +1,5 @@
-"""A byte-level GPT, and how it is cut into pipeline stages: pre-norm blocks of causal attention and MLP, an untied head."""
+"""A byte-level GPT, and how it is cut into pipeline stages: pre-norm blocks of causal attention and MLP, an untied
+head."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
         self.attention = Attention(size)
-        self.mlp = nn.Sequential(nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width))
+        self.mlp = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

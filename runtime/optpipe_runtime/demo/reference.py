@@ -11,7 +11,8 @@ from optpipe_runtime.demo.text import batch, corpus
 
 
 def losses(size: gpt.Size, stages: int, microbatches: int, steps: int) -> list[float]:
-    """The mean loss of each step: gradients accumulated over micro-batches by plain autograd, AdamW as in the pipeline."""
+    """The mean loss of each step: gradients accumulated over micro-batches by plain autograd, AdamW as in the
+    pipeline."""
     model = torch.nn.Sequential(*gpt.stages(size, stages))
     optimizer = torch.optim.AdamW(model.parameters(), lr=gpt.LEARNING_RATE)
     text = corpus()

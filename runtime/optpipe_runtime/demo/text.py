@@ -24,7 +24,8 @@ def corpus() -> Tensor:
 
 
 def batch(text: Tensor, step: int, sequences: int, context: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step, the same on every rank: (sequences, context) bytes and the ones that follow each, as int64."""
+    """The batch of a step, the same on every rank: (sequences, context) bytes and the ones that follow each, as
+    int64."""
     generator = torch.Generator().manual_seed(step)
     begins = torch.randint(0, len(text) - context - 1, (sequences,), generator=generator)
     rows = torch.stack([text[begin : begin + context + 1] for begin in begins.tolist()]).long()

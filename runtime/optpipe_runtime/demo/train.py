@@ -1,8 +1,9 @@
-"""The training of `optpipe demo`, one process a rank, started by torchrun: profile, ask the service, train, swap, note what was measured.
+"""The training of `optpipe demo`, one process a rank, started by torchrun: profile, ask the service, train, swap, note
+what was measured.
 
-While the service solves, every schedule that it finds is swapped in (the live phase). The solver then shares the cores with the ranks,
-so the gain is measured afterwards: in the quiet phase the first and the best schedule take turns, a few steps each, so that what the
-machine does besides comes upon both.
+While the service solves, every schedule that it finds is swapped in (the live phase). The solver then shares the cores
+with the ranks, so the gain is measured afterwards: in the quiet phase the first and the best schedule take turns, a few
+steps each, so that what the machine does besides comes upon both.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from optpipe import Problem, Schedule, ScheduleFile, certify
-from optpipe_runtime.client import Offer, ScheduleClient
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.follow import one_at_a_time
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.service.client import Offer, ScheduleClient
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Training:
         self._text = corpus()
         placement = looped(self.ranks)
         own = {s: stage for s, stage in enumerate(gpt.stages(plan.size, len(placement))) if placement[s] == self.rank}
-        self._optimizer = torch.optim.AdamW([p for stage in own.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE)
+        self._optimizer = torch.optim.AdamW(
+            [p for stage in own.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE
+        )
         self.pipe = Pipeline(own, placement, gpt.loss, plan.microbatches)
         self.schedules: list[Schedule] = []
         self.steps: list[Step] = []
@@ -96,8 +99,9 @@ class Training:
         return batch(self._text, step, self.plan.microbatches * self.plan.size.sequences, self.plan.size.context)
 
     def profile(self) -> Problem:
-        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks the first keeps more than p activations."""
-        profiled = self.pipe.profile(*self.data(0), memory_bytes=2**40)
+        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks the first keeps more than p
+        activations."""
+        profiled = self.pipe.profile(*self.data(0), activation_budget_bytes=2**40)
         self.pipe.problem = profiled.with_memory_for(self.plan.budget).replace(name="demo")
         return self.pipe.problem
 
@@ -107,7 +111,9 @@ class Training:
         report = self.pipe.step(*self.data(len(self.steps)))
         self._optimizer.step()
         seen: list[Any] = [None] * self.ranks
-        dist.all_gather_object(seen, (report.loss, report.step_ms, report.peak_activation_bytes, report.host_peak_bytes))
+        dist.all_gather_object(
+            seen, (report.loss, report.step_ms, report.peak_activation_bytes, report.host_peak_bytes)
+        )
         losses, ms, peaks, host_peaks = zip(*seen, strict=True)
         version = self._version()
         settled = bool(self.steps) and self.steps[-1].version == version
@@ -131,7 +137,8 @@ class Training:
 
 
 def looped(ranks: int) -> list[int]:
-    """The rank of each stage: two stages a rank, down the ranks and again, as interleaved 1F1B and PipeOffload have them."""
+    """The rank of each stage: two stages a rank, down the ranks and again, as interleaved 1F1B and PipeOffload have
+    them."""
     return [*range(ranks), *range(ranks)]
 
 
@@ -142,7 +149,9 @@ def train(plan: Plan, url: str) -> Told:
         problem = training.profile()
         start = _start(url, problem, plan.first_s) if training.rank == 0 else None
         training.pipe.load(start)
-        client = ScheduleClient(url, problem, time_limit_s=plan.solve_s, warm_start=start) if training.rank == 0 else None
+        client = (
+            ScheduleClient(url, problem, time_limit_s=plan.solve_s, warm_start=start) if training.rank == 0 else None
+        )
         try:
             offers = _live(training, client)
             best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
@@ -160,7 +169,8 @@ def train(plan: Plan, url: str) -> Told:
 
 
 def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:
-    """Trains while the service solves; returns what it offered. A schedule runs for a block of steps before the next one is taken."""
+    """Trains while the service solves; returns what it offered. A schedule runs for a block of steps before the next
+    one is taken."""
     swapped_at, offers = 0, []
     while training.agreed(client is None or not client.ended) and len(training.steps) < training.plan.most_live_steps:
         if client and len(training.steps) - swapped_at >= training.plan.block and (offer := client.poll()):
@@ -177,7 +187,8 @@ def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:
 
 
 def _tell(training: Training, client: ScheduleClient, offers: list[Offer]) -> None:
-    """The service hears which of its schedules were swapped in, and what a step took: while the machine was quiet, if it ran then."""
+    """The service hears which of its schedules were swapped in, and what a step took: while the machine was quiet, if
+    it ran then."""
     for offer in offers:
         if offer.schedule in training.schedules:
             version = training.schedules.index(offer.schedule)

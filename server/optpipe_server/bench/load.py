@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from optpipe.errors import OptPipeError
-from optpipe.problem import Device, Problem, Stage
+from optpipe.model.problem import Device, Problem, Stage
 from optpipe_server.bench.processes import Site
 from optpipe_server.bench.wire import Connection, Connections
 
@@ -29,7 +29,8 @@ ARRIVES_S = 10.0  # for the last events
 
 
 def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.0) -> Problem:
-    """A pipeline with costs of its own, all of them `drift` times as high, and room for two activations, so that most have to leave."""
+    """A pipeline with costs of its own, all of them `drift` times as high, and room for two activations, so that most
+    have to leave."""
     chance = random.Random(seed)
 
     def about(value: float) -> float:
@@ -39,7 +40,7 @@ def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.
         name=f"bench {seed}",
         microbatches=microbatches,
         p2p_ms=about(1.0),
-        devices=(Device(memory_bytes=2 * 10**9),) * stages,
+        devices=(Device(activation_budget_bytes=2 * 10**9),) * stages,
         stages=tuple(
             Stage(
                 device=device,
@@ -47,7 +48,7 @@ def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.
                 backward_input_ms=about(10.0),
                 backward_weight_ms=about(8.0),
                 activation_bytes=10**9,
-                weight_grad_bytes=3 * 10**8,
+                saved_for_weight_bytes=3 * 10**8,
                 offload_ms=about(12.0),
                 reload_ms=about(12.0),
                 offload_bytes=10**9,
@@ -75,7 +76,9 @@ class Fan:
     """What clients of event streams saw."""
 
     clients: int
-    fan_out_ms: list[float] = field(default_factory=list)  # from the moment an incumbent was written until a client had it
+    fan_out_ms: list[float] = field(
+        default_factory=list
+    )  # from the moment an incumbent was written until a client had it
     events: int = 0
     reconnects: int = 0
     gaps: int = 0
@@ -84,7 +87,8 @@ class Fan:
 
 
 async def saturate(site: Site) -> str:
-    """A search that will not end by itself, on as many threads as there are cores; returns its URL once it is under way."""
+    """A search that will not end by itself, on as many threads as there are cores; returns its URL once it is under
+    way."""
     requests = Connections(site.address, site.keys[0])
     body = {"problem": problem(-1, 8, 32).to_dict(), "time_limit_s": 3600.0, "priority": 100}
     url: str = (await expect(requests, 201, "POST", "/v1/jobs", body))["url"]
@@ -107,7 +111,8 @@ async def running(requests: Connections, url: str, after: int) -> int:
 
 
 async def submissions(site: Site, rate: float, seconds: float) -> Load:
-    """So many submissions a second, each of another problem, and `GETS_PER_POST` times as many reads of one job or another.
+    """So many submissions a second, each of another problem, and `GETS_PER_POST` times as many reads of one job or
+    another.
 
     Requests are sent when they are due, whether those before them were answered or not, and counted from then on.
     """
@@ -151,7 +156,9 @@ async def submissions(site: Site, rate: float, seconds: float) -> Load:
         before, since = spent(), time.perf_counter()
         await asyncio.sleep(seconds)
         took = time.perf_counter() - since
-        load.solvers_cores, load.api_cores, load.own_cores = ((now - then) / took for now, then in zip(spent(), before, strict=True))
+        load.solvers_cores, load.api_cores, load.own_cores = (
+            (now - then) / took for now, then in zip(spent(), before, strict=True)
+        )
 
     def spent() -> tuple[float, float, float]:
         return site.solvers_s(), own_s(site.api.pid), own_s()
@@ -164,7 +171,8 @@ async def submissions(site: Site, rate: float, seconds: float) -> Load:
 async def streams(site: Site, clients: int, reconnects: int, seconds: float) -> Fan:
     """Clients follow a few jobs that wait; each job gets other costs, and with them an incumbent, about once a second.
 
-    Some clients are cut off without a farewell and go on after the last event they had. Each has to end up with all numbers, each once.
+    Some clients are cut off without a farewell and go on after the last event they had. Each has to end up with all
+    numbers, each once.
     """
     fan = Fan(clients)
     requests = Connections(site.address, site.keys[0])
@@ -231,7 +239,9 @@ async def _drift(requests: Connections, jobs: Mapping[str, int], seconds: float)
     while time.monotonic() - begin < seconds:
         url, seed = [*jobs.items()][number % len(jobs)]
         number += 1
-        await expect(requests, 200, "POST", f"{url}/problem", {"problem": problem(seed, drift=1 + number / 1000).to_dict()})
+        await expect(
+            requests, 200, "POST", f"{url}/problem", {"problem": problem(seed, drift=1 + number / 1000).to_dict()}
+        )
         await asyncio.sleep(max(0.0, begin + number / len(jobs) - time.monotonic()))
 
 
@@ -249,7 +259,9 @@ async def expect(requests: Connections, status: int, method: str, path: str, bod
     """The reply's JSON; raises `OptPipeError` for another status."""
     reply = await requests.request(method, path, body)
     if reply.status != status:
-        raise OptPipeError(f"{method} {path}: {reply.status} instead of {status}: {reply.body[:500].decode(errors='replace')}")
+        raise OptPipeError(
+            f"{method} {path}: {reply.status} instead of {status}: {reply.body[:500].decode(errors='replace')}"
+        )
     return reply.json()
 
 

@@ -24,7 +24,8 @@ class Outage:
 
 
 async def reclaimed(site: Site, url: str) -> float:
-    """Seconds from kill -9 of whoever solves the job until it is being solved again, by another worker or the service started anew."""
+    """Seconds from kill -9 of whoever solves the job until it is being solved again, by another worker or the service
+    started anew."""
     requests = Connections(site.address, site.keys[0])
     attempt = await running(requests, url, 0)
     if not site.sqlite:
@@ -54,7 +55,9 @@ async def outage(site: Site, restart: Callable[[], Awaitable[None]]) -> Outage:
             after = over.is_set()
             try:
                 async with asyncio.timeout(30):
-                    reply = await requests.request("POST", "/v1/jobs", {"problem": problem(number).to_dict(), "time_limit_s": 1.0})
+                    reply = await requests.request(
+                        "POST", "/v1/jobs", {"problem": problem(number).to_dict(), "time_limit_s": 1.0}
+                    )
             except (OSError, EOFError) as error:
                 seen.statuses[type(error).__name__] += 1
             else:
@@ -83,7 +86,9 @@ async def outage(site: Site, restart: Callable[[], Awaitable[None]]) -> Outage:
 async def shutdown(site: Site, streams: int) -> float:
     """Seconds from SIGTERM until the API's process is gone, with so many open event streams."""
     requests = Connections(site.address, site.keys[0])
-    url = (await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(4 * 10**6).to_dict(), "priority": -100}))["url"]
+    url = (
+        await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(4 * 10**6).to_dict(), "priority": -100})
+    )["url"]
     begun = 0
 
     async def follow() -> None:

@@ -30,10 +30,14 @@ class Process:
     async def start(cls, folder: Path, name: str, *arguments: str) -> Process:
         log = folder / f"{name}.log"
         with log.open("ab") as errors:
-            command = [sys.executable, "-m", "optpipe", *arguments]
+            command = [sys.executable, "-m", "optpipe_cli", *arguments]
             environment = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite")}
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=errors, env=environment
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env=environment,
             )
         return cls(process, log)
 
@@ -107,7 +111,9 @@ class Site:
     async def serve(self) -> None:
         """Starts the API; returns once it answers. Started again, it has the same address."""
         solving = ("--threads", str(self._threads)) if self.sqlite else ("--solves", "0")
-        self._api = await Process.start(self.folder, "api", "serve", "--database", self.url, "--port", str(self._port), *solving)
+        self._api = await Process.start(
+            self.folder, "api", "serve", "--database", self.url, "--port", str(self._port), *solving
+        )
         self._port = int((await self._api.says()).rsplit(":", 1)[1])
 
     async def work(self) -> None:

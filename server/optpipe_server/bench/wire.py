@@ -1,4 +1,5 @@
-"""HTTP/1.1 by bare asyncio streams: the one who measures shares the cores with what is measured and has to be the lesser part."""
+"""HTTP/1.1 by bare asyncio streams: the one who measures shares the cores with what is measured and has to be the
+lesser part."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Connection:
         return Reply(status, headers, await self._reader.readexactly(int(headers.get("content-length", "0"))))
 
     async def events(self, path: str, after: int = 0) -> AsyncIterator[Event]:
-        """The events of a stream until it ends. Raises `OSError` or `EOFError` where it is cut, and for another status than 200."""
+        """The events of a stream until it ends. Raises `OSError` or `EOFError` where it is cut, and for another status
+        than 200."""
         self._send("GET", path, f"Last-Event-ID: {after}\r\n" if after else "", b"")
         status, _headers = await self._head()
         if status != 200:
@@ -72,7 +74,10 @@ class Connection:
 
     def _send(self, method: str, path: str, headers: str, content: bytes, key: str | None = None) -> None:
         length = f"Content-Length: {len(content)}\r\n" if content or method != "GET" else ""
-        said = f"{method} {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {key or self._key}\r\n{length}{headers}\r\n"
+        said = (
+            f"{method} {path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer "
+            f"{key or self._key}\r\n{length}{headers}\r\n"
+        )
         self._writer.write(said.encode() + content)
 
     async def _head(self) -> tuple[int, dict[str, str]]:
@@ -86,7 +91,9 @@ class Connections:
 
     def __init__(self, address: tuple[str, int], key: str) -> None:
         self.address, self._key = address, key
-        self._free: list[tuple[Connection, float]] = []  # and since when; the last one to be free is the next to be used
+        self._free: list[
+            tuple[Connection, float]
+        ] = []  # and since when; the last one to be free is the next to be used
 
     async def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Reply:
         """Raises `OSError` or `EOFError`."""

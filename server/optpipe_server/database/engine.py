@@ -55,10 +55,10 @@ def now() -> str:
 class Database:
     """Connections to one database, from any thread. Its tables are brought up to date when it is opened.
 
-    SQLite has one process that writes: the file's lock is held until `close`, and the process's threads take turns, so that none of them
-    waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has the SQLite file; `beside` it, for a
-    command's few short writes, SQLite's own lock is enough, and the tables stay as that process made them.
-    Raises `AwayError`, which is one, where it may be worth to try again.
+    SQLite has one process that writes: the file's lock is held until `close`, and the process's threads take turns, so
+    that none of them waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has
+    the SQLite file; `beside` it, for a command's few short writes, SQLite's own lock is enough, and the tables stay as
+    that process made them. Raises `AwayError`, which is one, where it may be worth to try again.
     """
 
     def __init__(self, url: str, *, beside: bool = False) -> None:
@@ -70,7 +70,9 @@ class Database:
         self.engine = _engine(parsed, self.sqlite)
         if not self.sqlite:
             event.listen(self.engine, "connect", self._made)
-        self._reading = self.engine.execution_options(**({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"}))
+        self._reading = self.engine.execution_options(
+            **({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"})
+        )
         try:
             self._migrate()
         except BaseException as error:
@@ -94,7 +96,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Statements that only read; one transaction with SQLite, none with PostgreSQL, where each sees what is there by then anyway."""
+        """Statements that only read; one transaction with SQLite, none with PostgreSQL, where each sees what is there
+        by then anyway."""
         with self._reading.connect() as connection:
             yield connection
 
@@ -106,7 +109,8 @@ class Database:
 
     @contextmanager
     def together(self, db: Connection) -> Iterator[None]:
-        """Statements of a transaction whose results nobody reads go to PostgreSQL in one trip, and what they raise comes with the last."""
+        """Statements of a transaction whose results nobody reads go to PostgreSQL in one trip, and what they raise
+        comes with the last."""
         if self.sqlite:
             yield
             return
@@ -159,11 +163,16 @@ def _parsed(url: str) -> URL:
 
 def _shown(url: URL) -> str:
     """As whoever gave it would write it, without the password, wherever it stands."""
-    return url.set(drivername=url.get_backend_name()).difference_update_query(("password", "passfile", "sslpassword")).render_as_string()
+    return (
+        url.set(drivername=url.get_backend_name())
+        .difference_update_query(("password", "passfile", "sslpassword"))
+        .render_as_string()
+    )
 
 
 def _only_writer(file: str, beside: bool) -> int | None:
-    """Holds the lock beside the file, which ends with the process however it ends; None where another has it and that is no harm."""
+    """Holds the lock beside the file, which ends with the process however it ends; None where another has it and that
+    is no harm."""
     try:
         lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(FileExistsError):  # a new one is the user's alone, as SQLite would not make it
@@ -212,14 +221,15 @@ def _judge(context: ExceptionContext) -> None:
     if _of_no_use(context.original_exception):
         context.is_disconnect = True
         if context.execution_context is not None:
-            context.execution_context.cursor.close()  # else the connection outlives its end until the cursor's last reference is gone
+            # else the connection outlives its end until the cursor's last reference is gone
+            context.execution_context.cursor.close()
 
 
 def _of_no_use(error: BaseException) -> bool:
     """Whether the connection that met this is better not used again.
 
-    SQLite would keep one read-only, or failing, when the disk is well. A PostgreSQL server that has become read-only may be the copy of
-    another one by now, which the same URL names as well.
+    SQLite would keep one read-only, or failing, when the disk is well. A PostgreSQL server that has become read-only
+    may be the copy of another one by now, which the same URL names as well.
     """
     broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
     if isinstance(error, sqlite3.Error):

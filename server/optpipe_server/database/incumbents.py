@@ -1,4 +1,5 @@
-"""Incumbents: append-only, numbered, each better than those before it of its problem. What both sides of the database share."""
+"""Incumbents: append-only, numbered, each better than those before it of its problem. What both sides of the database
+share."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from optpipe.anytime import Result
-from optpipe.child import Programs
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Programs
 from optpipe_server.database.engine import now
 from optpipe_server.database.tables import Level, Source, incumbents, jobs, log, problems
 
@@ -34,7 +35,8 @@ def written(result: Result, source: Source) -> dict[str, Any]:
 def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], attempt: int) -> None:
     """The result's schedule, `written`, as the next incumbent of a job whose row this transaction holds.
 
-    Only where it is better than the last one for the same problem: what is no better is known already, such as what a search began with.
+    Only where it is better than the last one for the same problem: what is no better is known already, such as what a
+    search began with.
     """
     last = best_ms(db, job)
     if last is not None and row[f"{job.objective}_ms"] >= last:
@@ -46,7 +48,11 @@ def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], a
 
 def best_ms(db: Connection, job: Row[Any]) -> float | None:
     """How long the job's best schedule for its present problem is; None where it has none."""
-    last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq, incumbents.c.problem_version == job.problem_version
+    last = (
+        incumbents.c.job == job.id,
+        incumbents.c.seq == job.last_seq,
+        incumbents.c.problem_version == job.problem_version,
+    )
     return db.execute(select(incumbents.c[f"{job.objective}_ms"]).where(*last)).scalar_one_or_none()
 
 
@@ -68,7 +74,8 @@ def note(db: Connection, job_id: str, attempt: int, text: str, level: Level = "i
 
 
 def plain(text: str) -> str:
-    """Text that both databases take, whoever wrote it: without NUL and lone surrogates, and no longer than anybody reads."""
+    """Text that both databases take, whoever wrote it: without NUL and lone surrogates, and no longer than anybody
+    reads."""
     return text[:LONGEST_TEXT].replace("\0", "\ufffd").encode(errors="replace").decode()
 
 

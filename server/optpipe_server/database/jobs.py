@@ -11,8 +11,8 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, text
 
 from optpipe.anytime import Result
-from optpipe.child import Objective
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Objective
 from optpipe_server.database.engine import Database, now
 from optpipe_server.database.incumbents import append, change, known, note, plain, problem_text, written
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, log, problems
@@ -60,7 +60,8 @@ class Start:
 
 
 class Jobs:
-    """Jobs of all tenants. A method that takes the tenant that asks sees its jobs alone; the others are for whom has asked one of these."""
+    """Jobs of all tenants. A method that takes the tenant that asks sees its jobs alone; the others are for whom has
+    asked one of these."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -71,11 +72,21 @@ class Jobs:
             return _submitted(db, tenant, key, body_sha256)
 
     def add(
-        self, tenant: str, job: NewJob, start: Start, *, queue: int, key: str | None = None, body_sha256: str = "", at: str | None = None
+        self,
+        tenant: str,
+        job: NewJob,
+        start: Start,
+        *,
+        queue: int,
+        key: str | None = None,
+        body_sha256: str = "",
+        at: str | None = None,
     ) -> tuple[str, bool]:
-        """Stores a job with its first incumbent; returns its id, and whether it is new: the same key and body mean the same job.
+        """Stores a job with its first incumbent; returns its id, and whether it is new: the same key and body mean the
+        same job.
 
-        Raises `QueueFullError` where `queue` jobs of the tenant wait, `ConflictError` for a key that came with another body.
+        Raises `QueueFullError` where `queue` jobs of the tenant wait, `ConflictError` for a key that came with another
+        body.
         """
         job_id = uuid4().hex
         posed = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
@@ -105,17 +116,25 @@ class Jobs:
                 **known(start.best),
             )
             with self._database.together(db):
-                db.execute(_NEW_JOB, row)  # values apart from the statement, which is then the same every time and costs little
+                db.execute(
+                    _NEW_JOB, row
+                )  # values apart from the statement, which is then the same every time and costs little
                 db.execute(insert(problems), {**posed, "created_at": at})
                 if key is not None:
-                    db.execute(insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id})
+                    db.execute(
+                        insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
+                    )
                 note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
                 if first is not None:
-                    db.execute(insert(incumbents), {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first})
+                    db.execute(
+                        insert(incumbents),
+                        {"job": job_id, "seq": 1, "problem_version": 1, "attempt": 0, "found_at": at, **first},
+                    )
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
-        """A tenant's submissions take turns, so that no two of them pass the last free place or the same key at once."""
+        """A tenant's submissions take turns, so that no two of them pass the last free place or the same key at
+        once."""
         if not self._database.sqlite:  # which lets one writer in at a time
             db.execute(_TURN, {"tenant": tenant})
 
@@ -135,17 +154,20 @@ class Jobs:
             job = db.execute(_SHOWN, {"job": job_id, "tenant": tenant}).one_or_none()
         if job is None or not job.last_seq:
             return job, None
-        return job, SimpleNamespace(**{column.name: job._mapping[f"{_LAST}{column.name}"] for column in _WHOLE.selected_columns})
+        return job, SimpleNamespace(
+            **{column.name: job._mapping[f"{_LAST}{column.name}"] for column in _WHOLE.selected_columns}
+        )
 
     def news(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
-        """A job, whoever's it is, and its incumbents numbered above `after` without their programs; of those that it says there are, none
-        is missing."""
+        """A job, whoever's it is, and its incumbents numbered above `after` without their programs; of those that it
+        says there are, none is missing."""
         with self._database.read() as db:
             job = db.execute(select(jobs).where(jobs.c.id == job_id)).one_or_none()
         return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
 
     def page(self, tenant: str, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
-        """The newest jobs, `limit` at most, without their problems; those submitted before the job of number `before`."""
+        """The newest jobs, `limit` at most, without their problems; those submitted before the job of number
+        `before`."""
         query = select(jobs).where(jobs.c.tenant == tenant)
         if state is not None:
             query = query.where(jobs.c.state == state)
@@ -167,15 +189,21 @@ class Jobs:
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
         """The versions of these jobs; one that is not there has been purged."""
         with self._database.read() as db:
-            return {row.id: row.version for row in db.execute(select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(job_ids)))}
+            return {
+                row.id: row.version
+                for row in db.execute(select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(job_ids)))
+            }
 
     def log(self, job_id: str, after: int, limit: int) -> Sequence[Row[Any]]:
         """The lines of the job's log numbered above `after`, oldest first."""
         with self._database.read() as db:
-            return db.execute(select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)).all()
+            return db.execute(
+                select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)
+            ).all()
 
     def cancel(self, tenant: str, job_id: str) -> None:
-        """A waiting job is over at once; a running one as soon as its worker hears of it; one that is over stays what it is."""
+        """A waiting job is over at once; a running one as soon as its worker hears of it; one that is over stays what
+        it is."""
         with self._database.write() as db:
             job = _held(db, tenant, job_id)
             if job.state == "queued":
@@ -186,7 +214,8 @@ class Jobs:
                 note(db, job_id, job.attempt, "to be cancelled")
 
     def extend(self, tenant: str, job_id: str, time_limit_s: float, if_version: int) -> None:
-        """More time for an open job. Raises `StaleError`, or `ConflictError` where it is over or has as much already."""
+        """More time for an open job. Raises `StaleError`, or `ConflictError` where it is over or has as much
+        already."""
         with self._database.write() as db:
             job = _held(db, tenant, job_id)
             if job.version != if_version:
@@ -194,15 +223,19 @@ class Jobs:
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
             if time_limit_s <= job.time_limit_s:
-                raise ConflictError(f"time_limit_s = {time_limit_s:g}: the job has {job.time_limit_s:g} s already; more would be right.")
+                raise ConflictError(
+                    f"time_limit_s = {time_limit_s:g}: the job has {job.time_limit_s:g} s already; more would be right."
+                )
             change(db, job, time_limit_s=time_limit_s)
             note(db, job_id, job.attempt, f"its time limit is {time_limit_s:g} s now")
 
     def pose(self, tenant: str, job_id: str, problem: Problem, start: Start, *, seen: int, queue: int) -> None:
-        """The job goes on with another problem, such as drifted costs, from the given start; its whole time limit counts anew.
+        """The job goes on with another problem, such as drifted costs, from the given start; its whole time limit
+        counts anew.
 
-        `seen` is the last incumbent that the start was made from. Raises `ConflictError` for a cancelled job, `StaleError` where another
-        incumbent came in between, `QueueFullError` where a job that was over finds no place to wait.
+        `seen` is the last incumbent that the start was made from. Raises `ConflictError` for a cancelled job,
+        `StaleError` where another incumbent came in between, `QueueFullError` where a job that was over finds no place
+        to wait.
         """
         posed = problem_text(problem)
         first = written(start.best, start.source) if start.best.schedule is not None else None
@@ -219,7 +252,11 @@ class Jobs:
             elif state == "queued" and job.state != "queued" and _count(db, tenant, "queued") >= queue:
                 raise QueueFullError
             version, at = job.problem_version + 1, now()
-            db.execute(insert(problems).values(job=job_id, version=version, problem=posed, sha256=problem.sha256, created_at=at))
+            db.execute(
+                insert(problems).values(
+                    job=job_id, version=version, problem=posed, sha256=problem.sha256, created_at=at
+                )
+            )
             change(
                 db,
                 job,
@@ -241,7 +278,8 @@ class Jobs:
                 append(db, _held(db, tenant, job_id), start.best, first, 0)
 
     def adopt(self, tenant: str, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
-        """What the training swapped in; said again it replaces what was said. Raises `LookupError` where there is no such incumbent."""
+        """What the training swapped in; said again it replaces what was said. Raises `LookupError` where there is no
+        such incumbent."""
         with self._database.write() as db:
             job = _held(db, tenant, job_id)
             if not 1 <= seq <= job.last_seq:
@@ -261,7 +299,10 @@ class Jobs:
     def count(self) -> dict[State, int]:
         """How many jobs of all tenants there are in each state."""
         with self._database.read() as db:
-            return {row.state: row.n for row in db.execute(select(jobs.c.state, func.count().label("n")).group_by(jobs.c.state))}
+            return {
+                row.state: row.n
+                for row in db.execute(select(jobs.c.state, func.count().label("n")).group_by(jobs.c.state))
+            }
 
 
 CANCELLED = "the job was cancelled"
@@ -275,7 +316,12 @@ def is_cancelled(job: Row[Any]) -> bool:
 
 _LAST = "of_last_"  # what begins the names of an incumbent's columns beside those of its job
 _SHORT: list[ColumnElement[Any]] = [column for column in incumbents.c if column.name != "programs"]
-_SHORT += [adoptions.c.step, adoptions.c.measured_iteration_ms, adoptions.c.adopted_at, problems.c.sha256.label("problem_sha256")]
+_SHORT += [
+    adoptions.c.step,
+    adoptions.c.measured_iteration_ms,
+    adoptions.c.adopted_at,
+    problems.c.sha256.label("problem_sha256"),
+]
 _OF_PROBLEM = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
 _OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
 
@@ -309,7 +355,8 @@ _SHOWN = (
 
 
 def _held(db: Connection, tenant: str, job_id: str) -> Row[Any]:
-    """The job, which nobody else changes until this transaction ends. Raises `LookupError` where the tenant has none of that id."""
+    """The job, which nobody else changes until this transaction ends. Raises `LookupError` where the tenant has none of
+    that id."""
     job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
     if job is None:
         raise LookupError(job_id)
@@ -321,7 +368,9 @@ def _reason(start: Start) -> str | None:
 
 
 def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str | None:
-    found = db.execute(select(idempotency).where(idempotency.c.tenant == tenant, idempotency.c.key == key)).one_or_none()
+    found = db.execute(
+        select(idempotency).where(idempotency.c.tenant == tenant, idempotency.c.key == key)
+    ).one_or_none()
     if found is None:
         return None
     if found.body_sha256 != body_sha256:
@@ -331,4 +380,6 @@ def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str |
 
 
 def _count(db: Connection, tenant: str, state: State) -> int:
-    return db.execute(select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant, jobs.c.state == state)).scalar_one()
+    return db.execute(
+        select(func.count()).select_from(jobs).where(jobs.c.tenant == tenant, jobs.c.state == state)
+    ).scalar_one()

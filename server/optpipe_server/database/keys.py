@@ -19,7 +19,9 @@ from optpipe_server.database.tables import keys
 Scope = Literal["submit", "read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-_KEY = re.compile(r"op_([0-9a-f]{16})_([0-9a-f]{48})")  # 192 random bits: a plain hash is enough, there is nothing to guess
+_KEY = re.compile(
+    r"op_([0-9a-f]{16})_([0-9a-f]{48})"
+)  # 192 random bits: a plain hash is enough, there is nothing to guess
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NOBODY = hashlib.sha256(secrets.token_bytes()).hexdigest()  # what an unknown id is compared with
 
@@ -39,7 +41,8 @@ class Keys:
         self._database = database
 
     def create(self, tenant: str, scopes: Collection[str]) -> str:
-        """A new key of the tenant, which is told here and nowhere again. Raises `InputError` for a name or scope that there is not."""
+        """A new key of the tenant, which is told here and nowhere again. Raises `InputError` for a name or scope that
+        there is not."""
         if not _TENANT.fullmatch(tenant):
             raise InputError(f"tenant = {tenant!r}: 1 to 64 letters, digits, '.', '_' or '-' would be right")
         if wrong := sorted({*scopes} - {*SCOPES}):
@@ -49,7 +52,11 @@ class Keys:
         key_id, secret = secrets.token_hex(8), secrets.token_hex(24)
         with self._database.write() as db:
             scoped = " ".join(scope for scope in SCOPES if scope in scopes)
-            db.execute(insert(keys).values(id=key_id, tenant=tenant, secret_sha256=_sha256(secret), scopes=scoped, created_at=now()))
+            db.execute(
+                insert(keys).values(
+                    id=key_id, tenant=tenant, secret_sha256=_sha256(secret), scopes=scoped, created_at=now()
+                )
+            )
         return f"op_{key_id}_{secret}"
 
     def check(self, text: str) -> Caller | None:
@@ -61,21 +68,28 @@ class Keys:
         with self._database.read() as db:
             known = db.execute(select(keys).where(keys.c.id == key_id)).one_or_none()
         right = hmac.compare_digest(_sha256(secret), known.secret_sha256 if known else _NOBODY)
-        return Caller(known.tenant, frozenset(known.scopes.split())) if known and right and known.revoked_at is None else None
+        return (
+            Caller(known.tenant, frozenset(known.scopes.split()))
+            if known and right and known.revoked_at is None
+            else None
+        )
 
     def any(self) -> bool:
-        """Whether keys were ever made. Revoked ones count: a service that asked for keys does not open when the last one goes."""
+        """Whether keys were ever made. Revoked ones count: a service that asked for keys does not open when the last
+        one goes."""
         with self._database.read() as db:
             return db.execute(select(keys.c.id).limit(1)).first() is not None
 
     def list(self) -> Sequence[Row[Any]]:
-        """All keys without their secrets, oldest first: id, tenant, scopes (with spaces between them), created_at, revoked_at."""
+        """All keys without their secrets, oldest first: id, tenant, scopes (with spaces between them), created_at,
+        revoked_at."""
         shown = [column for column in keys.c if column.name != "secret_sha256"]
         with self._database.read() as db:
             return db.execute(select(*shown).order_by(keys.c.created_at, keys.c.id)).all()
 
     def revoke(self, key_id: str) -> None:
-        """From now on the key opens nothing; said again it changes nothing. Raises `InputError` where there is no such key."""
+        """From now on the key opens nothing; said again it changes nothing. Raises `InputError` where there is no such
+        key."""
         if _KEY.fullmatch(key_id):  # not shown: it is a secret
             raise InputError("id: this is a whole key; its id, the middle of op_<id>_<secret>, would be right")
         with self._database.write() as db:

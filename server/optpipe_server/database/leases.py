@@ -1,4 +1,5 @@
-"""`Leases`: what workers ask of the database. A claim is a lease with an attempt number, and every write of its holder is fenced by it."""
+"""`Leases`: what workers ask of the database. A claim is a lease with an attempt number, and every write of its holder
+is fenced by it."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, case, select, update
 
 from optpipe.anytime import Result
-from optpipe.child import Objective, Programs
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Objective, Programs
 from optpipe.schedule import Schedule
 from optpipe_server.database.engine import Database, clock_s, now
 from optpipe_server.database.incumbents import append, best_ms, change, known, note, plain, state_of_work, written
@@ -67,9 +68,12 @@ class Leases:
         self._database, self._worker, self._lease_s = database, worker, lease_s
 
     def claim(self) -> Claim | None:
-        """The waiting job of the highest priority, the oldest of these, is this worker's now; None where nothing waits."""
+        """The waiting job of the highest priority, the oldest of these, is this worker's now; None where nothing
+        waits."""
         with self._database.write() as db:
-            waiting = select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.priority.desc(), jobs.c.number).limit(1)
+            waiting = (
+                select(jobs).where(jobs.c.state == "queued").order_by(jobs.c.priority.desc(), jobs.c.number).limit(1)
+            )
             job = db.execute(waiting.with_for_update(skip_locked=True)).one_or_none()
             if job is None:
                 return None
@@ -87,7 +91,8 @@ class Leases:
         return _claim(job, job.attempt + 1, *work)
 
     def beat(self, spent_s: Iterable[tuple[Claim, float]]) -> set[str]:
-        """Renews the leases of these claims, with the seconds spent; returns the ids of jobs that are this worker's no more."""
+        """Renews the leases of these claims, with the seconds spent; returns the ids of jobs that are this worker's no
+        more."""
         lost = set()
         for claim, spent in spent_s:
             same = jobs.c.problem_version == claim.problem_version  # another problem's time counts anew
@@ -102,7 +107,9 @@ class Leases:
         columns = jobs.c.id, jobs.c.attempt, jobs.c.cancel_requested, jobs.c.problem_version
         with self._database.read() as db:
             rows = db.execute(select(*columns).where(jobs.c.id.in_(list(attempts)), jobs.c.state == "running")).all()
-        return {row.id: Orders(row.cancel_requested, row.problem_version) for row in rows if row.attempt == attempts[row.id]}
+        return {
+            row.id: Orders(row.cancel_requested, row.problem_version) for row in rows if row.attempt == attempts[row.id]
+        }
 
     def append(self, claim: Claim, result: Result) -> bool:
         """Commits a verified schedule, unless it is no better than the last one; said again it changes nothing.
@@ -143,11 +150,14 @@ class Leases:
     def finish(self, claim: Claim, state: State, result: Result, spent_s: float) -> bool:
         """The end of a job; False where it has another problem or more time by now and goes on. Raises `LostError`.
 
-        A job that has a schedule for its problem is `done`, unless it was cancelled, and what was stored of it never becomes less.
-        More time counts where the time was what ended it: for one that is `done` without a proof, or failed without a schedule.
+        A job that has a schedule for its problem is `done`, unless it was cancelled, and what was stored of it never
+        becomes less. More time counts where the time was what ended it: for one that is `done` without a proof, or
+        failed without a schedule.
         """
         with self._held(claim) as (db, job):
-            more_time = job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and result.status != "optimal"
+            more_time = (
+                job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and result.status != "optimal"
+            )
             if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
                 return False
             best = best_ms(db, job)
@@ -156,7 +166,14 @@ class Leases:
             elif state != "cancelled":
                 state = "done"
             reason = plain(result.reason) if result.reason else None
-            over = {"state": state, "reason": reason, "spent_s": spent_s, "ended_at": now(), "worker": None, "lease_until": None}
+            over = {
+                "state": state,
+                "reason": reason,
+                "spent_s": spent_s,
+                "ended_at": now(),
+                "worker": None,
+                "lease_until": None,
+            }
             stands = best is not None and (result.objective_ms is None or result.objective_ms > best * (1 + ROUNDING))
             change(db, job, **over, **({} if stands else known(result, job.lower_bound_ms)))
             note(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
@@ -174,23 +191,31 @@ class Leases:
     @contextmanager
     def _held(self, claim: Claim) -> Iterator[tuple[Connection, Row[Any]]]:
         with self._database.write() as db:
-            job = db.execute(select(jobs).where(*_fence(claim), jobs.c.worker == self._worker).with_for_update()).one_or_none()
+            job = db.execute(
+                select(jobs).where(*_fence(claim), jobs.c.worker == self._worker).with_for_update()
+            ).one_or_none()
             if job is None:
                 raise LostError(claim.job_id)
             yield db, job
 
 
 def reap(database: Database, everything: bool = False, but: Collection[str] = ()) -> list[str]:
-    """Jobs whose worker is gone wait again, or end with what they have; returns their ids. Any process may do it at any time, for all
-    `but` those that it works on itself.
+    """Jobs whose worker is gone wait again, or end with what they have; returns their ids. Any process may do it at any
+    time, for all `but` those that it works on itself.
 
-    `everything` takes every running job for abandoned, whatever its lease: for the one process of a SQLite file that has just started.
+    `everything` takes every running job for abandoned, whatever its lease: for the one process of a SQLite file that
+    has just started.
     """
     reaped = []
     running = jobs.c.state == "running"
     with database.write() as db:
-        # A lease that is longer than any: the database's clock was set back, and who is gone would keep the job until it is as late again.
-        db.execute(update(jobs).where(running, jobs.c.lease_until > clock_s() + LONGEST_S).values(lease_until=clock_s() + LONGEST_S))
+        # A lease that is longer than any: the database's clock was set back, and who is gone would keep the job until
+        # it is as late again.
+        db.execute(
+            update(jobs)
+            .where(running, jobs.c.lease_until > clock_s() + LONGEST_S)
+            .values(lease_until=clock_s() + LONGEST_S)
+        )
         gone = running if everything else running & (jobs.c.lease_until < clock_s())
         for job in db.execute(select(jobs).where(gone, jobs.c.id.not_in(but)).with_for_update(skip_locked=True)).all():
             reaped.append(job.id)
@@ -203,7 +228,9 @@ def reap(database: Database, everything: bool = False, but: Collection[str] = ()
             else:
                 reason = f"its worker was lost {job.losses + 1} times"
                 note(db, job.id, job.attempt, reason, "error")
-                change(db, job, state="done" if job.status in FOUND else "failed", reason=reason, ended_at=now(), **values)
+                change(
+                    db, job, state="done" if job.status in FOUND else "failed", reason=reason, ended_at=now(), **values
+                )
     return reaped
 
 

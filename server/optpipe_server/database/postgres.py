@@ -19,13 +19,15 @@ from sqlalchemy.pool import ConnectionPoolEntry
 CONNECT_S = 3
 STATEMENT_MS = 10_000  # the longest statement, waiting for locks included
 ANSWER_S = 12.0  # a server that has not even said by then that it took too long hangs
-IDLE_MS = 5_000  # between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
+# between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
+IDLE_MS = 5_000
 SILENT_S = 10  # a connection whose other side does not even acknowledge for so long is broken
 CONNECTIONS = 20  # of one process
 
 
 class Line(psycopg.Connection[Any]):
-    """A connection. The server ends what takes too long; one that hangs, as a whole or by its disk, does not, and so the line is closed."""
+    """A connection. The server ends what takes too long; one that hangs, as a whole or by its disk, does not, and so
+    the line is closed."""
 
     hurries = True
 
@@ -48,7 +50,11 @@ class Line(psycopg.Connection[Any]):
 
 
 def connections(url: URL) -> Engine:
-    limits = {"statement_timeout": STATEMENT_MS, "lock_timeout": STATEMENT_MS, "idle_in_transaction_session_timeout": IDLE_MS}
+    limits = {
+        "statement_timeout": STATEMENT_MS,
+        "lock_timeout": STATEMENT_MS,
+        "idle_in_transaction_session_timeout": IDLE_MS,
+    }
     arguments = {
         "connect_timeout": CONNECT_S,
         "tcp_user_timeout": SILENT_S * 1000,
@@ -58,14 +64,17 @@ def connections(url: URL) -> Engine:
         "application_name": "optpipe",
     }
     limited: dict[str, Any] = {"pool_size": CONNECTIONS, "max_overflow": 0, "pool_timeout": CONNECT_S}
-    engine = create_engine(url, **limited, use_native_hstore=False, connect_args=arguments)  # hstore: a question for each new connection
+    engine = create_engine(
+        url, **limited, use_native_hstore=False, connect_args=arguments
+    )  # hstore: a question for each new connection
     event.listen(engine, "do_connect", lambda _dialect, _record, given, named: Line.connect(*given, **named))
     event.listen(engine, "checkout", _check)
     return engine
 
 
 def _check(line: Line, record: ConnectionPoolEntry, _proxy: object) -> None:
-    """Has the pool connect anew where the server has ended its connections: then there is something to read though nothing was asked.
+    """Has the pool connect anew where the server has ended its connections: then there is something to read though
+    nothing was asked.
 
     A question (`pool_pre_ping`) would tell it, too, at the price of one more trip to the server for every transaction.
     """
@@ -91,8 +100,8 @@ def no_hurry(db: Transaction) -> Iterator[None]:
 
 @contextmanager
 def pipeline(db: Transaction, of_no_use: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Statements whose results nobody reads go in one trip. Raises SQLAlchemy's errors; connections are not used again after one that is
-    `of_no_use`."""
+    """Statements whose results nobody reads go in one trip. Raises SQLAlchemy's errors; connections are not used again
+    after one that is `of_no_use`."""
     line: Any = db.connection.driver_connection
     try:
         with line.pipeline():
@@ -101,5 +110,9 @@ def pipeline(db: Transaction, of_no_use: Callable[[BaseException], bool]) -> Ite
         if gone := line.closed or of_no_use(error):
             line.close()
             with suppress(DBAPIError):
-                db.exec_driver_sql("select 1")  # so SQLAlchemy sees that it is, and has the others of the pool made anew, too
-        raise DBAPIError.instance(None, None, error, psycopg.Error, connection_invalidated=gone, dialect=db.dialect) from error
+                db.exec_driver_sql(
+                    "select 1"
+                )  # so SQLAlchemy sees that it is, and has the others of the pool made anew, too
+        raise DBAPIError.instance(
+            None, None, error, psycopg.Error, connection_invalidated=gone, dialect=db.dialect
+        ) from error

@@ -14,7 +14,8 @@ from optpipe_server.database.tables import schedules
 
 
 class TableShelf:
-    """An `optpipe_cache.Shelf`: the rows of one tenant, in any process that shares the database. Raises `SQLAlchemyError`."""
+    """An `optpipe_cache.Shelf`: the rows of one tenant, in any process that shares the database. Raises
+    `SQLAlchemyError`."""
 
     def __init__(self, database: Database, tenant: str) -> None:
         self._database, self._tenant = database, tenant
@@ -26,13 +27,18 @@ class TableShelf:
 
     def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
         with self._database.read() as db:
-            return [(row.problem_sha256, row.features) for row in db.execute(_SIMILAR, self._of(shape=shape, objective=objective))]
+            return [
+                (row.problem_sha256, row.features)
+                for row in db.execute(_SIMILAR, self._of(shape=shape, objective=objective))
+            ]
 
     def _of(self, **values: str) -> dict[str, str]:
         return {"tenant": self._tenant, **values}
 
     def entries(self) -> Sequence[str]:
-        newest = select(schedules.c.entry).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
+        newest = (
+            select(schedules.c.entry).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
+        )
         with self._database.read() as db:
             return db.execute(newest).scalars().all()
 
@@ -44,14 +50,23 @@ class TableShelf:
             except IntegrityError:  # somebody else was first
                 return False
             return True
-        of_problem = self._own, schedules.c.problem_sha256 == kept.problem_sha256, schedules.c.objective == kept.objective
+        of_problem = (
+            self._own,
+            schedules.c.problem_sha256 == kept.problem_sha256,
+            schedules.c.objective == kept.objective,
+        )
         with self._database.write() as db:
             swapped = update(schedules).where(*of_problem, schedules.c.entry == known).values(**asdict(kept))
             return db.execute(swapped).rowcount == 1
 
     def prune(self, keep: int) -> int:
         key = tuple_(schedules.c.problem_sha256, schedules.c.objective)
-        newest = select(*key.clauses).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256).limit(keep)
+        newest = (
+            select(*key.clauses)
+            .where(self._own)
+            .order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
+            .limit(keep)
+        )
         with self._database.write() as db:
             return db.execute(delete(schedules).where(self._own, key.not_in(newest))).rowcount
 

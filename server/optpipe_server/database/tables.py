@@ -1,7 +1,7 @@
 """The tables, for SQLite and PostgreSQL alike. `migrations/` makes them; a test compares the two.
 
-Times that people read are ISO text in UTC. Leases are seconds of the database's own clock (`engine.clock_s`), the one clock that all
-workers share.
+Times that people read are ISO text in UTC. Leases are seconds of the database's own clock (`engine.clock_s`), the one
+clock that all workers share.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from typing import Literal
 from sqlalchemy import BigInteger, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
 State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
-OPEN: tuple[State, ...] = ("queued", "running")  # every other state is final, but for a job that is given another problem
+OPEN: tuple[State, ...] = (
+    "queued",
+    "running",
+)  # every other state is final, but for a job that is given another problem
 Source = Literal["cache", "warm_start", "heuristic", "carried", "solver"]
 Level = Literal["info", "warning", "error"]
 
 metadata = MetaData(
-    naming_convention={"ix": "ix_%(column_0_label)s", "uq": "uq_%(table_name)s_%(column_0_name)s", "pk": "pk_%(table_name)s"}
+    naming_convention={
+        "ix": "ix_%(column_0_label)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
     | {"fk": "fk_%(table_name)s_%(column_0_name)s"}
 )
 
@@ -28,7 +35,9 @@ jobs = Table(
     Column("number", _Number, primary_key=True, autoincrement=True),  # the order of submission
     Column("id", String(32), unique=True, nullable=False),
     Column("tenant", String(64), nullable=False),
-    Column("version", Integer, nullable=False, default=1),  # grows with everything that a client can see of the job: its ETag
+    Column(
+        "version", Integer, nullable=False, default=1
+    ),  # grows with everything that a client can see of the job: its ETag
     Column("state", String(16), nullable=False),
     Column("reason", Text),  # why there is no schedule, or no better one
     # What was asked.
@@ -76,7 +85,9 @@ incumbents = Table(
     "incumbents",
     metadata,
     Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
-    Column("seq", Integer, primary_key=True),  # 1, 2, ... of the job; of one problem version each is better than those before
+    Column(
+        "seq", Integer, primary_key=True
+    ),  # 1, 2, ... of the job; of one problem version each is better than those before
     Column("problem_version", Integer, nullable=False),
     Column("attempt", Integer, nullable=False),  # 0: before any worker
     Column("source", String(16), nullable=False),
@@ -84,7 +95,7 @@ incumbents = Table(
     Column("makespan_ms", Float, nullable=False),
     Column("span_ms", Float, nullable=False),
     Column("found_at", String(40), nullable=False),
-    Column("programs", Text, nullable=False),  # `optpipe.child.Programs` as JSON
+    Column("programs", Text, nullable=False),  # `optpipe.process.child.Programs` as JSON
 )
 
 adoptions = Table(

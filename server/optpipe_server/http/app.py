@@ -13,11 +13,14 @@ from optpipe_server.http.comparisons import Comparisons
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
-ABOUT = "Jobs in, schedules out: the first in the reply, better ones as events. Errors are problem documents (RFC 9457)."
+ABOUT = (
+    "Jobs in, schedules out: the first in the reply, better ones as events. Errors are problem documents (RFC 9457)."
+)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service as an ASGI application; `app.state.service` is what stands behind it. Raises `InputError` for bad settings."""
+    """The service as an ASGI application; `app.state.service` is what stands behind it. Raises `InputError` for bad
+    settings."""
     service = Service(settings or Settings())
 
     @asynccontextmanager

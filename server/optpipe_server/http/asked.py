@@ -68,7 +68,9 @@ class Asked:
             job, last = self.service.jobs.shown(self.tenant, job_id) if ID.fullmatch(job_id) else (None, None)
             job = _there(job)
             best = incumbent_text(last) if last is not None and is_best(job, last) else None
-            return Response(job_text(job, best), status, {"ETag": etag(job.version), **(headers or {})}, "application/json")
+            return Response(
+                job_text(job, best), status, {"ETag": etag(job.version), **(headers or {})}, "application/json"
+            )
 
         return await self.service.ask(reply)
 
@@ -92,7 +94,9 @@ async def hung_up(receive: Receive) -> None:
 
 def names(header: str | None, number: int) -> bool:
     """Whether If-None-Match names this version."""
-    return header is not None and (header.strip() == "*" or etag(number) in (tag.strip().removeprefix("W/") for tag in header.split(",")))
+    return header is not None and (
+        header.strip() == "*" or etag(number) in (tag.strip().removeprefix("W/") for tag in header.split(","))
+    )
 
 
 async def _asked(request: Request) -> Asked:  # what is no coroutine would be called in a thread, for each request

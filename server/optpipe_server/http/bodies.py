@@ -1,4 +1,5 @@
-"""Request bodies: strict JSON of raw bytes, which `limits` has capped. FastAPI's own reader takes NaN and duplicate names."""
+"""Request bodies: strict JSON of raw bytes, which `limits` has capped. FastAPI's own reader takes NaN and duplicate
+names."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from optpipe.child import Objective
 from optpipe.errors import input_error
 from optpipe.files import ScheduleFile
-from optpipe.problem import Ms, Problem, Record
+from optpipe.model.problem import Ms, Problem, Record
+from optpipe.process.child import Objective
 from optpipe_server.http.replies import ReplyError
 
 LONGEST_SOLVE_S = 3600.0
@@ -55,7 +56,8 @@ class MoreTime(Record):
 
 
 class Adopt(Record):
-    """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and what an iteration takes since."""
+    """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and what an iteration takes
+    since."""
 
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)]
     measured_iteration_ms: Ms | None = None
@@ -69,7 +71,9 @@ def parse(model: type[Model], body: bytes, what: str) -> Model:
         if error.error_count() == 1 and error.errors(include_url=False)[0]["type"] == "json_invalid":
             raise ReplyError(400, "The body is not valid JSON.") from None
         raise input_error(error, what) from None
-    json.loads(body, object_pairs_hook=_unique)  # valid by now, so neither deep nor with numbers out of range, and with few objects
+    json.loads(
+        body, object_pairs_hook=_unique
+    )  # valid by now, so neither deep nor with numbers out of range, and with few objects
     return parsed
 
 

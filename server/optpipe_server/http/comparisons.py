@@ -1,4 +1,5 @@
-"""Comparisons: each a process (`optpipe_server.comparing`) with its solver's processes, few at a time, ended when nobody waits any more."""
+"""Comparisons: each a process (`optpipe_server.comparing`) with its solver's processes, few at a time, ended when
+nobody waits any more."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import anyio.to_thread
 import structlog
 from fastapi import Request
 
-from optpipe import child, family
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process import child, family
 from optpipe_server.http.asked import hung_up
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import Settings
@@ -35,7 +36,8 @@ class Comparisons:
         self._settings, self._running = settings, 0
 
     async def compared(self, request: Request, problem: Problem, methods: Sequence[str], time_limit_s: float) -> str:
-        """The JSON of `optpipe compare --json`. Raises `ReplyError`: 422 for a method that is none, 503 where there is no answer."""
+        """The JSON of `optpipe compare --json`. Raises `ReplyError`: 422 for a method that is none, 503 where there is
+        no answer."""
         if self._running >= AT_ONCE:
             raise ReplyError(503, f"{AT_ONCE} comparisons run already.", {"Retry-After": str(round(time_limit_s) + 1)})
         self._running += 1
@@ -77,7 +79,9 @@ async def _answer(request: Request, asked: child.Request, longest_s: float) -> s
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(family.end, mark)  # first: `wait` waits for whoever has the process's output open, too
+            await anyio.to_thread.run_sync(
+                family.end, mark
+            )  # first: `wait` waits for whoever has the process's output open, too
             await asyncio.wait({told, gone})
             await process.wait()
 

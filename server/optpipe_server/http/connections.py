@@ -1,4 +1,5 @@
-"""Clients that are slow or say nothing: uvicorn's connections, with an end to how long each of them may take, and to how many there are."""
+"""Clients that are slow or say nothing: uvicorn's connections, with an end to how long each of them may take, and to
+how many there are."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from optpipe_server.http.replies import problem_document
 
 ARRIVES_S = 30.0  # from the beginning of a connection, or of a further request on it, until all of the request is there
 TAKEN_S = 30.0  # how long a client may leave what it is sent where it is
-MOST_ARRIVING = 2**26  # bytes of a request; what is too long for the service is refused and thrown away, so that its sender can read why
+MOST_ARRIVING = (
+    2**26
+)  # bytes of a request; what is too long for the service is refused and thrown away, so that its sender can read why
 LONGEST_HEAD = 2**14  # bytes of a request's line and headers
 OTHERS = 1000  # connections beside event streams
 FILES = 300  # that the process needs beside its connections
 
 
 def connections(streams: int) -> type[Connection]:
-    """The connections of one server with so many event streams, as uvicorn's `http` wants them; as many as the system lets it open."""
+    """The connections of one server with so many event streams, as uvicorn's `http` wants them; as many as the system
+    lets it open."""
     wanted = streams + OTHERS + FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -34,8 +38,8 @@ def connections(streams: int) -> type[Connection]:
 class Connection(H11Protocol):
     """Uvicorn itself waits forever for the rest of a request, and for a client that does not read what it is sent.
 
-    Where there are `most` connections, one that has no request, or not all of one, makes room for another, the oldest first: those who say
-    nothing keep nobody out.
+    Where there are `most` connections, one that has no request, or not all of one, makes room for another, the oldest
+    first: those who say nothing keep nobody out.
     """
 
     most: ClassVar[int]

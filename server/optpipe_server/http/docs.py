@@ -1,4 +1,5 @@
-"""The API's description: bodies are read and replies written by ourselves, so what FastAPI would derive is said here."""
+"""The API's description: bodies are read and replies written by ourselves, so what FastAPI would derive is said
+here."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ _models: set[type[BaseModel]] = {ProblemDocument}
 
 
 def replies(ok: int, model: type[BaseModel] | None, example: Any, *errors: int, **described: str) -> Described:
-    """The replies of a route: `ok` with its model, and problem documents; `described` names others without a body, as `_304="why"`."""
+    """The replies of a route: `ok` with its model, and problem documents; `described` names others without a body, as
+    `_304="why"`."""
     return {
-        ok: {"description": HTTPStatus(ok).phrase, **({"content": _content("application/json", model, example)} if model else {})},
+        ok: {
+            "description": HTTPStatus(ok).phrase,
+            **({"content": _content("application/json", model, example)} if model else {}),
+        },
         **{status: _problem(status) for status in sorted({*GUARDED, *errors})},
         **{int(status[1:]): {"description": why} for status, why in described.items()},
     }
@@ -39,15 +44,21 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            described = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            described = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
             for operation in (operation for methods in described["paths"].values() for operation in methods.values()):
                 if "application/json" in operation["responses"].get("422", {}).get("content", {}):
-                    del operation["responses"]["422"]  # FastAPI's own: nothing but text is asked for, which cannot be wrong
+                    del operation["responses"][
+                        "422"
+                    ]  # FastAPI's own: nothing but text is asked for, which cannot be wrong
             ours = sorted(_models, key=lambda model: model.__name__)
             _, schemas = models_json_schema([(model, "validation") for model in ours], ref_template=REFERENCE)
             components = described.setdefault("components", {})
             components["schemas"] = schemas["$defs"]
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": "op_<id>_<secret>"}}
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer", "description": "op_<id>_<secret>"}
+            }
             described["security"] = [{"key": []}, {}]  # without any key in the database none is asked for
             app.openapi_schema = described
         return app.openapi_schema

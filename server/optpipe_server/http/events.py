@@ -15,7 +15,8 @@ AT_ONCE = 100  # events that are sent together: who reads slowly holds no more t
 
 
 class EventStream(Response):
-    """Every incumbent numbered above `after`, those that are there and those to come, until the job or the service ends."""
+    """Every incumbent numbered above `after`, those that are there and those to come, until the job or the service
+    ends."""
 
     media_type = "text/event-stream"
 
@@ -41,7 +42,10 @@ class EventStream(Response):
     async def _tell(self, topic: Topic, send: Send) -> None:
         sent = self._after
         while not topic.closing:
-            over, fresh = topic.over, topic.events[sent : sent + AT_ONCE]  # in this order: what comes in between is sent before the end
+            over, fresh = (
+                topic.over,
+                topic.events[sent : sent + AT_ONCE],
+            )  # in this order: what comes in between is sent before the end
             sent += len(fresh)
             if fresh:
                 await send({"type": "http.response.body", "body": b"".join(fresh), "more_body": True})

@@ -13,20 +13,27 @@ _STAGE = {
     "backward_input_ms": 1.0,
     "backward_weight_ms": 1.0,
     "activation_bytes": 1000,
-    "weight_grad_bytes": 500,
+    "saved_for_weight_bytes": 500,
     "offload_ms": 0.5,
     "reload_ms": 0.5,
     "offload_bytes": 1000,
 }
 PROBLEM: dict[str, Any] = {
-    "format": "optpipe.problem/1",
+    "format": "optpipe.problem/2",
     "microbatches": 2,
-    "devices": [{"memory_bytes": 2000}, {"memory_bytes": 2000}],
+    "devices": [{"activation_budget_bytes": 2000}, {"activation_budget_bytes": 2000}],
     "stages": [{**_STAGE, "device": 0}, {**_STAGE, "device": 1}],
 }
-SUBMISSION = {"problem": PROBLEM, "method": "auto", "time_limit_s": 60.0, "gap": 0.01, "objective": "makespan", "priority": 0}
+SUBMISSION = {
+    "problem": PROBLEM,
+    "method": "auto",
+    "time_limit_s": 60.0,
+    "gap": 0.01,
+    "objective": "makespan",
+    "priority": 0,
+}
 SCHEDULE = {
-    "format": "optpipe.schedule/1",
+    "format": "optpipe.schedule/2",
     "problem": PROBLEM,
     "problem_sha256": SHA256,
     "method": "1f1b",
@@ -77,7 +84,10 @@ JOB = {**SUMMARY, "best": WHOLE}
 JOBS = {"jobs": [SUMMARY], "next": None}
 ADOPTION = {**SAID, "seq": 1, "predicted_ms": 9.0, "url": f"{URL}/incumbents/1"}
 ADOPTIONS = {"adoptions": [ADOPTION]}
-LOG = {"lines": [{"number": 1, "at": AT, "attempt": 0, "level": "info", "text": "submitted: auto, makespan, 60 s"}], "next": None}
+LOG = {
+    "lines": [{"number": 1, "at": AT, "attempt": 0, "level": "info", "text": "submitted: auto, makespan, 60 s"}],
+    "next": None,
+}
 TIMELINE = {
     "seq": 1,
     "problem_sha256": SHA256,
@@ -86,7 +96,13 @@ TIMELINE = {
     "bubble": 0.33,
     "ops": [{"kind": "F", "stage": 0, "microbatch": 0, "start_ms": 0.0, "end_ms": 1.0}],
     "devices": [
-        {"peak_bytes": 2000, "peak_at": "0F1", "memory_bytes": 2000, "host_peak_bytes": 0, "host_memory_bytes": None},
+        {
+            "peak_bytes": 2000,
+            "peak_at": "0F1",
+            "activation_budget_bytes": 2000,
+            "host_peak_bytes": 0,
+            "host_memory_bytes": None,
+        },
     ],
 }
 TRACE = {

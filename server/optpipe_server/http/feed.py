@@ -1,6 +1,8 @@
-"""Who waits for news of jobs. One question a poll, however many wait; a job that has changed is read once for all of them.
+"""Who waits for news of jobs. One question a poll, however many wait; a job that has changed is read once for all of
+them.
 
-News are polled: workers of other processes write them, and what stands in the database cannot be missed, also not while it was away.
+News are polled: workers of other processes write them, and what stands in the database cannot be missed, also not while
+it was away.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ FIRST_NEWS_S = 10.0  # how long one who begins to watch waits for what there is
 
 
 class Topic:
-    """A job that somebody watches: as it was last read, and each of its incumbents as an event, the first is number 1."""
+    """A job that somebody watches: as it was last read, and each of its incumbents as an event, the first is number
+    1."""
 
     def __init__(self) -> None:
         self.version = 0  # 0: not read yet
@@ -101,7 +104,8 @@ class Feed:
 
     @asynccontextmanager
     async def watching(self, job_id: str, version: int) -> AsyncIterator[Topic]:
-        """The job's topic, no older than the version that the caller knows. Raises `ReplyError` where too many watch, or at the end."""
+        """The job's topic, no older than the version that the caller knows. Raises `ReplyError` where too many watch,
+        or at the end."""
         if self.closing:
             raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
         if self._watchers >= self._most:
@@ -133,7 +137,9 @@ class Feed:
                 away = False
             except Exception as error:  # whatever it is: those who wait are told as soon as it is over
                 if not away:
-                    log.warning("no news of jobs: the database is away", error=str(getattr(error, "orig", None) or error))
+                    log.warning(
+                        "no news of jobs: the database is away", error=str(getattr(error, "orig", None) or error)
+                    )
                 away = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_WHEN_AWAY_S if away else POLL_S if self._topics else None):
@@ -147,7 +153,8 @@ class Feed:
             topic.tell()
 
     def _read(self, watched: Mapping[str, Topic]) -> list[Topic]:
-        """Brings topics up to date; returns those that have changed. Nobody else changes one, and events are only ever added to."""
+        """Brings topics up to date; returns those that have changed. Nobody else changes one, and events are only ever
+        added to."""
         versions = self._jobs.versions(list(watched))
         changed = [job_id for job_id, topic in watched.items() if versions.get(job_id) != topic.version]
         for job_id in changed:

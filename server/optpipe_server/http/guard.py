@@ -1,4 +1,5 @@
-"""Who may ask what: keys, their scopes, and only this machine where there are none. What is not in the table here is not served."""
+"""Who may ask what: keys, their scopes, and only this machine where there are none. What is not in the table here is
+not served."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ _BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
 
 
 def install(app: FastAPI, keys: Keys) -> None:
-    """Puts the guard and the limits before the app, whose handlers of errors, installed before, make their replies, too."""
+    """Puts the guard and the limits before the app, whose handlers of errors, installed before, make their replies,
+    too."""
     handlers = {kind: handler for kind, handler in app.exception_handlers.items() if kind not in (500, Exception)}
     app.add_middleware(Limits)
     app.add_middleware(Guard, keys=keys)
@@ -68,9 +70,11 @@ def install(app: FastAPI, keys: Keys) -> None:
 class Guard:
     """Lets a request pass with its caller in `request.state.caller`, or raises `ReplyError`: 401, 403, 404, 405.
 
-    A browser on this machine may run anybody's page, and a service without keys must not obey it. A page's own name may be made to mean
-    127.0.0.1 (DNS rebinding), so Host has to be this machine's; a page of another origin may send without being let to read, so
-    Origin, which browsers add and others do not, has to be the service's own. With keys neither matters: no page knows one.
+    A browser on this machine may run anybody's page, and a service without keys must not obey it. A page's own name may
+    be made to mean
+    127.0.0.1 (DNS rebinding), so Host has to be this machine's; a page of another origin may send without being let to
+    read, so Origin, which browsers add and others do not, has to be the service's own. With keys neither matters: no
+    page knows one.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -81,7 +85,9 @@ class Guard:
             caller = await self._caller(scope)
             wanted = _wanted(scope["method"], scope["path"])
             if wanted not in caller.scopes:
-                raise _unauthorized(403, f"The key has not the scope {wanted}.", f'error="insufficient_scope", scope="{wanted}"')
+                raise _unauthorized(
+                    403, f"The key has not the scope {wanted}.", f'error="insufficient_scope", scope="{wanted}"'
+                )
             scope.setdefault("state", {})["caller"] = caller
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
@@ -95,7 +101,9 @@ class Guard:
             bearer = _BEARER.fullmatch(sent[0]) if len(sent) == 1 else None
             caller = await self._callers.of(bearer[1]) if bearer else None
             if caller is None:
-                raise _unauthorized(401, "Authorization: no valid key; Bearer op_<id>_<secret> would be right.", 'error="invalid_token"')
+                raise _unauthorized(
+                    401, "Authorization: no valid key; Bearer op_<id>_<secret> would be right.", 'error="invalid_token"'
+                )
             return caller
         if await self._callers.expected():
             raise _unauthorized(401, "The service wants a key: Authorization: Bearer op_<id>_<secret>.")
@@ -104,7 +112,8 @@ class Guard:
 
 
 class _Callers:
-    """What the database says of keys, remembered for seconds: by their hashes, so that a dump of memory holds fewer secrets."""
+    """What the database says of keys, remembered for seconds: by their hashes, so that a dump of memory holds fewer
+    secrets."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -130,7 +139,10 @@ class _Callers:
         if not self._expected and time.monotonic() >= self._look_again:
             until = time.monotonic() + REMEMBERED_S
             there_are = await self._ask(self._keys.any)
-            self._expected, self._look_again = self._expected or there_are, until  # not before: whoever comes meanwhile waits, too
+            self._expected, self._look_again = (
+                self._expected or there_are,
+                until,
+            )  # not before: whoever comes meanwhile waits, too
         return self._expected
 
     async def _ask(self, question: Callable[[], T]) -> T:
@@ -185,7 +197,8 @@ def is_loopback(host: str) -> bool:
 
 
 class SafeHeaders:
-    """What every reply says unless it says otherwise: nobody keeps it, and no browser takes it for anything but what it is."""
+    """What every reply says unless it says otherwise: nobody keeps it, and no browser takes it for anything but what it
+    is."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -53,7 +53,10 @@ async def readyz(request: Request) -> Response:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={**replies(200, None, None), 200: {"description": "In Prometheus' text format", "content": {"text/plain": {}}}},
+    responses={
+        **replies(200, None, None),
+        200: {"description": "In Prometheus' text format", "content": {"text/plain": {}}},
+    },
 )
 async def metrics(request: Request) -> Response:
     """What this process has counted, and how many jobs the database has in each state, if it answers."""

@@ -13,8 +13,8 @@ LONGEST_BODY = 2**20  # bytes
 class Limits:
     """The app gets a body that has arrived in full, or the client gets a `ReplyError`: 400, 413, 415.
 
-    How slowly it may arrive is the connection's matter (`connections`). Any web page can send any other type than JSON to a service on this
-    machine without being asked; so a body is JSON or nothing.
+    How slowly it may arrive is the connection's matter (`connections`). Any web page can send any other type than JSON
+    to a service on this machine without being asked; so a body is JSON or nothing.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -27,7 +27,9 @@ class Limits:
         headers = Headers(scope=scope)
         if any(encoding.strip().lower() != "identity" for encoding in headers.getlist("content-encoding")):
             raise ReplyError(415, "Content-Encoding: the body must not be compressed.")
-        if "content-length" in headers and "transfer-encoding" in headers:  # whoever is before us may read it otherwise (RFC 9112, 6.1)
+        if (
+            "content-length" in headers and "transfer-encoding" in headers
+        ):  # whoever is before us may read it otherwise (RFC 9112, 6.1)
             raise ReplyError(400, "Content-Length and Transfer-Encoding exclude each other.", {"Connection": "close"})
         for length in headers.getlist("content-length"):
             if not (length.isascii() and length.isdecimal()):

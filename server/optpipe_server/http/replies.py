@@ -1,4 +1,5 @@
-"""What goes wrong, told as RFC 9457 problem documents: one clear sentence, never what was sent in full, never a traceback."""
+"""What goes wrong, told as RFC 9457 problem documents: one clear sentence, never what was sent in full, never a
+traceback."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
 
-from optpipe.child import Programs
+from optpipe.evaluate.memory import certify
 from optpipe.files import timed_ops
-from optpipe.memory import certify
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Programs
 from optpipe.schedule import Schedule
 from optpipe.show.trace import trace
 from optpipe_server.http import examples, shapes
@@ -29,7 +29,9 @@ MOST_DRAWN = 100_000  # ops in a trace or timeline: they are written out in this
 NONE, NO_SUCH = "The job has no schedule for its problem.", "The job has no such incumbent."
 
 Seq = Annotated[int, Path(ge=1, le=LARGEST, description="The number of an incumbent.", examples=[1])]
-WhichSeq = Annotated[int | None, Query(ge=1, le=LARGEST, description="The number of an incumbent; the best by default.")]
+WhichSeq = Annotated[
+    int | None, Query(ge=1, le=LARGEST, description="The number of an incumbent; the best by default.")
+]
 
 
 def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
@@ -50,7 +52,9 @@ async def best_incumbent(job_id: JobId, asked: Ask, if_none_match: Tags = None) 
     return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, None), if_none_match, headers))
 
 
-@router.get("/incumbents/{seq}", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed"))
+@router.get(
+    "/incumbents/{seq}", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
+)
 async def show_incumbent(job_id: JobId, seq: Seq, asked: Ask, if_none_match: Tags = None) -> Response:
     """A schedule, which never changes."""
     headers = {"Cache-Control": "private, max-age=31536000, immutable"}
@@ -59,7 +63,9 @@ async def show_incumbent(job_id: JobId, seq: Seq, asked: Ask, if_none_match: Tag
 
 def _found(asked: Ask, job: Job, seq: int | None) -> Row[Any]:
     """The incumbent of this number, or the best."""
-    incumbent = asked.best(job) if seq is None else asked.service.jobs.incumbent(job.id, seq) if seq <= job.last_seq else None
+    incumbent = (
+        asked.best(job) if seq is None else asked.service.jobs.incumbent(job.id, seq) if seq <= job.last_seq else None
+    )
     if incumbent is None:
         raise ReplyError(404, NONE if seq is None else NO_SUCH)
     return incumbent
@@ -67,7 +73,11 @@ def _found(asked: Ask, job: Job, seq: int | None) -> Row[Any]:
 
 def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> Response:
     headers = {"ETag": etag(incumbent.seq), **headers}
-    return Response(status_code=304, headers=headers) if names(known, incumbent.seq) else json_reply(incumbent_text(incumbent), headers)
+    return (
+        Response(status_code=304, headers=headers)
+        if names(known, incumbent.seq)
+        else json_reply(incumbent_text(incumbent), headers)
+    )
 
 
 @router.put(
@@ -76,7 +86,8 @@ def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> R
     responses=replies(200, shapes.Adoption, examples.ADOPTION, 404, 422),
 )
 async def adopt(job_id: JobId, seq: Seq, request: Request, asked: Ask) -> Response:
-    """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces what was said."""
+    """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces
+    what was said."""
     said = await asked.service.read(Adopt, await request.body(), "adoption")
     adopted = await asked.of_job(job_id, lambda job: _adopt(asked, job, seq, said))
     ADOPTIONS.inc()
@@ -94,7 +105,9 @@ def _adopt(asked: Ask, job: Job, seq: int, said: Adopt) -> dict[str, Any]:
 async def list_adoptions(job_id: JobId, asked: Ask) -> Response:
     """What the training swapped in, measured beside predicted."""
     found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id))
-    return json_reply(text({"adoptions": [adoption_view(incumbent) for incumbent in found if incumbent.step is not None]}))
+    return json_reply(
+        text({"adoptions": [adoption_view(incumbent) for incumbent in found if incumbent.step is not None]})
+    )
 
 
 @router.get("/log", responses=replies(200, shapes.Log, examples.LOG, 404, 422))
@@ -143,6 +156,9 @@ def _timeline(incumbent: Row[Any]) -> str:
 def _schedule(incumbent: Row[Any]) -> Schedule:
     """Raises `ReplyError` for one that is too large to be drawn here."""
     if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
-        raise ReplyError(409, f"The schedule has about {ops} ops; up to {MOST_DRAWN} are drawn here, and its own address has all of it.")
+        raise ReplyError(
+            409,
+            f"The schedule has about {ops} ops; up to {MOST_DRAWN} are drawn here, and its own address has all of it.",
+        )
     problem = Problem.from_json(incumbent.problem)
     return Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)

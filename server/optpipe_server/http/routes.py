@@ -32,19 +32,23 @@ IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
     openapi_extra=body(Submission, examples.SUBMISSION),
     responses={
         **replies(201, shapes.Job, examples.JOB, 422, 429),
-        200: replies(200, shapes.Job, examples.JOB)[200] | {"description": "Submitted before under the same Idempotency-Key"},
+        200: replies(200, shapes.Job, examples.JOB)[200]
+        | {"description": "Submitted before under the same Idempotency-Key"},
     },
 )
 async def submit(
     request: Request, asked: Ask, idempotency_key: Annotated[str | None, Header(pattern=r"^[!-~]{1,255}$")] = None
 ) -> Response:
-    """Stores a job and has it searched; the reply has its first schedule. With the same Idempotency-Key and body it is the same job."""
+    """Stores a job and has it searched; the reply has its first schedule. With the same Idempotency-Key and body it is
+    the same job."""
     sent = await request.body()
     job_id, new = None, False
     if idempotency_key is not None:
         job_id = await asked.service.submitted(asked.tenant, idempotency_key, sent)
     if job_id is None:
-        job_id, new = await asked.service.submit(asked.tenant, await asked.service.read(Submission, sent, "job"), idempotency_key, sent)
+        job_id, new = await asked.service.submit(
+            asked.tenant, await asked.service.read(Submission, sent, "job"), idempotency_key, sent
+        )
     return await asked.shown(job_id, 201 if new else 200, {"Location": job_url(job_id)})
 
 
@@ -66,7 +70,11 @@ async def list_jobs(
 def _page(asked: Ask, state: State | None, limit: int, before: int | None) -> Response:
     found = asked.service.jobs.page(asked.tenant, state, before, limit + 1)
     page = found[:limit]
-    more = {"limit": limit, "cursor": cursor(page[-1].number), **({"state": state} if state else {})} if len(found) > limit else None
+    more = (
+        {"limit": limit, "cursor": cursor(page[-1].number), **({"state": state} if state else {})}
+        if len(found) > limit
+        else None
+    )
     listed = {"jobs": [job_view(job) for job in page], "next": f"/v1/jobs?{urlencode(more)}" if more else None}
     return Response(text(listed), media_type="application/json")
 
@@ -78,12 +86,15 @@ async def show_job(
     if_none_match: Tags = None,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False, description="Seconds.")] = 0.0,
 ) -> Response:
-    """A job with its best schedule. With `wait` the reply comes when the job is over, or, with If-None-Match, when it has changed."""
+    """A job with its best schedule. With `wait` the reply comes when the job is over, or, with If-None-Match, when it
+    has changed."""
     if wait:
         job = await asked.of_job(job_id, lambda job: job)
         if not over(job) if if_none_match is None else names(if_none_match, job.version):
             async with asked.service.feed.watching(job.id, job.version) as topic, asked.while_there():
-                await topic.until(lambda topic: topic.over if if_none_match is None else topic.version > job.version, wait)
+                await topic.until(
+                    lambda topic: topic.over if if_none_match is None else topic.version > job.version, wait
+                )
     if if_none_match is not None:
         job = await asked.of_job(job_id, lambda job: job)
         if names(if_none_match, job.version):
@@ -97,7 +108,10 @@ async def show_job(
     response_class=EventStream,
     responses={
         **replies(200, None, None, 404, _204="The job is over, and Last-Event-ID is its last incumbent"),
-        200: {"description": "A stream that ends with `end`", "content": {"text/event-stream": {"example": examples.EVENTS}}},
+        200: {
+            "description": "A stream that ends with `end`",
+            "content": {"text/event-stream": {"example": examples.EVENTS}},
+        },
     },
 )
 async def follow(job_id: JobId, asked: Ask, last_event_id: LastEventId = None) -> Response:
@@ -148,7 +162,8 @@ def _extend(asked: Ask, job: Job, time_limit_s: float, if_match: str | None) -> 
     responses=replies(200, shapes.Job, examples.JOB, 404, 409, 422, 429),
 )
 async def pose(job_id: JobId, request: Request, asked: Ask) -> Response:
-    """The same problem with other costs: the job goes on with it, from its best schedule, and its whole time limit counts anew."""
+    """The same problem with other costs: the job goes on with it, from its best schedule, and its whole time limit
+    counts anew."""
     posed = await asked.service.read(Posed, await request.body(), "job")
     await asked.of_job(job_id, lambda job: None)
     try:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from sqlalchemy import Row
 
-from optpipe.child import Programs
 from optpipe.errors import InputError
 from optpipe.files import ScheduleFile
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Programs
 from optpipe.schedule import Schedule
 from optpipe_cache.features import shape
 from optpipe_server.caches import Caches
@@ -63,10 +63,15 @@ class Service:
         self._feeding = asyncio.create_task(self.feed.run())
 
     def closing(self) -> None:
-        """Those who wait, for news or for a first schedule, are told to go, and searches end; from the loop, before `close`."""
+        """Those who wait, for news or for a first schedule, are told to go, and searches end; from the loop, before
+        `close`."""
         if not self.feed.closing:
             self.feed.close()
-            ends = self.desk.close, self.supervisor.stop, self.reaper.stop  # none waits for another, nor for a place among the questions
+            ends = (
+                self.desk.close,
+                self.supervisor.stop,
+                self.reaper.stop,
+            )  # none waits for another, nor for a place among the questions
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
             asyncio.get_running_loop().call_later(CUT_S, self.database.cut)
 
@@ -80,7 +85,8 @@ class Service:
         return await anyio.to_thread.run_sync(question, limiter=self._questions)
 
     async def read(self, model: type[Model], body: bytes, what: str) -> Model:
-        """What a body says (`parse`); what is large is read beside the loop, one at a time. Raises `InputError` and `ReplyError`."""
+        """What a body says (`parse`); what is large is read beside the loop, one at a time. Raises `InputError` and
+        `ReplyError`."""
         if len(body) <= SMALL_BODY:
             return parse(model, body, what)
         return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._readers)
@@ -104,7 +110,9 @@ class Service:
             priority=submission.priority,
         )
         start = await self._think(
-            lambda: self.desk.start_of(tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem))
+            lambda: self.desk.start_of(
+                tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem)
+            )
         )
         try:
             job_id, new = await self.ask(
@@ -118,7 +126,9 @@ class Service:
             SUBMITTED.inc()
             INCUMBENTS.inc(start.best.schedule is not None)
             self.supervisor.nudge()
-            if start.best.schedule is None and start.state == "queued":  # then the search may have one within the same time
+            if (
+                start.best.schedule is None and start.state == "queued"
+            ):  # then the search may have one within the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored, whoever else watches
                     async with self.feed.watching(job_id, 1) as topic:
@@ -134,7 +144,8 @@ class Service:
             raise ReplyError(422, str(error)) from None
 
     async def pose(self, tenant: str, job_id: str, problem: Problem) -> None:
-        """The job goes on with other costs, from its best schedule. Raises `ReplyError` where it cannot; `LookupError` where it is gone."""
+        """The job goes on with other costs, from its best schedule. Raises `ReplyError` where it cannot; `LookupError`
+        where it is gone."""
         for _ in range(TRIES):
             if await self._pose_once(tenant, job_id, problem):
                 self.supervisor.nudge()
@@ -146,7 +157,9 @@ class Service:
         job, best = await self.ask(lambda: self._best_for(tenant, job_id, problem))
         start = await self._think(lambda: self.desk.carry(tenant, problem, job.method, job.objective, best))
         try:
-            await self.ask(lambda: self.jobs.pose(tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue))
+            await self.ask(
+                lambda: self.jobs.pose(tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue)
+            )
         except StaleError:
             return False
         except QueueFullError:
@@ -157,14 +170,18 @@ class Service:
         return True
 
     def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
-        """A job, and its last schedule re-timed for other costs. Raises `ReplyError` where they are not costs of the same thing."""
+        """A job, and its last schedule re-timed for other costs. Raises `ReplyError` where they are not costs of the
+        same thing."""
         job = self.jobs.job(tenant, job_id)
         if job is None:
             raise LookupError(job_id)
         if is_cancelled(job):
             raise ReplyError(409, GONE_ON)
         if shape(Problem.from_json(job.problem)) != shape(problem):
-            raise ReplyError(409, "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.")
+            raise ReplyError(
+                409,
+                "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.",
+            )
         last = self.jobs.incumbent(job_id, job.last_seq)
         return job, Programs.model_validate_json(last.programs).schedule(problem, last.method) if last else None
 

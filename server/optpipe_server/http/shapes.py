@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optpipe.child import Objective
 from optpipe.files import ScheduleFile, Status, TimedOp
-from optpipe.problem import Record
+from optpipe.model.problem import Record
+from optpipe.process.child import Objective
 from optpipe_server.database.tables import Level, Source, State
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -40,7 +40,7 @@ class Incumbent(Record):
 
 
 class WholeIncumbent(Incumbent):
-    """A schedule that was found, as a document of `optpipe.schedule/1`, without `ops`."""
+    """A schedule that was found, as a document of `optpipe.schedule/2`, without `ops`."""
 
     schedule: ScheduleFile
 
@@ -136,11 +136,12 @@ class Log(Record):
 
 
 class DeviceUse(Record):
-    """The most bytes that a device, and its host memory, holds by this schedule whatever the clock does, and what it may hold."""
+    """The most bytes that a device, and its host memory, holds by this schedule whatever the clock does, and what it
+    may hold."""
 
     peak_bytes: int
     peak_at: str
-    memory_bytes: int
+    activation_budget_bytes: int
     host_peak_bytes: int
     host_memory_bytes: int | None
 

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from optpipe.child import Objective
 from optpipe.errors import InputError, ScheduleError
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.validity import check
 from optpipe.files import ScheduleFile, TimedOp, timed_ops
-from optpipe.memory import certify
-from optpipe.problem import Items, Problem, Record
+from optpipe.model.problem import Items, Problem, Record
+from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_cache import Hit
 from optpipe_server.first import LARGE, size
 from optpipe_server.http import examples, shapes
@@ -42,15 +42,24 @@ class Given(Posed):
         file = self.schedule
         placed = file.placement.apply(self.problem) if file.placement else self.problem
         if len(placed.stages) > MOST_STAGES:
-            raise InputError(f"schedule.placement makes {len(placed.stages)} stages: the service takes up to {MOST_STAGES}")
-        return Schedule.parse(placed, (device.program for device in file.devices), file.links, file.method, file.placement)
+            raise InputError(
+                f"schedule.placement makes {len(placed.stages)} stages: the service takes up to {MOST_STAGES}"
+            )
+        return Schedule.parse(
+            placed, (device.program for device in file.devices), file.links, file.method, file.placement
+        )
 
 
 class Compared(Posed):
     """`POST /v1/compare`."""
 
-    methods: Annotated[Items[Annotated[str, Field(pattern=r"^[a-z0-9:=,-]{1,100}$")]], Field(min_length=1, max_length=100)] | None = None
-    time_limit_s: Annotated[float, Field(strict=True, gt=0, le=LONGEST_COMPARED_S, allow_inf_nan=False)] = 10.0  # of each search
+    methods: (
+        Annotated[Items[Annotated[str, Field(pattern=r"^[a-z0-9:=,-]{1,100}$")]], Field(min_length=1, max_length=100)]
+        | None
+    ) = None
+    time_limit_s: Annotated[float, Field(strict=True, gt=0, le=LONGEST_COMPARED_S, allow_inf_nan=False)] = (
+        10.0  # of each search
+    )
 
 
 class Wanted(Posed):
@@ -60,7 +69,8 @@ class Wanted(Posed):
 
 
 class Checked(Record):
-    """Whether a schedule runs and fits; `wrong` is one sentence for each fault, `devices` is null where no memory can be counted."""
+    """Whether a schedule runs and fits; `wrong` is one sentence for each fault, `devices` is null where no memory can
+    be counted."""
 
     valid: bool
     wrong: list[str]
@@ -68,7 +78,8 @@ class Checked(Record):
 
 
 class Simulated(Record):
-    """A schedule by nominal times, whether its memory suffices or not; `ops` are the first ones by start, `ops_total` counts all."""
+    """A schedule by nominal times, whether its memory suffices or not; `ops` are the first ones by start, `ops_total`
+    counts all."""
 
     makespan_ms: float
     span_ms: float
@@ -130,7 +141,14 @@ def _comparisons(request: Request) -> Comparisons:
 _BOTH = {"problem": examples.PROBLEM, "schedule": examples.SCHEDULE}
 _USES = examples.TIMELINE["devices"]
 _CHECKED = {"valid": True, "wrong": [], "devices": _USES}
-_SIMULATED = {"makespan_ms": 9.0, "span_ms": 9.0, "bubble": 0.33, "ops": examples.TIMELINE["ops"], "ops_total": 8, "devices": _USES}
+_SIMULATED = {
+    "makespan_ms": 9.0,
+    "span_ms": 9.0,
+    "bubble": 0.33,
+    "ops": examples.TIMELINE["ops"],
+    "ops_total": 8,
+    "devices": _USES,
+}
 _ROW = {
     "method": "1f1b",
     "placements": "all",
@@ -146,12 +164,20 @@ _ROW = {
     "host_peak_bytes": [0, 0],
     "reason": None,
 }
-_KNOWN = {"exact": False, "distance": 0.05, "status": "feasible", "lower_bound_ms": None, "makespan_ms": 9.0, "span_ms": 9.0}
+_KNOWN = {
+    "exact": False,
+    "distance": 0.05,
+    "status": "feasible",
+    "lower_bound_ms": None,
+    "makespan_ms": 9.0,
+    "span_ms": 9.0,
+}
 
 
 @router.post("/check", openapi_extra=body(Given, _BOTH), responses=replies(200, Checked, _CHECKED, 422))
 async def check_schedule(request: Request, asked: Ask) -> Response:
-    """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it has."""
+    """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it
+    has."""
     sent = await request.body()
     return _json(await asked.service.checks.compute(lambda: text(_checked(parse(Given, sent, "check")))))
 
@@ -194,9 +220,11 @@ def _simulated(given: Given) -> dict[str, Any]:
     openapi_extra=body(Compared, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
     responses=replies(200, Table, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
 )
-async def compare_methods(request: Request, asked: Ask, comparisons: Annotated[Comparisons, Depends(_comparisons)]) -> Response:
-    """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes up to twice the
-    time limit and some seconds, and ends when the client hangs up."""
+async def compare_methods(
+    request: Request, asked: Ask, comparisons: Annotated[Comparisons, Depends(_comparisons)]
+) -> Response:
+    """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes
+    up to twice the time limit and some seconds, and ends when the client hangs up."""
     sent = await request.body()
     wanted = await asked.service.checks.compute(lambda: _comparable(parse(Compared, sent, "compare")))
     return _json(await comparisons.compared(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
@@ -205,7 +233,8 @@ async def compare_methods(request: Request, asked: Ask, comparisons: Annotated[C
 def _comparable(wanted: Compared) -> Compared:
     if (parts := size(wanted.problem)) > LARGE:
         raise InputError(
-            f"compare: problem has {parts} parts of activations, over stages and micro-batches: up to {LARGE} are compared here"
+            f"compare: problem has {parts} parts of activations, over stages and micro-batches: up to {LARGE} are "
+            "compared here"
         )
     return wanted
 

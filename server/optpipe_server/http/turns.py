@@ -1,4 +1,5 @@
-"""What has to be computed takes turns, so that the requests for which nothing has to be computed are answered meanwhile."""
+"""What has to be computed takes turns, so that the requests for which nothing has to be computed are answered
+meanwhile."""
 
 from __future__ import annotations
 

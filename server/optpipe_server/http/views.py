@@ -1,4 +1,5 @@
-"""How jobs and incumbents look from outside: JSON text, into which problems and programs go as the database has them."""
+"""How jobs and incumbents look from outside: JSON text, into which problems and programs go as the database has
+them."""
 
 from __future__ import annotations
 
@@ -9,14 +10,46 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from optpipe.memory import Certificate
+from optpipe.evaluate.memory import Certificate
 from optpipe_server.database.tables import OPEN
 
 _SHOWN = (
-    *("id", "version", "state", "reason", "problem_name", "problem_sha256", "problem_version", "method", "objective", "time_limit_s"),
-    *("gap_limit", "priority", "status", "lower_bound_ms", "gap", "attempt", "crashes", "created_at", "started_at", "ended_at"),
+    *(
+        "id",
+        "version",
+        "state",
+        "reason",
+        "problem_name",
+        "problem_sha256",
+        "problem_version",
+        "method",
+        "objective",
+        "time_limit_s",
+    ),
+    *(
+        "gap_limit",
+        "priority",
+        "status",
+        "lower_bound_ms",
+        "gap",
+        "attempt",
+        "crashes",
+        "created_at",
+        "started_at",
+        "ended_at",
+    ),
 )
-_FOUND = ("seq", "source", "method", "makespan_ms", "span_ms", "problem_version", "problem_sha256", "attempt", "found_at")
+_FOUND = (
+    "seq",
+    "source",
+    "method",
+    "makespan_ms",
+    "span_ms",
+    "problem_version",
+    "problem_sha256",
+    "attempt",
+    "found_at",
+)
 
 
 def text(value: Any) -> str:
@@ -50,7 +83,8 @@ def from_cursor(given: str) -> int:
 
 
 def job_view(job: Row[Any]) -> dict[str, Any]:
-    """A job without its best schedule. `spent_s` grows without a new version while the job runs, and is told when it does not."""
+    """A job without its best schedule. `spent_s` grows without a new version while the job runs, and is told when it
+    does not."""
     shown = {name: getattr(job, name) for name in _SHOWN}
     return {**shown, "spent_s": None if job.state == "running" else job.spent_s, "url": job_url(job.id)}
 
@@ -67,12 +101,13 @@ def incumbent_view(incumbent: Row[Any]) -> dict[str, Any]:
 
 
 def incumbent_text(incumbent: Row[Any]) -> str:
-    """An incumbent with its schedule as a document of `optpipe.schedule/1`, without the nominal times, which follow from the rest."""
+    """An incumbent with its schedule as a document of `optpipe.schedule/2`, without the nominal times, which follow
+    from the rest."""
     written = json.loads(incumbent.programs)
     devices = ",".join(_object({"program": _words(ops)}) for ops in written["programs"])
     links = {link: _words(ops) for link, ops in written["links"].items()}
     parts = {
-        "format": '"optpipe.schedule/1"',
+        "format": '"optpipe.schedule/2"',
         "problem": incumbent.problem,
         "problem_sha256": text(incumbent.problem_sha256),
         "method": text(incumbent.method),
@@ -122,7 +157,7 @@ def uses(certificate: Certificate) -> list[dict[str, Any]]:
         {
             "peak_bytes": device.bytes,
             "peak_at": device.at,
-            "memory_bytes": device.limit,
+            "activation_budget_bytes": device.limit,
             "host_peak_bytes": host.bytes,
             "host_memory_bytes": host.limit,
         }

@@ -1,4 +1,5 @@
-"""Who solves: the supervisor, which claims jobs and follows one child process a solve, and the reaper of those whose supervisor is gone."""
+"""Who solves: the supervisor, which claims jobs and follows one child process a solve, and the reaper of those whose
+supervisor is gone."""
 
 from __future__ import annotations
 

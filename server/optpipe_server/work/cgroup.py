@@ -1,7 +1,7 @@
 """cgroup v2, where it is delegated to us: the kernel keeps a search's memory and number of processes within limits.
 
-Layout, below the group that this process was started in: `optpipe-own` with this process, because a group that hands controllers on may
-have none itself, and a group for each search.
+Layout, below the group that this process was started in: `optpipe-own` with this process, because a group that hands
+controllers on may have none itself, and a group for each search.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Group:
 
 
 def delegated(mounts: Path = Path("/proc/self/mounts"), own: Path = Path("/proc/self/cgroup")) -> Path | None:
-    """The group below which groups with limits can be made, made ready for it; None where there is none, for whatever reason."""
+    """The group below which groups with limits can be made, made ready for it; None where there is none, for whatever
+    reason."""
     try:
         group = _of_this_process(mounts, own)
         if group is None or not set((group / "cgroup.controllers").read_text().split()) >= CONTROLLERS:

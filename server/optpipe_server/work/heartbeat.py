@@ -1,6 +1,7 @@
 """Two threads beside those that solve: one keeps the leases and hears what clients want, one watches clocks and memory.
 
-They are two because the first one waits for the database, which may take its time or be away, and the second one never does.
+They are two because the first one waits for the database, which may take its time or be away, and the second one never
+does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,12 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, TimeoutError
 
-AWAY = (OperationalError, InterfaceError, InternalError, TimeoutError)  # not there, starting, full, read-only, or busy for too long
+AWAY = (
+    OperationalError,
+    InterfaceError,
+    InternalError,
+    TimeoutError,
+)  # not there, starting, full, read-only, or busy for too long
 AGAIN_S = 0.5
 
 log = structlog.get_logger("optpipe.work")

@@ -18,12 +18,16 @@ STOPPING_S = 2.0
 
 
 class Reaper:
-    """A thread that looks every `every_s` seconds, whoever else works or hangs in its process, for all but the jobs that are `held` there.
+    """A thread that looks every `every_s` seconds, whoever else works or hangs in its process, for all but the jobs
+    that are `held` there.
 
-    In the one process of a SQLite file it is started before the supervisor: whatever runs then is a process's that has ended.
+    In the one process of a SQLite file it is started before the supervisor: whatever runs then is a process's that has
+    ended.
     """
 
-    def __init__(self, database: Database, held: Callable[[], Collection[str]] = tuple, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, database: Database, held: Callable[[], Collection[str]] = tuple, every_s: float = EVERY_S
+    ) -> None:
         self._database, self._held, self._every_s = database, held, every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)

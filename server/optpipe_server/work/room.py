@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from optpipe import family
+from optpipe.process import family
 from optpipe_server.work.cgroup import MIB, Group
 
 TOLD = 7 / 8  # of its room: a solver that watches itself ends an engine before all of it is ended
@@ -63,7 +63,11 @@ class Watched(Anything):
 
     def exceeded(self, mark: str) -> str | None:
         held = sum(resident_bytes(pid) for pid in family.members(mark))
-        return None if held <= self._memory_mib * MIB else f"the solver held {held // MIB} MiB, and memory_mib is {self._memory_mib}"
+        return (
+            None
+            if held <= self._memory_mib * MIB
+            else f"the solver held {held // MIB} MiB, and memory_mib is {self._memory_mib}"
+        )
 
 
 class Kept(Anything):

@@ -1,4 +1,5 @@
-"""One solve: the searches for one claimed job, from its best schedule to its end. Each is a child process (`optpipe.improve`)."""
+"""One solve: the searches for one claimed job, from its best schedule to its end. Each is a child process
+(`optpipe.improve`)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from typing import Literal, TypeVar
 
 import structlog
 
-from optpipe import family
 from optpipe.anytime import PROVEN, Result, Search, improve, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.files import Found
-from optpipe.niceness import NICER
+from optpipe.process import family
+from optpipe.process.niceness import NICER
 from optpipe_server import metrics
 from optpipe_server.caches import Caches
 from optpipe_server.database import Leases
@@ -31,7 +32,9 @@ from optpipe_server.work.room import Anything, Room, room, told_mib
 log = structlog.get_logger("optpipe.work")
 
 FIRST_TO_GO = 500  # added to what the kernel holds against a process when memory is out
-LATE_S = 5.0  # a search that still runs so long after its time is ended with all its family: its own clock and `improve`'s have failed
+# a search that still runs so long after its time is ended with all its family: its own clock and `improve`'s have
+# failed
+LATE_S = 5.0
 
 _NOT_RUNNING = float("inf")  # when a search began, or is to be over
 
@@ -82,7 +85,8 @@ class Solve:
         return self._before_s + max(0.0, time.monotonic() - self._began)
 
     def end(self, why: Why, told: str = "", of: Search | Claim | None = None) -> None:
-        """Ends the search that runs, or would be next, unless it is none `of` that search or claim; the first reason counts."""
+        """Ends the search that runs, or would be next, unless it is none `of` that search or claim; the first reason
+        counts."""
         with self._lock:
             search = self._search
             if of is not None and of is not search and of is not self.claim:
@@ -176,7 +180,8 @@ class Solve:
             return self._search
 
     def _admit(self, pid: int) -> None:
-        """The solver's process before it is asked: requests go before it, and if the machine's memory is out, it is the one to end."""
+        """The solver's process before it is asked: requests go before it, and if the machine's memory is out, it is the
+        one to end."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
         with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
@@ -201,7 +206,9 @@ class Solve:
         if self._best.schedule is not before.schedule:
             if self._patiently(partial(self._leases.append, claim, self._best)):
                 metrics.INCUMBENTS.inc()
-                self._log.info("incumbent", method=self._best.method, value_ms=self._best.objective_ms, gap=self._best.gap)
+                self._log.info(
+                    "incumbent", method=self._best.method, value_ms=self._best.objective_ms, gap=self._best.gap
+                )
             else:
                 self.end("changed")
         if self._settled():
@@ -237,7 +244,9 @@ class Solve:
                 if self._once_more(failure):
                     return True
                 best = replace(best, reason=best.reason or failure)
-        state: State = "infeasible" if best.status == "infeasible" else "done" if best.schedule is not None else "failed"
+        state: State = (
+            "infeasible" if best.status == "infeasible" else "done" if best.schedule is not None else "failed"
+        )
         return self._finish(state, best)
 
     def _once_more(self, failure: str) -> bool:

@@ -9,7 +9,7 @@ import time
 
 import structlog
 
-from optpipe import family
+from optpipe.process import family
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
@@ -24,7 +24,9 @@ log = structlog.get_logger("optpipe.work")
 
 LOOK_S = 0.5  # between two looks for a job that waits, where nobody nudges
 STOPPING_S = 5.0  # for the solves to hand their jobs back
-HANGS_S = 60.0  # a thread that has not come round for so long; the database may take some ten seconds to say that it is away
+HANGS_S = (
+    60.0  # a thread that has not come round for so long; the database may take some ten seconds to say that it is away
+)
 AWAY_S = 5.0  # the database has not answered for so long
 
 
@@ -52,7 +54,9 @@ class Supervisor:
         self._claims = threading.Thread(target=self._claim_all, name="claims", daemon=True)
         self._heartbeat = Heartbeat(self._leases, self.running, settings.heartbeat_s)
         self._watch = Watch(self.running)
-        self._turned = self._reached = time.monotonic()  # when claims last came round, and when the database last answered them
+        self._turned = self._reached = (
+            time.monotonic()
+        )  # when claims last came round, and when the database last answered them
 
     def start(self) -> None:
         if self._settings.solves:
@@ -69,7 +73,8 @@ class Supervisor:
             return list(self._solves)
 
     def held(self) -> list[str]:
-        """The jobs whose leases are kept here, which are not abandoned though they may have run out: after a machine's sleep, all have."""
+        """The jobs whose leases are kept here, which are not abandoned though they may have run out: after a machine's
+        sleep, all have."""
         return [claim.job_id for claim in self._heartbeat.held().values()]
 
     def health(self) -> dict[str, str | int]:
@@ -77,7 +82,11 @@ class Supervisor:
         now = time.monotonic()
         turns = min(self._turned, self._heartbeat.turned, self._watch.turned) > now - HANGS_S
         reached = max(self._reached, self._heartbeat.reached) > now - AWAY_S
-        return {"status": "ok" if turns else "hangs", "database": "ok" if reached else "away", "solves": len(self._solves)}
+        return {
+            "status": "ok" if turns else "hangs",
+            "database": "ok" if reached else "away",
+            "solves": len(self._solves),
+        }
 
     def stop(self) -> None:
         """Gives all jobs back, their children ended; where the database is away, their leases run out instead."""
@@ -140,7 +149,14 @@ class Supervisor:
                 self._news.set()
 
         thread = threading.Thread(target=run, name=f"solve {claim.number}", daemon=True)
-        log.info("claimed", job=claim.job_id, attempt=claim.attempt, worker=self._name, threads=threads, spent_s=round(claim.spent_s, 3))
+        log.info(
+            "claimed",
+            job=claim.job_id,
+            attempt=claim.attempt,
+            worker=self._name,
+            threads=threads,
+            spent_s=round(claim.spent_s, 3),
+        )
         with self._lock:
             self._solves[solve] = thread
         try:

@@ -6,7 +6,8 @@ import threading
 
 
 class Threads:
-    """A number of threads for so many places. Who is alone takes all but one for each other place; every place has at least one."""
+    """A number of threads for so many places. Who is alone takes all but one for each other place; every place has at
+    least one."""
 
     def __init__(self, total: int, places: int) -> None:
         self._left, self._places = total, places

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from optpipe.child import Frame, Request
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Frame, Request
 
-MOST_FORWARDS = 200  # beyond them CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule
+MOST_FORWARDS = (
+    200  # beyond them CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule
+)
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the problem is small enough, and the models describe it: nothing may be evicted, which a proof would have to know."""
+    """Whether the problem is small enough, and the models describe it: nothing may be evicted, which a proof would have
+    to know."""
     passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
     return passes <= MOST_FORWARDS and not problem.costs.can_evict.any()
 

@@ -1,10 +1,11 @@
-"""What is alive at one time fits, on each device and, where it binds, in its pinned host memory (the rules of `optpipe.memory`)."""
+"""What is alive at one time fits, on each device and, where it binds, in its pinned host memory (the rules of
+`optpipe.evaluate.memory`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from optpipe.ops import Kind, Op
+from optpipe.model.ops import Kind, Op
 
 if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
@@ -14,7 +15,9 @@ Moment = tuple[Any, int] | None  # when, and when in the incumbent; None after t
 
 
 def fits(w: WindowModel) -> None:
-    for d in filter(w.window.frees, range(len(w.problem.devices))):  # where the order stays, what is alive with what stays, too
+    for d in filter(
+        w.window.frees, range(len(w.problem.devices))
+    ):  # where the order stays, what is alive with what stays, too
         own = [(s, j) for s, j in w.passes if w.problem.stages[s].device == d]
         device = _Alive(w)
         for s, j in own:
@@ -38,7 +41,8 @@ class _Alive:
         self.sizes: list[int] = []
 
     def activation(self, s: int, j: int) -> None:
-        """From F to the end of B, but for parts that leave, between D and R, and for all but the checkpoint, between F and C."""
+        """From F to the end of B, but for parts that leave, between D and R, and for all but the checkpoint, between F
+        and C."""
         w, need = self.w, self.w.ticks.activations[s]
         forward, gradient = self.at(Op(F, s, j)), self.ended(w.backward(s, j))
         again = w.again.get((s, j), False)
@@ -81,7 +85,12 @@ class _Alive:
         need = self.w.ticks.activations[s]
         for p in range(len(need.parts)):
             if (s, j, p) in self.w.leaves:
-                self.lives(self.allocated(Op(O, s, j, p)), self.ended(self.w.backward(s, j)), need.parts[p], self.w.leaves[s, j, p])
+                self.lives(
+                    self.allocated(Op(O, s, j, p)),
+                    self.ended(self.w.backward(s, j)),
+                    need.parts[p],
+                    self.w.leaves[s, j, p],
+                )
 
     def at(self, x: Op) -> Moment:
         return self._moment(x, self.w.at[x], self.w.incumbent.start.get(x, 0))

@@ -1,13 +1,15 @@
 """A relaxation in which micro-batches have no names: the order "ranks", for lower bounds.
 
-At each stage a route's forwards are numbered as they run, and so are the backwards; between stages only ranks count: the k-th forward waits
-for the k-th of the stage before, the k-th input gradient for the k-th of the stage after. That holds in every schedule. What is lost is
-which micro-batch is which, but for the least time that its way there and back takes. What is won is that little remains to be decided:
+At each stage a route's forwards are numbered as they run, and so are the backwards; between stages only ranks count:
+the k-th forward waits for the k-th of the stage before, the k-th input gradient for the k-th of the stage after. That
+holds in every schedule. What is lost is which micro-batch is which, but for the least time that its way there and back
+takes. What is won is that little remains to be decided:
 
-Let visit i come before visit j at a stage, and B_j before B_i. Give i the backward of j and j that of i: nobody waits longer, and memory
-and link can stay as they are, part by part, but where i was away all the time between F_j and B_j, by offload or recompute, and j was
-not. (Both away: the first to leave and the first to return make one visit. Only j: it is between F and B of both. Only i, but it left
-after F_j or was back before B_j: between F and B of one of them.) So only then does j overtake i; all else is first in, first out.
+Let visit i come before visit j at a stage, and B_j before B_i. Give i the backward of j and j that of i: nobody waits
+longer, and memory and link can stay as they are, part by part, but where i was away all the time between F_j and B_j,
+by offload or recompute, and j was not. (Both away: the first to leave and the first to return make one visit. Only j:
+it is between F and B of both. Only i, but it left after F_j or was back before B_j: between F and B of one of them.) So
+only then does j overtake i; all else is first in, first out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
-from optpipe.ops import Kind, Op
+from optpipe.model.ops import Kind, Op
 
 if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
@@ -24,8 +26,8 @@ F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 
 
 def place(w: WindowModel, s: int, j: int) -> None:
-    """F j is the j-th forward, B j and W j are the j-th backward of a stage; BW j stands for the backward of the j-th forward's activation:
-    one of the Bs, the same where none can overtake another."""
+    """F j is the j-th forward, B j and W j are the j-th backward of a stage; BW j stands for the backward of the j-th
+    forward's activation: one of the Bs, the same where none can overtake another."""
     b, mine = Op(B, s, j), Op(BW, s, j)
     w.at[mine] = w.variable(0, w.latest, 0, f"{mine}") if _can_be_away(w, s) else w.at[b]
     w.ended[mine] = w.at[mine] + w.length(b)
@@ -45,7 +47,9 @@ def relate(w: WindowModel) -> None:
                     w.model.add(w.at[Op(B, s, k)] >= w.at[Op(B, t, k)] + w.length(Op(B, t, k)) + delay)
             for j in visits:
                 w.model.add(w.at[Op(BW, s, j)] >= w.ended[Op(F, s, j)] + turn)
-            for kind in (F, B) if w.ticks.may_fuse(s) else (F, B, W):  # the W of a BW need not wait for that of a B before it
+            for kind in (
+                (F, B) if w.ticks.may_fuse(s) else (F, B, W)
+            ):  # the W of a BW need not wait for that of a B before it
                 for i, j in pairwise(visits):
                     w.model.add(w.at[Op(kind, s, j)] >= w.at[Op(kind, s, i)] + w.length(Op(kind, s, i)))
             if _can_be_away(w, s):
@@ -86,7 +90,9 @@ def _reasons(w: WindowModel, s: int, i: int, j: int) -> list[Any]:
         w.model.add(w.at[o] < forward).only_enforce_if(*simple)
         w.model.add(w.at[r] + w.length(r) > backward).only_enforce_if(*simple)
         reasons.append(reason)
-        if recomputed is not None and w.host_capacity(s) is not None:  # j's copies would stay until B_i, and i cannot take them over
+        if (
+            recomputed is not None and w.host_capacity(s) is not None
+        ):  # j's copies would stay until B_i, and i cannot take them over
             reason = w.model.new_bool_var("copied")
             w.model.add_bool_and(recomputed, w.leaves[s, j, p]).only_enforce_if(reason)
             reasons.append(reason)

@@ -1,8 +1,9 @@
-"""The engine: the whole problem from a schedule that is known, first with the micro-batches in order, which finds good schedules soon;
-where that may lose something, then without names for them, which proves bounds, and then in any order, which proves all there is.
+"""The engine: the whole problem from a schedule that is known, first with the micro-batches in order, which finds good
+schedules soon; where that may lose something, then without names for them, which proves bounds, and then in any order,
+which proves all there is.
 
-Two grids: schedules are found sooner in coarse ticks, rounded up, and proofs want times as they are or, where these have too many decimals,
-rounded down. Then what a model finds need not fit, so the keeper looks at it, as at everything.
+Two grids: schedules are found sooner in coarse ticks, rounded up, and proofs want times as they are or, where these
+have too many decimals, rounded down. Then what a model finds need not fit, so the keeper looks at it, as at everything.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from math import ceil
 
 import numpy as np
 
-from optpipe.child import Bound, Frame, Request
-from optpipe.ops import Kind
-from optpipe.program import KIND, MICROBATCH, STAGE, Program
+from optpipe.model.ops import Kind
+from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
+from optpipe.process.child import Bound, Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
@@ -31,7 +32,8 @@ METHOD = "cpsat"
 FINE = 2**24  # ticks, as `ticks.FINEST`, where bounds are proven; at 2^38 CP-SAT 9.15 refutes what there is
 IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8  # of the time, and of what is left then
 STEPS = 4  # of the way from the bound to the best schedule is tried first, then steps that double
-NEAR = 10_000  # of the makespan: where nameless micro-batches are shorter than all that is known, how short need not be known better
+# of the makespan: where nameless micro-batches are shorter than all that is known, how short need not be known better
+NEAR = 10_000
 
 
 class Search:
@@ -39,7 +41,11 @@ class Search:
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
-        self.problem, self.ticks, self.finest = request.problem, Ticks.of(request.problem), Ticks.of(request.problem, FINE)
+        self.problem, self.ticks, self.finest = (
+            request.problem,
+            Ticks.of(request.problem),
+            Ticks.of(request.problem, FINE),
+        )
         self.budget = Budget(request.time_limit_s, request.threads)
         self.keeper = TimedKeeper(request, emit)
         self._bound = max(trivial_bound(self.problem, request.objective), memory_bound(self.problem, request.objective))
@@ -53,11 +59,15 @@ class Search:
         free = order_is_free(self.problem, self.request.objective)
         at_once = free and self.ticks.lossless
         self.solve(self.ticks, "stages", self.budget.left() * (1.0 if at_once else IN_ORDER_SHARE))
-        provable = self.problem.overlap_factor is None  # where there may be pairs, ops rounded to nothing would look like some
+        provable = (
+            self.problem.overlap_factor is None
+        )  # where there may be pairs, ops rounded to nothing would look like some
         if provable and not at_once and self.request.objective == "makespan":
             provable = self.raise_bound(RANKS_SHARE * self.budget.left())
         if not at_once and not self._proven:
-            self.solve(self.finest.relaxed if provable else self.ticks, "stages" if free else "entry", self.budget.left())
+            self.solve(
+                self.finest.relaxed if provable else self.ticks, "stages" if free else "entry", self.budget.left()
+            )
 
     @property
     def _proven(self) -> bool:
@@ -69,8 +79,9 @@ class Search:
         return WindowModel(ticks, known, everything(known), order, self.request.objective)
 
     def raise_bound(self, seconds: float) -> bool:
-        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that double. Says if the
-        problem is of a size of which anything can be known: whether the first step was decided within half of the time.
+        """Looks for the least end that even nameless micro-batches can have, from the bound upwards in steps that
+        double. Says if the problem is of a size of which anything can be known: whether the first step was decided
+        within half of the time.
 
         By the grid's own bound: rounded down, there may be schedules that are shorter than any of the problem.
         """
@@ -120,7 +131,9 @@ class Search:
         def on_bound(bound: int) -> None:
             self._tell_bound(ticks.ms(bound))
 
-        answer = model.solve(self.budget, self.request.seed, seconds, on_better=on_better, on_bound=on_bound if model.is_bound else None)
+        answer = model.solve(
+            self.budget, self.request.seed, seconds, on_better=on_better, on_bound=on_bound if model.is_bound else None
+        )
         if model.is_bound:
             on_bound(answer.bound)
 
@@ -132,7 +145,11 @@ def numbered(schedule: Schedule) -> Schedule:
     name = np.arange(problem.microbatches)
     for r, route in enumerate(problem.all_routes):
         program = schedule.programs[problem.stages[route[0]].device].table
-        enters = (program[:, KIND] == Kind.F) & (program[:, STAGE] == route[0]) & (problem.costs.route[program[:, MICROBATCH]] == r)
+        enters = (
+            (program[:, KIND] == Kind.F)
+            & (program[:, STAGE] == route[0])
+            & (problem.costs.route[program[:, MICROBATCH]] == r)
+        )
         entered = program[enters, MICROBATCH]
         name[entered] = np.sort(entered)
     renamed = [table.copy() for table in tables]

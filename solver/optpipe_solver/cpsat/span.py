@@ -1,14 +1,14 @@
 """The objective span (OptPipe Eq. 3): the longest time from a device's first start to its last end.
 
-A simulated schedule starts everything as soon as it can, so the model must not gain by starting a device late: what a device computes
-first, a forward, starts at once.
+A simulated schedule starts everything as soon as it can, so the model must not gain by starting a device late: what a
+device computes first, a forward, starts at once.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from optpipe.ops import COMPUTE, Kind, Op
+from optpipe.model.ops import COMPUTE, Kind, Op
 
 if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
@@ -45,10 +45,11 @@ def _known(w: WindowModel) -> int:
 
 
 class _AtOnce:
-    """Literals that say of a forward that it waits for nothing but what holds it: its message, or the op before it on its device.
+    """Literals that say of a forward that it waits for nothing but what holds it: its message, or the op before it on
+    its device.
 
-    Forwards that hold each other up are followed to the first one; of other ops it is not asked whether they could have ended sooner,
-    so the span is a lower bound of the simulated one, and nearly always that.
+    Forwards that hold each other up are followed to the first one; of other ops it is not asked whether they could have
+    ended sooner, so the span is a lower bound of the simulated one, and nearly always that.
     """
 
     def __init__(self, w: WindowModel) -> None:
@@ -66,7 +67,11 @@ class _AtOnce:
             reasons.append(self._when(w.at[x], 0))
         else:
             before = route[route.index(s) - 1]
-            reasons.append(self._when(w.at[x], w.ended[Op(F, before, j)] + w.ticks.delay(before, s), self.literal(Op(F, before, j))))
+            reasons.append(
+                self._when(
+                    w.at[x], w.ended[Op(F, before, j)] + w.ticks.delay(before, s), self.literal(Op(F, before, j))
+                )
+            )
         device = w.problem.stages[s].device
         for y in w.inside:
             if y != x and w.problem.stages[y.stage].device == device and y.kind in (*COMPUTE, D):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from optpipe.ops import COMPUTE, Kind, Op
+from optpipe.model.ops import COMPUTE, Kind, Op
 
 if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
@@ -16,7 +16,8 @@ Run = tuple[Any, int, Any, Any]  # start, length, whether it takes place, and by
 
 
 def one_at_a_time(w: WindowModel) -> None:
-    """Device by device and link by link: no overlap in the window, and all of it between what is before and what is after."""
+    """Device by device and link by link: no overlap in the window, and all of it between what is before and what is
+    after."""
     known, allocated, many = w.incumbent.start, w.incumbent.point, len(w.problem.devices)
     of_device = (_grouped(ops, w.device, many) for ops in (known, w.inside, allocated, w.point))
     for d, (own, free, begun, pointed) in enumerate(zip(*of_device, strict=True)):
@@ -29,9 +30,18 @@ def one_at_a_time(w: WindowModel) -> None:
         if w.window.frees(d):
             _no_overlap(w, runs)
         else:
-            _in_order(w, [(points[x], points[x]) if x in points else (w.at[x], w.ended.get(x, w.at[x])) for x in own if _counts(w, x)])
+            _in_order(
+                w,
+                [
+                    (points[x], points[x]) if x in points else (w.at[x], w.ended.get(x, w.at[x]))
+                    for x in own
+                    if _counts(w, x)
+                ],
+            )
     number = {(kind, s): n for n, (kinds, users) in enumerate(w.ticks.streams) for kind in kinds for s in users}
-    of_link = (_grouped(ops, lambda x: number.get((x.kind, x.stage)), len(w.ticks.streams)) for ops in (known, w.inside))
+    of_link = (
+        _grouped(ops, lambda x: number.get((x.kind, x.stage)), len(w.ticks.streams)) for ops in (known, w.inside)
+    )
     for (_, users), link, transfers in zip(w.ticks.streams, *of_link, strict=True):
         known_at = [(known[x], x) for x in link]
         runs = [(w.at[x], w.length(x), w.there(x), w.ends[w.device(x)]) for x in transfers]
@@ -54,7 +64,8 @@ def _grouped(ops: Iterable[Op], number: Callable[[Op], int | None], many: int) -
 
 
 def _runs(w: WindowModel, x: Op) -> Iterator[Run]:
-    """What an op puts on its device's compute stream: itself, nothing for a transfer, and one of both if B and W may be a BW."""
+    """What an op puts on its device's compute stream: itself, nothing for a transfer, and one of both if B and W may be
+    a BW."""
     s, j, by = x.stage, x.microbatch, w.ends[w.device(x)]
     fused = w.fused.get((s, j), False)
     if x.kind == D or (x.kind in (F, W, B, C) and (fused is False or x.kind not in (B, W))):
@@ -68,7 +79,9 @@ def _runs(w: WindowModel, x: Op) -> Iterator[Run]:
 
 def _counts(w: WindowModel, x: Op) -> bool:
     """Whether x has a place of its own in the window's part of a compute stream: the W of a BW has not."""
-    inside = x in w.inside and x.kind in (*COMPUTE, D) and not (x.kind == W and w.fused.get((x.stage, x.microbatch)) is True)
+    inside = (
+        x in w.inside and x.kind in (*COMPUTE, D) and not (x.kind == W and w.fused.get((x.stage, x.microbatch)) is True)
+    )
     return inside or (_matters(w, x) and x in w.point and not isinstance(w.point[x], int))
 
 
@@ -78,11 +91,14 @@ def _matters(w: WindowModel, x: Op) -> bool:
 
 
 def _no_overlap(w: WindowModel, runs: list[Run]) -> None:
-    """Those of no length may not be inside another either. Nameless micro-batches do without: with strong propagation (see `solve`) CP-SAT
+    """Those of no length may not be inside another either. Nameless micro-batches do without: with strong propagation
+    (see `solve`) CP-SAT
     9.15 refutes solutions in which one of no length touches another."""
     if w.order == "ranks":
         runs = [run for run in runs if run[1] > 0]
-    w.model.add_no_overlap([w.model.new_optional_fixed_size_interval_var(at, length, there, "runs") for at, length, there, _ in runs])
+    w.model.add_no_overlap(
+        [w.model.new_optional_fixed_size_interval_var(at, length, there, "runs") for at, length, there, _ in runs]
+    )
 
 
 def _in_order(w: WindowModel, runs: list[tuple[Any, Any]]) -> None:

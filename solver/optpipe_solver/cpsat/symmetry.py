@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from optpipe.ops import Kind, Op
+from optpipe.model.ops import Kind, Op
 
 if TYPE_CHECKING:
     from optpipe_solver.cpsat.whole import WindowModel
@@ -22,7 +22,9 @@ def breaks(w: WindowModel) -> None:
         _microbatches(w, [Op(F, route[0], j) for j in batches])
         if w.order == "stages":
             for s in route:
-                for kind in (F, B) if w.ticks.may_fuse(s) else (F, B, W):  # the W of a BW need not wait for that of a B before it
+                for kind in (
+                    (F, B) if w.ticks.may_fuse(s) else (F, B, W)
+                ):  # the W of a BW need not wait for that of a B before it
                     _microbatches(w, [Op(kind, s, j) for j in batches])
     for s, j in w.passes:
         parts = w.ticks.activations[s].parts

@@ -1,5 +1,5 @@
-"""A problem in integers, for CP-SAT: times in ticks, sizes in grains, both chosen from the data and rounded to the safe side: up for
-schedules, down for bounds."""
+"""A problem in integers, for CP-SAT: times in ticks, sizes in grains, both chosen from the data and rounded to the safe
+side: up for schedules, down for bounds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor, gcd, lcm
 
-from optpipe.ops import COMPUTE, TRANSFERS, Kind, Op
-from optpipe.problem import Problem, Stage
+from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
+from optpipe.model.problem import Problem, Stage
 
-FINEST = 2000  # ticks that the busiest device's work on one micro-batch may last before times are rounded: in more, windows gain less
+# ticks that the busiest device's work on one micro-batch may last before times are rounded: in more, windows gain
+# less
+FINEST = 2000
 LONGEST = 2**40  # ticks that everything, one after the other, may last: what CP-SAT adds up stays far below 2^63
 FULL = 100_000  # grains of the roomiest device before sizes are rounded
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One stage's memory on one micro-batch, in grains; each figure is rounded on its own, the last of `parts` stays on the device.
+    """One stage's memory on one micro-batch, in grains; each figure is rounded on its own, the last of `parts` stays on
+    the device.
 
-    `parts` are there from F to B: first those that may leave, then what stays. From B to W there is `kept`, and during B the greater.
-    Where it is recomputed, `checkpoint` is all that is there between F and C.
+    `parts` are there from F to B: first those that may leave, then what stays. From B to W there is `kept`, and during
+    B the greater. Where it is recomputed, `checkpoint` is all that is there between F and C.
     """
 
     parts: tuple[int, ...]
@@ -36,10 +39,12 @@ class Activation:
 
 @dataclass(frozen=True)
 class Ticks:
-    """`problem` on a grid. Durations are never rounded down, needs of memory neither, capacities never up, so what fits on the grid fits.
+    """`problem` on a grid. Durations are never rounded down, needs of memory neither, capacities never up, so what fits
+    on the grid fits.
 
-    If `down`, durations and needs are never rounded up: every program of the problem fits on the grid and has no longer makespan there, so
-    a bound on the grid's makespan is one on the problem's. (Not on the span: a device whose work comes sooner starts sooner, too.)
+    If `down`, durations and needs are never rounded up: every program of the problem fits on the grid and has no longer
+    makespan there, so a bound on the grid's makespan is one on the problem's. (Not on the span: a device whose work
+    comes sooner starts sooner, too.)
     """
 
     problem: Problem
@@ -49,15 +54,17 @@ class Ticks:
 
     @classmethod
     def of(cls, problem: Problem, finest: int = FINEST) -> Ticks:
-        """Ticks in which every duration is whole where `finest` of them suffice for the busiest device's work on one micro-batch, otherwise
-        that many."""
+        """Ticks in which every duration is whole where `finest` of them suffice for the busiest device's work on one
+        micro-batch, otherwise that many."""
         times = [_exact(problem.p2p_ms), *(ms for stage in problem.stages for ms in _durations(stage).values())]
         denominator = lcm(*(ms.denominator for ms in times))
         unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
         if not unit:
             return cls(problem, Fraction(1), False)  # nothing takes any time
         coarsest = max(max(_work(problem)) / finest, _serial(problem) / LONGEST)
-        exact = unit >= coarsest and all(ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE)
+        exact = unit >= coarsest and all(
+            ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE
+        )
         return cls(problem, max(unit, coarsest), exact)
 
     @cached_property
@@ -74,7 +81,10 @@ class Ticks:
     def _ticks(self) -> list[dict[Kind, int]]:
         """Rounded up, compute takes a tick at least: of ops that take no time, starts would not tell the order."""
         return [
-            {kind: max(self._whole(ms), int(kind in COMPUTE and not self.down)) for kind, ms in _durations(stage).items()}
+            {
+                kind: max(self._whole(ms), int(kind in COMPUTE and not self.down))
+                for kind, ms in _durations(stage).items()
+            }
             for stage in self.problem.stages
         ]
 
@@ -107,14 +117,16 @@ class Ticks:
     def serial(self) -> int:
         """Ticks of everything that could be done, one after the other: no simulated schedule is longer."""
         once = [
-            2 * self.p2p + sum(lasts * (stage.offload_parts if kind in TRANSFERS else 1) for kind, lasts in ticks.items())
+            2 * self.p2p
+            + sum(lasts * (stage.offload_parts if kind in TRANSFERS else 1) for kind, lasts in ticks.items())
             for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
         ]
         return self.problem.microbatches * sum(once)
 
     def may_fuse(self, stage: int) -> bool:
-        """Whether BW can do what B and W cannot: only where it needs less memory, otherwise they do all that it does."""
-        return self.problem.stages[stage].weight_grad_bytes > self.problem.stages[stage].activation_bytes
+        """Whether BW can do what B and W cannot: only where it needs less memory, otherwise they do all that it
+        does."""
+        return self.problem.stages[stage].saved_for_weight_bytes > self.problem.stages[stage].activation_bytes
 
     @cached_property
     def p2p(self) -> int:
@@ -133,13 +145,13 @@ class Ticks:
     @cached_property
     def grain(self) -> int:
         """Bytes in which needs are counted: as many as divide every need, or a small share of the roomiest device."""
-        return max(self._common, int(self.problem.costs.memory.max()) // FULL, 1)
+        return max(self._common, int(self.problem.costs.activation_budget.max()) // FULL, 1)
 
     @cached_property
     def _common(self) -> int:
         costs = self.problem.costs
         parts = (size for sizes in self._part_bytes for size in sizes)
-        return gcd(*costs.activation.tolist(), *costs.weight_grad.tolist(), *costs.checkpoint.tolist(), *parts)
+        return gcd(*costs.activation.tolist(), *costs.saved_for_weight.tolist(), *costs.checkpoint.tolist(), *parts)
 
     @cached_property
     def _part_bytes(self) -> list[list[int]]:
@@ -157,7 +169,7 @@ class Ticks:
             Activation(
                 tuple(self._grains(size) for size in parts),
                 self._grains(stage.activation_bytes - sum(parts)),
-                self._grains(stage.weight_grad_bytes),
+                self._grains(stage.saved_for_weight_bytes),
                 self._grains(stage.checkpoint_bytes or 0),
             )
             for stage, parts in zip(self.problem.stages, self._part_bytes, strict=True)
@@ -165,10 +177,13 @@ class Ticks:
 
     def _grains(self, size: int) -> int:
         """What no device has room for need not be counted further."""
-        return min(size // self.grain if self.down else -(-size // self.grain), int(self.problem.costs.memory.max()) // self.grain + 1)
+        return min(
+            size // self.grain if self.down else -(-size // self.grain),
+            int(self.problem.costs.activation_budget.max()) // self.grain + 1,
+        )
 
     def capacity(self, device: int) -> int:
-        return self.problem.devices[device].memory_bytes // self.grain
+        return self.problem.devices[device].activation_budget_bytes // self.grain
 
     @cached_property
     def host_capacities(self) -> list[int | None]:
@@ -178,7 +193,10 @@ class Ticks:
             for s in self.problem.route(j):
                 most[self.problem.stages[s].device] += sum(self._part_bytes[s])
         limits = [device.host_memory_bytes for device in self.problem.devices]
-        return [None if limit is None or size <= limit else limit // self.grain for size, limit in zip(most, limits, strict=True)]
+        return [
+            None if limit is None or size <= limit else limit // self.grain
+            for size, limit in zip(most, limits, strict=True)
+        ]
 
     @cached_property
     def work(self) -> list[int]:

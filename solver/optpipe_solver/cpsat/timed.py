@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optpipe.graph import Flags, flatten, is_transfer
-from optpipe.ops import Kind, Op
-from optpipe.program import JOINED, KIND, STAGE
+from optpipe.evaluate.graph import Flags, flatten, is_transfer
+from optpipe.model.ops import Kind, Op
+from optpipe.model.program import JOINED, KIND, STAGE
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.paths import apart, familiar, stands, tails
@@ -14,19 +14,21 @@ from optpipe_solver.paths import apart, familiar, stands, tails
 
 @dataclass(frozen=True)
 class Timed:
-    """Ticks by op, in the order of the programs; a BW is its B and its W, one after the other, and named in `fused` by stage and
-    micro-batch."""
+    """Ticks by op, in the order of the programs; a BW is its B and its W, one after the other, and named in `fused` by
+    stage and micro-batch."""
 
     start: dict[Op, int]  # F, B, W, C, O, D, R
-    point: dict[Op, int]  # O and R: where their bytes are allocated, at the start or, inside a compute op, before that op
+    point: dict[
+        Op, int
+    ]  # O and R: where their bytes are allocated, at the start or, inside a compute op, before that op
     tail: dict[Op, int]  # from an op's start to the schedule's end, if all that must follow it follows at once
     fused: frozenset[tuple[int, int]]
     end: int
 
 
 def covers(schedule: Schedule) -> bool:
-    """Whether every op of the schedule is one that the models here know: no evictions, no optimizers, no pairs, and BW only where it
-    needs less memory than B and W."""
+    """Whether every op of the schedule is one that the models here know: no evictions, no optimizers, no pairs, and BW
+    only where it needs less memory than B and W."""
     table, _ = flatten(schedule)
     dispensable = (table[:, KIND] == Kind.BW) & ~_needed(schedule)[table[:, STAGE]]
     return familiar(schedule) and not dispensable.any() and not table[:, JOINED].any()
@@ -35,7 +37,7 @@ def covers(schedule: Schedule) -> bool:
 def _needed(schedule: Schedule) -> Flags:
     """(S,) the stages whose BW needs less memory than B and W."""
     costs = schedule.problem.costs
-    needed: Flags = costs.weight_grad > costs.activation
+    needed: Flags = costs.saved_for_weight > costs.activation
     return needed
 
 

@@ -1,9 +1,10 @@
-"""The problem itself on CP-SAT, whole or a window of it: every choice that it leaves but pairs, by the program's rule for memory.
+"""The problem itself on CP-SAT, whole or a window of it: every choice that it leaves but pairs, by the program's rule
+for memory.
 
-The window is what an incumbent does between two moments. What it did before stays as it is; what it does after keeps its order, so
-that of an op there all that matters is its `tail`, the longest path from its start to the end: it starts at end − tail. With all of
-the time free this is the whole problem. Here are the ops, their choices and what they wait for; `streams`, `memory`, `symmetry` and
-`span` hold one family of constraints each.
+The window is what an incumbent does between two moments. What it did before stays as it is; what it does after keeps
+its order, so that of an op there all that matters is its `tail`, the longest path from its start to the end: it starts
+at end − tail. With all of the time free this is the whole problem. Here are the ops, their choices and what they wait
+for; `streams`, `memory`, `symmetry` and `span` hold one family of constraints each.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, Literal
 
 from ortools.sat.python import cp_model
 
-from optpipe.child import Objective
-from optpipe.ops import COMPUTE, Kind, Op
-from optpipe.problem import Problem
+from optpipe.model.ops import COMPUTE, Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.process.child import Objective
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat import memory, ranks, span, streams, symmetry
 from optpipe_solver.cpsat.ticks import Ticks
@@ -26,12 +27,15 @@ from optpipe_solver.cpsat.timed import Timed
 
 F, B, W, C, O, R, D, BW = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D, Kind.BW
 Starts = dict[Op, int]  # ticks of F, B, W, BW, C, O, R
-Order = Literal["stages", "entry", "ranks"]  # micro-batches keep theirs in all stages, or where they enter, or are nameless (`ranks`)
+Order = Literal[
+    "stages", "entry", "ranks"
+]  # micro-batches keep theirs in all stages, or where they enter, or are nameless (`ranks`)
 
 
 @dataclass(frozen=True)
 class Window:
-    """The ops that start in [begin, end) ticks are free: in time, and on these devices in order and choices, too; None is all devices."""
+    """The ops that start in [begin, end) ticks are free: in time, and on these devices in order and choices, too; None
+    is all devices."""
 
     begin: int
     end: int
@@ -47,7 +51,8 @@ def everything(known: Timed) -> Window:
 
 @dataclass(frozen=True)
 class Answer:
-    """The best starts found, None where there are none, and their value by the model. No solution of the model is below `bound`."""
+    """The best starts found, None where there are none, and their value by the model. No solution of the model is below
+    `bound`."""
 
     starts: Starts | None
     end: int
@@ -57,22 +62,29 @@ class Answer:
 
 
 def order_is_free(problem: Problem, objective: Objective | Literal["ends"]) -> bool:
-    """Whether micro-batches that keep their order in all stages lose nothing. They are alike where none may leave or be recomputed: else a
-    later one can be worth an overtaking. The span is worth one, too: a device that lets the second overtake the first starts later."""
+    """Whether micro-batches that keep their order in all stages lose nothing. They are alike where none may leave or be
+    recomputed: else a later one can be worth an overtaking. The span is worth one, too: a device that lets the second
+    overtake the first starts later."""
     return objective == "makespan" and not any(stage.can_offload or stage.can_recompute for stage in problem.stages)
 
 
 class WindowModel:
-    """`at` is each op's start (of D and, in `point`, of O and R: where memory changes): a number before the window, a variable in it,
-    and end − tail after it. A choice is a literal, or True where the incumbent has made it outside the window; one not there is not open.
+    """`at` is each op's start (of D and, in `point`, of O and R: where memory changes): a number before the window, a
+    variable in it, and end − tail after it. A choice is a literal, or True where the incumbent has made it outside the
+    window; one not there is not open.
 
-    The objective `span` is meant for all of the problem: what is after a window is not free to move on its own. `ends` is meant for
-    windows: to the end it adds, device by device, when the longest path that leaves the window there would end. So a window that cannot
-    end sooner still makes room for others.
+    The objective `span` is meant for all of the problem: what is after a window is not free to move on its own. `ends`
+    is meant for windows: to the end it adds, device by device, when the longest path that leaves the window there would
+    end. So a window that cannot end sooner still makes room for others.
     """
 
     def __init__(
-        self, ticks: Ticks, incumbent: Timed, window: Window, order: Order, objective: Objective | Literal["ends"] = "makespan"
+        self,
+        ticks: Ticks,
+        incumbent: Timed,
+        window: Window,
+        order: Order,
+        objective: Objective | Literal["ends"] = "makespan",
     ) -> None:
         self.ticks, self.incumbent, self.window, self.order, self.minimizes = ticks, incumbent, window, order, objective
         self.problem = ticks.problem
@@ -99,12 +111,14 @@ class WindowModel:
         symmetry.breaks(self)
         if order == "ranks":
             ranks.relate(self)
-        self.objective = span.longest(self) if objective == "span" else self.end + (sum(self.ends) if objective == "ends" else 0)
+        self.objective = (
+            span.longest(self) if objective == "span" else self.end + (sum(self.ends) if objective == "ends" else 0)
+        )
 
     @property
     def is_bound(self) -> bool:
-        """Whether its bound holds for every schedule of the problem: all is free, nothing is rounded, or of a makespan nothing but down,
-        pairs are none, and if micro-batches keep their order in all stages, that loses nothing."""
+        """Whether its bound holds for every schedule of the problem: all is free, nothing is rounded, or of a makespan
+        nothing but down, pairs are none, and if micro-batches keep their order in all stages, that loses nothing."""
         ticks, known = self.ticks, self.incumbent
         free = self.window.begin == 0 and self.window.end > known.end and self.window.devices is None
         any_order = self.order != "stages" or order_is_free(self.problem, self.minimizes)
@@ -141,7 +155,9 @@ class WindowModel:
 
     def begins(self, x: Op) -> int:
         """When x starts in the incumbent: the W of a BW with its B."""
-        return self.incumbent.start[x._replace(kind=B) if x.kind == W and (x.stage, x.microbatch) in self.incumbent.fused else x]
+        return self.incumbent.start[
+            x._replace(kind=B) if x.kind == W and (x.stage, x.microbatch) in self.incumbent.fused else x
+        ]
 
     def _place(self, x: Op, hint: int | None = None) -> None:
         """Gives x its time; free where there is a hint, for what the incumbent may lack."""
@@ -181,8 +197,8 @@ class WindowModel:
             self._follow(b, w)
 
     def _relief(self, s: int, j: int) -> None:
-        """An activation stays, or parts of it leave, or it is recomputed: decided where its forward and its backward are in the window,
-        and with them all that may be between."""
+        """An activation stays, or parts of it leave, or it is recomputed: decided where its forward and its backward
+        are in the window, and with them all that may be between."""
         known, needed = self.incumbent, self.incumbent.start[Op(B, s, j)]
         free = {Op(F, s, j), Op(B, s, j)} <= self.inside and self.window.frees(self.problem.stages[s].device)
         for p in range(len(self.ticks.activations[s].parts)):
@@ -274,8 +290,8 @@ class WindowModel:
         on_better: Callable[[Starts], None] | None = None,
         on_bound: Callable[[int], None] | None = None,
     ) -> Answer:
-        """Minimizes the objective, for so many seconds of the budget at most, or finds a first solution. `on_better` sees each one on
-        the way, `on_bound` each bound, perhaps from another thread."""
+        """Minimizes the objective, for so many seconds of the budget at most, or finds a first solution. `on_better`
+        sees each one on the way, `on_bound` each bound, perhaps from another thread."""
         self.model.minimize(self.objective)
         solver = cp_model.CpSolver()
         budget.allot(solver, seconds)
@@ -290,7 +306,9 @@ class WindowModel:
         bound = round(solver.best_objective_bound)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return Answer(None, self.incumbent.end, bound, status == cp_model.INFEASIBLE, used_s)
-        return Answer(self.starts(solver.value), solver.value(self.objective), bound, status == cp_model.OPTIMAL, used_s)
+        return Answer(
+            self.starts(solver.value), solver.value(self.objective), bound, status == cp_model.OPTIMAL, used_s
+        )
 
     def starts(self, value: Callable[[Any], int]) -> Starts:
         """Of all ops but drops, which `lift` derives."""

@@ -1,11 +1,12 @@
-"""The cyclic engine: micro-batches repeat with the shortest period that memory and links admit (modulo scheduling, DESIGN section 5)."""
+"""The cyclic engine: micro-batches repeat with the shortest period that memory and links admit (modulo scheduling,
+DESIGN section 5)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from optpipe.child import Frame, Request
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Frame, Request
 
 FEWEST = 2  # micro-batches that can repeat
 

@@ -1,10 +1,11 @@
 """The periodic pattern (modulo scheduling): K micro-batches repeat with period T, solved by CP-SAT for a fixed T.
 
-Each op x of the pattern has a start s_x in its micro-batch's own time, 0 at the first forward; its copy n periods later runs at
-s_x + n·T. Each device has a frame of its own, which begins with its first forward: s_x = frame + r_x + q_x·T with 0 ≤ r_x < T. Since that
-forward is not interrupted, no compute op reaches over the frame's edge, and compute is an ordinary sequence in [0, T). Memory at r is
-then a sum over the events e that change it: Σ_e δ_e·(−q_e + [r_e ≤ r]), counted where something is allocated.
-Drop and reload points stand in that sequence, too, which is the program's rule (DESIGN section 3): none lies inside a compute op.
+Each op x of the pattern has a start s_x in its micro-batch's own time, 0 at the first forward; its copy n periods later
+runs at s_x + n·T. Each device has a frame of its own, which begins with its first forward: s_x = frame + r_x + q_x·T
+with 0 ≤ r_x < T. Since that forward is not interrupted, no compute op reaches over the frame's edge, and compute is an
+ordinary sequence in [0, T). Memory at r is then a sum over the events e that change it: Σ_e δ_e·(−q_e + [r_e ≤ r]),
+counted where something is allocated. Drop and reload points stand in that sequence, too, which is the program's rule
+(DESIGN section 3): none lies inside a compute op.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from math import inf
 
 from ortools.sat.python import cp_model
 
-from optpipe.ops import COMPUTE, Kind, Op
+from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
 
@@ -35,7 +36,8 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search for a pattern ended with: one, perhaps the shortest there is, or the proof that there is none, or neither."""
+    """What a search for a pattern ended with: one, perhaps the shortest there is, or the proof that there is none, or
+    neither."""
 
     pattern: Pattern | None
     proven: bool  # the least latency, or, without a pattern, that none exists
@@ -47,15 +49,20 @@ def least_period(ticks: Ticks, K: int) -> int:
 
 
 def sequential_period(ticks: Ticks, K: int) -> int:
-    """In this period, K micro-batches run one after the other with all their transfers: if that does not fit, nothing does."""
-    moved = sum(ticks.lasts(kind, s) * len(ticks.activations[s].parts) for s in ticks.problem.all_routes[0] for kind in (O, R))
+    """In this period, K micro-batches run one after the other with all their transfers: if that does not fit, nothing
+    does."""
+    moved = sum(
+        ticks.lasts(kind, s) * len(ticks.activations[s].parts) for s in ticks.problem.all_routes[0] for kind in (O, R)
+    )
     return K * (_chain(ticks) + moved)
 
 
 def _chain(ticks: Ticks) -> int:
     """One micro-batch's way, all of its compute one after the other."""
     stages = ticks.problem.stages
-    kinds = [(s, kind) for s, stage in enumerate(stages) for kind in ((F, B, W, C) if stage.can_recompute else (F, B, W))]
+    kinds = [
+        (s, kind) for s, stage in enumerate(stages) for kind in ((F, B, W, C) if stage.can_recompute else (F, B, W))
+    ]
     return sum(ticks.lasts(kind, s) for s, kind in kinds) + 2 * len(stages) * ticks.p2p
 
 
@@ -162,7 +169,10 @@ class PatternModel:
             model.add(self.r[y] + self._length(y) <= self.r[x]).only_enforce_if(~first, *there)
         compute = [x for x in own if x.kind in COMPUTE]
         model.add_no_overlap(
-            [model.new_optional_fixed_size_interval_var(self.r[x], self._length(x), self._there(x), f"{x}") for x in compute]
+            [
+                model.new_optional_fixed_size_interval_var(self.r[x], self._length(x), self._there(x), f"{x}")
+                for x in compute
+            ]
         )
 
     def _length(self, x: Op) -> int:
@@ -178,7 +188,12 @@ class PatternModel:
         """At every op that allocates, the copies alive fit."""
         own = self._own(d)
         capacity = self.ticks.capacity(d)
-        changes = [(x, self._turns(x, there), start, change, there) for x in own for start, change, there in self._changes(x) if change]
+        changes = [
+            (x, self._turns(x, there), start, change, there)
+            for x in own
+            for start, change, there in self._changes(x)
+            if change
+        ]
         for at in own:
             if not any(change > 0 for _, change, _ in self._changes(at)):
                 continue
@@ -234,7 +249,8 @@ class PatternModel:
     # --- links
 
     def _link(self, kinds: tuple[Kind, ...], users: list[int]) -> None:
-        """Transfers one at a time: for some whole n, y starts between x's end and the start of x's next copy, less y's length."""
+        """Transfers one at a time: for some whole n, y starts between x's end and the start of x's next copy, less y's
+        length."""
         model, T = self.model, self.T
         transfers = [Op(kind, *leaving) for leaving in self.leaves if leaving[0] in users for kind in kinds]
         busy = [self.ticks.lasts(x.kind, x.stage) * self._leaves(x) for x in transfers]

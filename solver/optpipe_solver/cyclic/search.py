@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from optpipe.child import Frame, Request
-from optpipe.ops import Kind
-from optpipe.problem import Problem
-from optpipe.program import KIND
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND
+from optpipe.process.child import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
@@ -26,7 +26,13 @@ LARGEST_K = 4
 WORTHWHILE = 1.5  # so many times fewer micro-batches are improved instead of all
 PATTERNS_SHARE = 0.4  # of the time, at most
 PERIOD_S = 10.0  # for one period, at most
-STRETCHES = (1.02, 1.05, 1.1, 1.2, 1.35)  # of the shortest period: a longer one may have so much less latency that it pays
+STRETCHES = (
+    1.02,
+    1.05,
+    1.1,
+    1.2,
+    1.35,
+)  # of the shortest period: a longer one may have so much less latency that it pays
 
 
 def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
@@ -56,12 +62,16 @@ def _patterns(ticks: Ticks, keeper: TimedKeeper, budget: Budget) -> Pattern | No
 
 
 def _windows(ticks: Ticks, pattern: Pattern, keeper: TimedKeeper, budget: Budget) -> None:
-    """Improves what the pattern unrolls to, window by window. Of many micro-batches so few that a period stands between warm-up and
-    cool-down; in what becomes of them the period is repeated."""
+    """Improves what the pattern unrolls to, window by window. Of many micro-batches so few that a period stands between
+    warm-up and cool-down; in what becomes of them the period is repeated."""
     problem, K = ticks.problem, pattern.microbatches
     few = 3 * K * ceil(pattern.latency / pattern.period)
     shortened = few * WORTHWHILE < problem.microbatches
-    core = replace(ticks, problem=problem.model_copy(update={"microbatches": few, "microbatch_routes": None})) if shortened else ticks
+    core = (
+        replace(ticks, problem=problem.model_copy(update={"microbatches": few, "microbatch_routes": None}))
+        if shortened
+        else ticks
+    )
     for short in improvements(core, prune(unroll(core, pattern, METHOD)), budget, keeper.request.seed):
         schedule = _lengthened(problem, short) if shortened else short
         if schedule:
@@ -76,7 +86,8 @@ def _lengthened(problem: Problem, short: Schedule) -> Schedule | None:
 
 
 def patterns(ticks: Ticks, K: int, budget: Budget, least_left: float, seed: int) -> Iterator[Pattern]:
-    """Patterns of K micro-batches: the shortest period found before so little of the budget is left, then longer ones of less latency."""
+    """Patterns of K micro-batches: the shortest period found before so little of the budget is left, then longer ones
+    of less latency."""
 
     def solve(period: int, below: int | None = None) -> Pattern | None:
         seconds = min(budget.left() - least_left, PERIOD_S)
@@ -95,7 +106,8 @@ def patterns(ticks: Ticks, K: int, budget: Budget, least_left: float, seed: int)
 
 
 def _shortest(solve: Callable[[int], Pattern | None], least: int, most: int) -> Pattern | None:
-    """The pattern of the shortest period: `least` if it may be, otherwise by steps that double, then halving what is left between."""
+    """The pattern of the shortest period: `least` if it may be, otherwise by steps that double, then halving what is
+    left between."""
     low, high, step = least - 1, least, max(1, least // 16)
     while (best := solve(high)) is None:
         if high >= most:

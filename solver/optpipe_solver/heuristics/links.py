@@ -1,4 +1,5 @@
-"""The transfers' side of list scheduling: each link that falls free brings back what is needed soon, else takes away what can go."""
+"""The transfers' side of list scheduling: each link that falls free brings back what is needed soon, else takes away
+what can go."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from optpipe.ops import Kind
+from optpipe.model.ops import Kind
 from optpipe_solver.floor import part_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class Away:
 
 
 class Links:
-    """Transfers in flight and at rest. A reload takes its bytes when it starts; a drop takes effect when no compute op runs."""
+    """Transfers in flight and at rest. A reload takes its bytes when it starts; a drop takes effect when no compute op
+    runs."""
 
     def __init__(self, listing: Listing) -> None:
         self._at = listing
@@ -107,9 +109,12 @@ class Links:
                 self._offload(n)
 
     def _next(self, d: int) -> Iterator[Key]:
-        """The activations that could come back: of each stage the one that went first, and those whose backward already waits."""
+        """The activations that could come back: of each stage the one that went first, and those whose backward already
+        waits."""
         for stage, queue in self._to_come[d].items():
-            while queue and ((away := self._away.get((stage, queue[0]))) is None or (away.returns and away.granted == len(away.gone))):
+            while queue and (
+                (away := self._away.get((stage, queue[0]))) is None or (away.returns and away.granted == len(away.gone))
+            ):
                 queue.popleft()
             if queue:
                 yield stage, queue[0]
@@ -125,7 +130,9 @@ class Links:
 
     def _reload(self, n: int) -> bool:
         at, look = self._at, float("inf")
-        candidates = [key for d in self._sharers[n] for key in self._next(d) if self._away[key].dropped > self._away[key].granted]
+        candidates = [
+            key for d in self._sharers[n] for key in self._next(d) if self._away[key].dropped > self._away[key].granted
+        ]
         if len(candidates) > 1:
             candidates.sort(key=lambda key: at.expected(*key))
         for stage, j in candidates:
@@ -135,7 +142,9 @@ class Links:
                     look, looker = wanted, stage
                 continue
             part = away.gone[away.granted]
-            if at.held[d] + self._bytes[stage][part] > at.memory[d] or not (away.returns or at.reserve.regains(stage, j)):
+            if at.held[d] + self._bytes[stage][part] > at.memory[d] or not (
+                away.returns or at.reserve.regains(stage, j)
+            ):
                 continue
             away.returns = True
             away.waiting.clear()
@@ -161,7 +170,8 @@ class Links:
             queue.popleft()
 
     def _may_stay(self, stage: int, j: int, away: Away) -> bool:
-        """What would not be back in time, or makes room for no forward, need not leave, if all in flight can be finished without that."""
+        """What would not be back in time, or makes room for no forward, need not leave, if all in flight can be
+        finished without that."""
         at = self._at
         n, gone = len(away.waiting), len(away.gone) - away.back
         transfers = n * at.ms[O][stage] + (n + gone) * at.ms[R][stage]

@@ -7,11 +7,11 @@ from math import ceil
 
 import numpy as np
 
-from optpipe.graph import Floats, Table
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.evaluate.graph import Floats, Table
+from optpipe.evaluate.validity import check
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver.heuristics.listing import Listing
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
@@ -54,13 +54,15 @@ def _alike(problem: Problem) -> Problem:
     times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms", "recompute_ms")
     longest = {name: max(getattr(stage, name) or 0.0 for stage in problem.stages) for name in times}
     stages = tuple(
-        stage.model_copy(update={name: longest[name] for name in times if getattr(stage, name) is not None}) for stage in problem.stages
+        stage.model_copy(update={name: longest[name] for name in times if getattr(stage, name) is not None})
+        for stage in problem.stages
     )
     return problem.model_copy(update={"stages": stages})
 
 
 def _enough_for_a_period(problem: Problem) -> int:
-    """Micro-batches for about three times what is in flight at full speed: to fill the pipeline, to see what repeats, and to drain it."""
+    """Micro-batches for about three times what is in flight at full speed: to fill the pipeline, to see what repeats,
+    and to drain it."""
     ms, device = problem.costs.ms, problem.costs.device
     latency = float(ms[[Kind.F, Kind.B]].sum()) + 2 * problem.p2p_ms * (len(problem.stages) - 1)
     work = np.bincount(device, weights=ms[[Kind.F, Kind.BW]].sum(axis=0))

@@ -1,7 +1,8 @@
 """List scheduling: a clock runs, and each device that falls idle starts the best op that its memory admits.
 
-Every heuristic is a `Policy` for it. Memory is counted by the program's rule (`optpipe.memory`), so what comes out passes `certify`, and
-`Reserve` sees to it that what is in flight can always be finished, so it never gets stuck. `links` holds the transfers' side.
+Every heuristic is a `Policy` for it. Memory is counted by the program's rule (`optpipe.evaluate.memory`), so what comes
+out passes `certify`, and `Reserve` sees to it that what is in flight can always be finished, so it never gets stuck.
+`links` holds the transfers' side.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from time import monotonic
 
 import numpy as np
 
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 from optpipe_solver.floor import Relief, reliefs
 from optpipe_solver.heuristics.links import LOOK, Links
 from optpipe_solver.heuristics.policy import Policy
@@ -33,22 +34,26 @@ class Listing:
     def __init__(self, problem: Problem, policy: Policy) -> None:
         self.problem, self.policy = problem, policy
         costs, m, devices = problem.costs, problem.microbatches, len(problem.devices)
-        instant = 10 * grain(np.array([costs.ms.sum() * m]))  # what takes no time takes this here, so that `lift` sees which came first
+        instant = 10 * grain(
+            np.array([costs.ms.sum() * m])
+        )  # what takes no time takes this here, so that `lift` sees which came first
         self.ms: list[list[float]] = np.maximum(costs.ms, instant).tolist()
         self.device: list[int] = costs.device.tolist()
         self.activation: list[int] = costs.activation.tolist()
-        self.kept: list[int] = costs.weight_grad.tolist()
+        self.kept: list[int] = costs.saved_for_weight.tolist()
         self.route = [problem.route(j) for j in range(m)]
         self.position = [{s: k for k, s in enumerate(route)} for route in self.route]
         ahead = {route: self._ahead(route) for route in set(self.route)}
         back = {route: dict(zip(route, ahead[route][-2::-1], strict=False)) for route in ahead}  # the last is the end
         self.ahead, self.back = [ahead[route] for route in self.route], [back[route] for route in self.route]
         self.base = [reliefs(problem, route) for route in problem.all_routes]
-        self.memory = [d.memory_bytes for d in problem.devices]
+        self.memory = [d.activation_budget_bytes for d in problem.devices]
         self.reserve = Reserve(problem, self.memory, costs.host_memory.tolist(), self.base)
         self.held = [0] * devices  # bytes by the program's rule, the running op's included
         self.busy = [False] * devices
-        self.forwards: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(devices)]  # by stage: turn and micro-batch
+        self.forwards: list[dict[int, list[tuple[int, int]]]] = [
+            {} for _ in range(devices)
+        ]  # by stage: turn and micro-batch
         self.backwards: list[list[tuple[int, int, int]]] = [
             [] for _ in range(devices)
         ]  # gradients that have arrived: turn, micro-batch, stage
@@ -59,7 +64,9 @@ class Listing:
         self.turn = [m + j for j in range(m)]
         self.admitted = 0
         passing = (costs.before[costs.route] != -2).sum(axis=0)  # (S,) micro-batches
-        self.forwards_left: list[int] = np.bincount(costs.device, weights=passing, minlength=devices).astype(int).tolist()
+        self.forwards_left: list[int] = (
+            np.bincount(costs.device, weights=passing, minlength=devices).astype(int).tolist()
+        )
         self.begun = [0.0] * m  # when a micro-batch would have begun, had it run at full speed to where it is
         self.relief: dict[tuple[int, int], Relief] = {}  # of activations between forward and backward
         self.links = Links(self)
@@ -94,7 +101,9 @@ class Listing:
                 self.now = max(self.now, time)
                 under_way = len(self.reserve.active)
                 touched.add(self._happen(code, stage, j, part))
-                if len(self.reserve.active) < under_way:  # the next in line may do elsewhere what it could not do before
+                if (
+                    len(self.reserve.active) < under_way
+                ):  # the next in line may do elsewhere what it could not do before
                     touched.update(range(len(self.held)))
         return False
 
@@ -161,7 +170,9 @@ class Listing:
     def _fills(self, d: int) -> bool:
         """Whether a stage's first backward, which has its gradient, is to wait for forwards."""
         most = self.policy.before
-        return most is not None and any(not self.returning[s] and self.in_flight[s] < most[s] for _, _, s in self.backwards[d])
+        return most is not None and any(
+            not self.returning[s] and self.in_flight[s] < most[s] for _, _, s in self.backwards[d]
+        )
 
     def _start(self, kind: Kind, stage: int, j: int, taken: int) -> None:
         d, k, last = self.device[stage], self.position[j][stage], len(self.route[j]) - 1
@@ -210,7 +221,8 @@ class Listing:
         return False
 
     def _start_forward(self, d: int) -> bool:
-        """Of the forwards that limit and memory admit the one farthest along its route; the oldest micro-batch knows memory only."""
+        """Of the forwards that limit and memory admit the one farthest along its route; the oldest micro-batch knows
+        memory only."""
         heads = [(j, stage) for stage, queue in self.forwards[d].items() if queue for _, j in queue[:1]]
         for j, stage in sorted(heads, key=lambda item: -self.position[item[0]][item[1]]):
             oldest = j == self.reserve.active[0] if self.reserve.active else True
@@ -234,7 +246,8 @@ class Listing:
         return most is None or self.in_flight[stage] < most[stage]
 
     def _promise(self, stage: int, j: int) -> bool:
-        """Settles what becomes of an activation, so that all in flight can still be finished: what the policy wishes, or the least."""
+        """Settles what becomes of an activation, so that all in flight can still be finished: what the policy wishes,
+        or the least."""
         base = self.base[self.problem.costs.route[j]][stage]
         wish = self.policy.wish(stage, j, self.problem.stages[stage].offload_parts)
         for relief in dict.fromkeys((base if base != Relief() else wish, base)):

@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.memory import device_bytes
-from optpipe.ops import BACKWARD, Kind
-from optpipe.program import JOINED, KIND, MICROBATCH, Program
+from optpipe.evaluate.memory import device_bytes
+from optpipe.evaluate.validity import check
+from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.program import JOINED, KIND, MICROBATCH, Program
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 
 AT_ONCE_MS = 1e-6
 
 
 def paired(schedule: Schedule) -> Schedule | None:
-    """The schedule with a forward and a backward of another micro-batch joined wherever one followed the other at once and memory holds
-    both; None where the problem knows no pairs or that is no schedule."""
+    """The schedule with a forward and a backward of another micro-batch joined wherever one followed the other at once
+    and memory holds both; None where the problem knows no pairs or that is no schedule."""
     problem = schedule.problem
     if problem.overlap_factor is None:
         return None
@@ -28,9 +28,11 @@ def paired(schedule: Schedule) -> Schedule | None:
     forward, backward = table[:, KIND] == Kind.F, np.isin(table[:, KIND], list(BACKWARD))
     a, b = slice(None, -1), slice(1, None)
     fit = (device[a] == device[b]) & (table[a, MICROBATCH] != table[b, MICROBATCH])
-    fit &= ((forward[a] & backward[b]) | (backward[a] & forward[b])) & (timeline.start[b] - timeline.end[a] < AT_ONCE_MS)
+    fit &= ((forward[a] & backward[b]) | (backward[a] & forward[b])) & (
+        timeline.start[b] - timeline.end[a] < AT_ONCE_MS
+    )
     fit &= (table[a, JOINED] == 0) & (table[b, JOINED] == 0) & (np.r_[0, table[:-2, JOINED]] == 0)
-    for d, limit in enumerate(problem.costs.memory.tolist()):
+    for d, limit in enumerate(problem.costs.activation_budget.tolist()):
         own = np.flatnonzero(device == d)
         during = np.cumsum(taken[own]) - np.cumsum(freed[own]) + freed[own]
         fit[own[:-1]] &= during[:-1] + taken[own[1:]] <= limit

@@ -1,4 +1,5 @@
-"""`lengthened`: a long schedule from a short one. List scheduling falls into a rhythm once the pipeline is full; its period is repeated."""
+"""`lengthened`: a long schedule from a short one. List scheduling falls into a rhythm once the pipeline is full; its
+period is repeated."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optpipe.graph import Floats, Ints, Table
-from optpipe.ops import BACKWARD, Kind
-from optpipe.program import KIND, MICROBATCH, PART, STAGE
+from optpipe.evaluate.graph import Floats, Ints, Table
+from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 
 MOST = 6  # micro-batches a period
 SAME_MS = 1e-6
@@ -16,7 +17,8 @@ SAME_MS = 1e-6
 
 @dataclass(frozen=True)
 class Period:
-    """From `begin` on, for `ms`, a number of micro-batches enter and as many leave; then everything happens once more."""
+    """From `begin` on, for `ms`, a number of micro-batches enter and as many leave; then everything happens once
+    more."""
 
     begin: float
     ms: float
@@ -24,8 +26,9 @@ class Period:
 
 
 def lengthened(table: Table, start: Floats, microbatches: int) -> tuple[Table, Floats] | None:
-    """Rows and starts (ms) for more micro-batches: a period is put in, right behind itself, as often as is needed; None where nothing
-    repeats. What is in flight when it begins and when it ends differs by its number only, so what follows may follow any copy.
+    """Rows and starts (ms) for more micro-batches: a period is put in, right behind itself, as often as is needed; None
+    where nothing repeats. What is in flight when it begins and when it ends differs by its number only, so what follows
+    may follow any copy.
     """
     few = int(table[:, MICROBATCH].max(initial=-1)) + 1
     period = _period(table, start, few)

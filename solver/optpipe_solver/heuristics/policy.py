@@ -13,16 +13,22 @@ class Policy:
     """What a heuristic wants. Sequences have an entry a stage; None limits nothing, or relieves nothing."""
 
     in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
-    before: Sequence[int] | None = None  # forwards that a stage starts, if it can, before its first backward, though that may wait for them
+    before: Sequence[int] | None = (
+        None  # forwards that a stage starts, if it can, before its first backward, though that may wait for them
+    )
     split: bool = True  # B and W, or both fused
-    offload: Sequence[float] | None = None  # share of the micro-batches whose activation leaves, where there is time for it
+    offload: Sequence[float] | None = (
+        None  # share of the micro-batches whose activation leaves, where there is time for it
+    )
     recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again
     patience: float = 0.0  # a weight gradient waits for a backward that comes within this share of its time
-    alike: bool = False  # as if each op took everywhere as long as where it takes longest: more regular, so less is in each other's way
+    # as if each op took everywhere as long as where it takes longest: more regular, so less is in each other's way
+    alike: bool = False
     eager: float = 1.5  # a reload begins this many reload times before its backward is expected
 
     def wish(self, stage: int, microbatch: int, parts: int) -> Relief:
-        """What becomes of one activation; the shares are spread evenly over the micro-batches, and over the parts of each."""
+        """What becomes of one activation; the shares are spread evenly over the micro-batches, and over the parts of
+        each."""
 
         def falls(shares: Sequence[float] | None, of: int) -> int:
             share = shares[stage] * of if shares else 0.0

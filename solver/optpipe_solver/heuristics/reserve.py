@@ -1,41 +1,51 @@
 """`Reserve`: what is in flight can always be finished (the banker's algorithm, with micro-batches as customers).
 
-Micro-batches stand in the order in which they were admitted. A grant of memory is safe as long as each of them, in that order, could run
-to its end alone, with all before it gone and all behind it holding what they hold. Counted is what an activation settles at: its
-offloads drain and its weight gradient runs without asking anyone.
+Micro-batches stand in the order in which they were admitted. A grant of memory is safe as long as each of them, in that
+order, could run to its end alone, with all before it gone and all behind it holding what they hold. Counted is what an
+activation settles at: its offloads drain and its weight gradient runs without asking anyone.
 """
 
 from __future__ import annotations
 
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe_solver.floor import Relief, part_bytes
 
 
 class Reserve:
     """Device memory and pinned host memory of every device, as promised to the micro-batches in flight."""
 
-    def __init__(self, problem: Problem, limit: list[int], host_limit: list[int], base: list[dict[int, Relief]]) -> None:
+    def __init__(
+        self, problem: Problem, limit: list[int], host_limit: list[int], base: list[dict[int, Relief]]
+    ) -> None:
         devices, m = len(problem.devices), problem.microbatches
         self._limit, self._host_limit = limit, host_limit
         self._route: list[int] = problem.costs.route.tolist()
         self._activation: list[int] = [stage.activation_bytes for stage in problem.stages]
         self._device = [stage.device for stage in problem.stages]
-        self._own = [[[s for s in route if self._device[s] == d] for d in range(devices)] for route in problem.all_routes]
-        self._residual: list[dict[int, int]] = [{s: settled(problem, s, relief)[0] for s, relief in reliefs.items()} for reliefs in base]
+        self._own = [
+            [[s for s in route if self._device[s] == d] for d in range(devices)] for route in problem.all_routes
+        ]
+        self._residual: list[dict[int, int]] = [
+            {s: settled(problem, s, relief)[0] for s, relief in reliefs.items()} for reliefs in base
+        ]
         self._host_need = [{s: settled(problem, s, relief)[1] for s, relief in reliefs.items()} for reliefs in base]
         self._to_go = [[len(own) for own in self._own[r]] for r in self._route]  # (m, D) backwards
         self._holds = [[0] * m for _ in range(devices)]
         self._hosts = [[0] * m for _ in range(devices)]
         self._total, self._host_total = [0] * devices, [0] * devices
         self._of: dict[tuple[int, int], tuple[int, int]] = {}  # stage, micro-batch: device and host bytes
-        self._largest = [max((sum(self._activation[s] for s in own[d]) for own in self._own), default=0) for d in range(devices)]
+        self._largest = [
+            max((sum(self._activation[s] for s in own[d]) for own in self._own), default=0) for d in range(devices)
+        ]
         self._most_hosted = [
-            max(sum(need[s] for s in own[d]) for need, own in zip(self._host_need, self._own, strict=True)) for d in range(devices)
+            max(sum(need[s] for s in own[d]) for need, own in zip(self._host_need, self._own, strict=True))
+            for d in range(devices)
         ]
         self.active: list[int] = []
 
     def admits(self, stage: int, j: int, held: int, host: int) -> bool:
-        """Books that a micro-batch's activation of a stage settles at so many device and host bytes, if that is safe."""
+        """Books that a micro-batch's activation of a stage settles at so many device and host bytes, if that is
+        safe."""
         before = self._of.get((stage, j))
         new = j not in self.active
         if new:
@@ -53,7 +63,8 @@ class Reserve:
         return False
 
     def regains(self, stage: int, j: int) -> bool:
-        """Books that an activation comes back whole, if that is safe; its host memory stays taken until the backward."""
+        """Books that an activation comes back whole, if that is safe; its host memory stays taken until the
+        backward."""
         return self.admits(stage, j, self._activation[stage], self._of[stage, j][1])
 
     def keeps(self, stage: int, j: int, stays: int) -> bool:

@@ -1,4 +1,5 @@
-"""Better and better policies: one aspect after the other is changed, and kept where the simulated schedule is shorter."""
+"""Better and better policies: one aspect after the other is changed, and kept where the simulated schedule is
+shorter."""
 
 from __future__ import annotations
 
@@ -8,15 +9,23 @@ from random import Random
 from time import monotonic
 from typing import Any
 
-from optpipe.child import Objective
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
 from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.pairs import paired
 from optpipe_solver.heuristics.policy import Policy
 
 VAIN = 120  # policies that may be tried without one of them being better
-SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the activations that leave, or of those that are computed again
+SHARES = (
+    0.0,
+    1 / 4,
+    1 / 3,
+    1 / 2,
+    2 / 3,
+    3 / 4,
+    1.0,
+)  # of the activations that leave, or of those that are computed again
 
 
 def value(schedule: Schedule, objective: Objective) -> float:
@@ -32,10 +41,11 @@ def descend(
     method: str,
     deadline: float = float("inf"),
 ) -> Iterator[Schedule]:
-    """Coordinate descent over the policies' fields, from each start, then stage by stage; a schedule is yielded for every policy tried.
+    """Coordinate descent over the policies' fields, from each start, then stage by stage; a schedule is yielded for
+    every policy tried.
 
-    Whoever iterates decides when it is enough. It ends where nothing has made the schedule shorter for long, and soon after the deadline
-    (a moment of `time.monotonic`), be it in the middle of a schedule.
+    Whoever iterates decides when it is enough. It ends where nothing has made the schedule shorter for long, and soon
+    after the deadline (a moment of `time.monotonic`), be it in the middle of a schedule.
     """
     known: dict[Policy, float] = {}
 

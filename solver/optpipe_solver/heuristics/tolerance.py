@@ -7,17 +7,18 @@ from math import ceil
 
 import numpy as np
 
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 
 
 def tolerated(problem: Problem, tolerance_ms: float) -> tuple[int, ...]:
     """(S,) The forwards that each stage starts before its first backward, if these may delay it by T = `tolerance_ms`.
 
-    Steps 1 and 2 of the algorithm: they start, one after the other, as long as the one before has ended before EstStart(B_{s,0}) + T; at
-    EstStart the backward could start if its micro-batch were alone. Forwards come at the pace of the slowest device on the way to the
-    stage, with all of its stages. That a forward also waits for the offload before it (lines 16 and 18) is left to the rule of memory,
-    which knows whether there is room for both. Where a stage is on several routes the largest number counts.
+    Steps 1 and 2 of the algorithm: they start, one after the other, as long as the one before has ended before
+    EstStart(B_{s,0}) + T; at EstStart the backward could start if its micro-batch were alone. Forwards come at the pace
+    of the slowest device on the way to the stage, with all of its stages. That a forward also waits for the offload
+    before it (lines 16 and 18) is left to the rule of memory, which knows whether there is room for both. Where a stage
+    is on several routes the largest number counts.
     """
     costs, m = problem.costs, problem.microbatches
     most = [1] * len(problem.stages)

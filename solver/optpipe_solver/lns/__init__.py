@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from optpipe.child import Frame, Request
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Frame, Request
 
 
 def applies(problem: Problem) -> bool:

@@ -1,11 +1,12 @@
-"""The search: window after window. What ends no later is taken even where nothing is gained yet: it makes room for other windows."""
+"""The search: window after window. What ends no later is taken even where nothing is gained yet: it makes room for
+other windows."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 
-from optpipe.child import Frame, Request
+from optpipe.process.child import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks
@@ -28,8 +29,8 @@ def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
 
 
 def improvements(ticks: Ticks, schedule: Schedule, budget: Budget, seed: int) -> Iterator[Schedule]:
-    """Schedules that end sooner and sooner, each by solving windows of the one before, until the budget is spent or a window that holds
-    everything has been solved to its end."""
+    """Schedules that end sooner and sooner, each by solving windows of the one before, until the budget is spent or a
+    window that holds everything has been solved to its end."""
     chance = random.Random(seed)
     choice = Choice(ticks, chance)
     known = timed(ticks, schedule)

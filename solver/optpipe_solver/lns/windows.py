@@ -1,4 +1,5 @@
-"""Which window of a schedule is to be solved next: around a moment at which a device stands idle, as wide as can be solved quickly."""
+"""Which window of a schedule is to be solved next: around a moment at which a device stands idle, as wide as can be
+solved quickly."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optpipe.ops import COMPUTE
+from optpipe.model.ops import COMPUTE
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import Timed
 from optpipe_solver.cpsat.whole import Window, everything
@@ -22,7 +23,8 @@ LEAST = 0.3  # of the best breadth's chance, which each keeps
 
 @dataclass
 class Breadth:
-    """So many neighbouring devices are free at a time, with so many of their compute ops; `score` is what that gained of late, ms/s."""
+    """So many neighbouring devices are free at a time, with so many of their compute ops; `score` is what that gained
+    of late, ms/s."""
 
     devices: int
     most: int  # compute ops of so many devices
@@ -46,13 +48,17 @@ class Choice:
         self.quick_s, self.vain = QUICK_S, 0
         devices = len(self.problem.devices)
         ops = 3 * len(self.problem.stages) * self.problem.microbatches
-        self.breadths = [Breadth(n, ops * n // devices) for n in sorted({max(min(2, devices), devices // cut) for cut in (1, 2, 4)})]
+        self.breadths = [
+            Breadth(n, ops * n // devices) for n in sorted({max(min(2, devices), devices // cut) for cut in (1, 2, 4)})
+        ]
 
     def window(self, known: Timed) -> tuple[Breadth, Window]:
         least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST
         breadth = self.chance.choices(self.breadths, [breadth.score + least for breadth in self.breadths])[0]
         idle = list(self._idle(known))
-        device, begin, end = self.chance.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, known.end)
+        device, begin, end = (
+            self.chance.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, known.end)
+        )
         return breadth, self._around(known, breadth, device, self.chance.randint(begin, end))
 
     def learn(self, breadth: Breadth, gained_ms: float, used_s: float, proven: bool) -> None:
@@ -67,7 +73,9 @@ class Choice:
         last = len(self.problem.devices) - breadth.devices
         first = self.chance.randint(max(0, device - breadth.devices + 1), min(device, last))
         devices = frozenset(range(first, first + breadth.devices))
-        starts = sorted(at for x, at in known.start.items() if x.kind in COMPUTE and self.problem.stages[x.stage].device in devices)
+        starts = sorted(
+            at for x, at in known.start.items() if x.kind in COMPUTE and self.problem.stages[x.stage].device in devices
+        )
         near = sorted(starts, key=lambda at: abs(at - moment))[: round(breadth.size)]
         if len(near) == len(starts):
             window = everything(known)
@@ -78,7 +86,9 @@ class Choice:
         """Device, begin and end of every time at which a device computes nothing."""
         reached = [0] * len(self.problem.devices)
         compute = [(at, x) for x, at in known.start.items() if x.kind in COMPUTE]
-        runs = sorted((at, at + self.ticks.lasts(x.kind, x.stage), self.problem.stages[x.stage].device) for at, x in compute)
+        runs = sorted(
+            (at, at + self.ticks.lasts(x.kind, x.stage), self.problem.stages[x.stage].device) for at, x in compute
+        )
         for begin, end, device in [*runs, *((known.end, known.end, d) for d in range(len(reached)))]:
             if begin > reached[device]:
                 yield device, reached[device], begin

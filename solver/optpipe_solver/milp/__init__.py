@@ -9,20 +9,21 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from optpipe.child import Bound, Note, Request
-from optpipe.ops import Kind
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.process.child import Bound, Note, Request
 from optpipe_solver.keeper import Keeper
 from optpipe_solver.milp.switches import ALL, Order, Switches
 
 if TYPE_CHECKING:
-    from optpipe.child import Frame
-    from optpipe.graph import Floats
+    from optpipe.evaluate.graph import Floats
+    from optpipe.process.child import Frame
     from optpipe_solver.milp.backend import Limits
     from optpipe_solver.milp.model import Model
 
 METHOD = "milp"
-MOST_OPS = 100  # compute ops; in a minute on one core HiGHS still improves a good start for 4x8 (96), but not for 6x8 or 4x12 (144)
+# compute ops; in a minute on one core HiGHS still improves a good start for 4x8 (96), but not for 6x8 or 4x12 (144)
+MOST_OPS = 100
 
 
 def applies(problem: Problem) -> bool:
@@ -31,9 +32,9 @@ def applies(problem: Problem) -> bool:
 
 
 def improves(problem: Problem) -> bool:
-    """Whether the model describes the problem, so that windows of a schedule can be solved, whatever its size: every compute op takes time
-    (two that take none could stand in either order at one moment), nothing is evicted to a peer, and host memory holds all that could be
-    offloaded."""
+    """Whether the model describes the problem, so that windows of a schedule can be solved, whatever its size: every
+    compute op takes time (two that take none could stand in either order at one moment), nothing is evicted to a peer,
+    and host memory holds all that could be offloaded."""
     costs, passes = problem.costs, [problem.route(j) for j in range(problem.microbatches)]
     if costs.can_evict.any() or not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
         return False
@@ -46,8 +47,9 @@ def improves(problem: Problem) -> bool:
 def run(request: Request, emit: Callable[[Frame], None], switches: Switches = ALL) -> None:
     """Solves a small problem whole; of a larger one the best schedule, window by window. Emits what it finds.
 
-    An incumbent is emitted when it is better than those before it and than the warm start, a bound only where it holds for every schedule.
-    A backend that the request names and that is not to be had is told of in one note, and HiGHS takes its place.
+    An incumbent is emitted when it is better than those before it and than the warm start, a bound only where it holds
+    for every schedule. A backend that the request names and that is not to be had is told of in one note, and HiGHS
+    takes its place.
     """
     from optpipe_solver.milp.backend import Limits
 
@@ -81,7 +83,9 @@ class _Search:
             model = Model(request.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if model.windows.possible:
                 start = assignment(model, self._keeper.best) if self._keeper.best else {}
-                task = Task(model.rows, model.C, start, limits, self._on_solution(model), self._on_bound(model), model.violated)
+                task = Task(
+                    model.rows, model.C, start, limits, self._on_solution(model), self._on_bound(model), model.violated
+                )
                 solver = minimize(solver, task, self._tell)
             optimal = self._keeper.value <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
             if optimal or model.is_bound or limits.seconds == 0.0:
@@ -104,7 +108,11 @@ class _Search:
         """No schedule worth finding ends later."""
         from optpipe_solver.milp.model import serial_ms
 
-        return self._keeper.value if self._keeper.best and self._request.objective == "makespan" else serial_ms(self._problem)
+        return (
+            self._keeper.value
+            if self._keeper.best and self._request.objective == "makespan"
+            else serial_ms(self._problem)
+        )
 
     def _on_solution(self, model: Model) -> Callable[[Floats], None]:
         from optpipe_solver.lift import lift
@@ -115,7 +123,8 @@ class _Search:
         return offer
 
     def _on_bound(self, model: Model) -> Callable[[float], None]:
-        """A schedule's length is a sum of the problem's times, so a bound can be raised to the next multiple of their grid."""
+        """A schedule's length is a sum of the problem's times, so a bound can be raised to the next multiple of their
+        grid."""
 
         def emit(value: float) -> None:
             bound = math.ceil(Fraction(value / model.scale) / self._grid) * self._grid
@@ -127,7 +136,8 @@ class _Search:
 
 
 def _grid(problem: Problem) -> Fraction:
-    """The largest step, in ms, of which every time of the problem is a multiple; times count as the decimals that they are written as."""
+    """The largest step, in ms, of which every time of the problem is a multiple; times count as the decimals that they
+    are written as."""
     times = {Fraction(repr(problem.p2p_ms))}
     for stage in problem.stages:
         times |= {Fraction(repr(ms)) for ms in (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)}

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from optpipe.errors import InputError, SolverError
-from optpipe.graph import Floats
+from optpipe.evaluate.graph import Floats
 from optpipe_solver.milp.rows import Clause, Rows
 
-TOLERANCE = 1e-8  # of feasibility and of integrality: with times up to a thousand, what leaks through a big-M stays far below `MARGIN`
+# of feasibility and of integrality: with times up to a thousand, what leaks through a big-M stays far below `MARGIN`
+TOLERANCE = 1e-8
 MARGIN = 1e-6  # by which bounds are lowered, so that the tolerance makes none wrong
 ROUNDS = 20  # of cuts before the search
 
@@ -37,8 +38,8 @@ class Limits:
 class Task:
     """Minimize the variable number `objective` subject to `rows`, from the binaries in `start` (empty: from nothing).
 
-    `on_solution` gets each better x as soon as the backend tells of it, `on_bound` each better lower bound, at most `MARGIN` too low.
-    `violated`, if there is one, gives valid cuts that a solution of the linear relaxation violates.
+    `on_solution` gets each better x as soon as the backend tells of it, `on_bound` each better lower bound, at most
+    `MARGIN` too low. `violated`, if there is one, gives valid cuts that a solution of the linear relaxation violates.
     """
 
     rows: Rows
@@ -57,7 +58,8 @@ class Minimize(Protocol):
 
 
 def minimize(solver: str, task: Task, tell: Callable[[str], None]) -> str:
-    """Solves by `auto`, `highs`, `gurobi`, `pulp` or `pulp:NAME`, or, where that is not available, says why and solves by HiGHS.
+    """Solves by `auto`, `highs`, `gurobi`, `pulp` or `pulp:NAME`, or, where that is not available, says why and solves
+    by HiGHS.
 
     Returns the name of the solver that did it. Raises `InputError` for any other name.
     """
@@ -71,8 +73,8 @@ def minimize(solver: str, task: Task, tell: Callable[[str], None]) -> str:
 
 
 def backend(solver: str) -> Minimize:
-    """The backend of that name. `auto` is Gurobi where a licence of the user's own is found: the one that comes with gurobipy is for small
-    models, and not for production."""
+    """The backend of that name. `auto` is Gurobi where a licence of the user's own is found: the one that comes with
+    gurobipy is for small models, and not for production."""
     name, _, within = solver.partition(":")
     if solver == "auto":
         return backend("gurobi" if _gurobi_licensed() else "highs")
@@ -90,7 +92,9 @@ def backend(solver: str) -> Minimize:
 
             return pulp.solver(within)
     except ImportError as error:
-        raise UnavailableError(f"solver = {solver!r}: {error.name} is not installed (pip install 'optpipe[{name}]')") from None
+        raise UnavailableError(
+            f"solver = {solver!r}: {error.name} is not installed (pip install 'optpipe[{name}]')"
+        ) from None
     raise InputError(f"solver = {solver!r}: the solvers are auto, highs, gurobi, pulp and pulp:NAME")
 
 
@@ -103,8 +107,8 @@ def _gurobi_licensed() -> bool:
 
 
 def cut_at_root(task: Task, relaxed: Callable[[], Floats | None]) -> None:
-    """Adds to the task's rows the cuts that its linear relaxation violates, round after round, for backends that take none while they
-    search. `relaxed` solves the relaxation of the rows as they are."""
+    """Adds to the task's rows the cuts that its linear relaxation violates, round after round, for backends that take
+    none while they search. `relaxed` solves the relaxation of the rows as they are."""
     for _ in range(ROUNDS if task.violated else 0):
         x = relaxed()
         cuts = task.violated(x) if task.violated and x is not None else []

@@ -1,4 +1,5 @@
-"""A window of an incumbent, and what surrounds it: what is before the window stays as it is, what is after it keeps its order."""
+"""A window of an incumbent, and what surrounds it: what is before the window stays as it is, what is after it keeps its
+order."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.graph import ACROSS, ISSUED, Flags, Floats, Ints, dependencies, is_transfer, streams
-from optpipe.ops import Kind, Op
-from optpipe.program import JOINED, KIND, STAGE
+from optpipe.evaluate.graph import ACROSS, ISSUED, Flags, Floats, Ints, dependencies, is_transfer, streams
+from optpipe.evaluate.validity import check
+from optpipe.model.ops import Kind, Op
+from optpipe.model.program import JOINED, KIND, STAGE
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.windows import Arc, passing
 from optpipe_solver.paths import apart, stands, tails
@@ -32,8 +33,8 @@ class Known(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The transfers of one activation: when O starts, R starts, and R stands in its program; None is in the window. `made` where they
-    must be; otherwise there may be none."""
+    """The transfers of one activation: when O starts, R starts, and R stands in its program; None is in the window.
+    `made` where they must be; otherwise there may be none."""
 
     made: bool
     O: Known | None = None
@@ -46,7 +47,8 @@ class Moves(NamedTuple):
 
 
 class Incumbent:
-    """A schedule of F, B, W and whole transfers, timed as early as can be; `tail`: the longest path from an op's start to the end."""
+    """A schedule of F, B, W and whole transfers, timed as early as can be; `tail`: the longest path from an op's start
+    to the end."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.problem = schedule, schedule.problem
@@ -59,8 +61,8 @@ class Incumbent:
 
     @cached_property
     def edges(self) -> tuple[Ints, Ints, Floats, Ints]:
-        """Who waits for whom: rows (first, second), the delay after the first's end, and the column of `optpipe.graph.dependencies`, or -1
-        for the order on a stream."""
+        """Who waits for whom: rows (first, second), the delay after the first's end, and the column of
+        `optpipe.evaluate.graph.dependencies`, or -1 for the order on a stream."""
         needs, delay = dependencies(self.problem, self.table, self.device)
         order, begins = streams(self.problem, self.schedule, self.table, self.device)
         second, column = np.nonzero(needs >= 0)
@@ -96,8 +98,8 @@ class Incumbent:
 
     @property
     def expressible(self) -> bool:
-        """Whether the model knows all that the schedule does: no recompute, no pairs, BW only as B and W, and whole activations that move
-        in one go."""
+        """Whether the model knows all that the schedule does: no recompute, no pairs, BW only as B and W, and whole
+        activations that move in one go."""
         kinds = np.isin(self.table[:, KIND], (Kind.C, Kind.BW))
         if kinds.any() or (self.table[:, JOINED] == 1).any():
             return False
@@ -120,7 +122,8 @@ def split(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True)
 class Window:
-    """Open is what starts in [begin, end) ms on these devices; on the others, what starts then keeps its order but not its time."""
+    """Open is what starts in [begin, end) ms on these devices; on the others, what starts then keeps its order but not
+    its time."""
 
     begin: float
     end: float
@@ -128,8 +131,8 @@ class Window:
 
 
 class Frame:
-    """What a model of one window has to know of the schedule around it. `ops`: those in the window and the first one after it on each
-    device, whose start everything in the window must leave alone."""
+    """What a model of one window has to know of the schedule around it. `ops`: those in the window and the first one
+    after it on each device, whose start everything in the window must leave alone."""
 
     def __init__(self, incumbent: Incumbent, window: Window) -> None:
         self.incumbent, self.window = incumbent, window
@@ -169,7 +172,8 @@ class Frame:
         return late - (times < self.window.begin - SAME_MS)
 
     def _surroundings(self, inside: set[int]) -> None:
-        """When what is before the window lets each op start, and how long what is after it takes. `least_ms`: the longest path around."""
+        """When what is before the window lets each op start, and how long what is after it takes. `least_ms`: the
+        longest path around."""
         inc = self.incumbent
         release = np.array([self.done(d).ms for d in range(len(inc.problem.devices))])[inc.device]
         rest = inc.end - inc.start
@@ -190,8 +194,12 @@ class Frame:
         inc, costs = self.incumbent, self.incumbent.problem.costs
         own = inc.table[inc.compute & (inc.device == device) & (self.side < 0)]
         kind, stage = own[:, KIND], own[:, STAGE]
-        left = np.where(kind == Kind.F, costs.activation[stage], 0) - np.where(kind == Kind.B, costs.activation[stage], 0)
-        left += np.where(kind == Kind.B, costs.weight_grad[stage], 0) - np.where(kind == Kind.W, costs.weight_grad[stage], 0)
+        left = np.where(kind == Kind.F, costs.activation[stage], 0) - np.where(
+            kind == Kind.B, costs.activation[stage], 0
+        )
+        left += np.where(kind == Kind.B, costs.saved_for_weight[stage], 0) - np.where(
+            kind == Kind.W, costs.saved_for_weight[stage], 0
+        )
         return int(left.sum())
 
     def _moves(self) -> Iterator[tuple[Activation, Moves]]:
@@ -228,7 +236,8 @@ class Frame:
         return Known(False, float(self.incumbent.start[row]))
 
     def away(self, a: Activation, y: Op, W: Literal) -> tuple[Literal | None, Literal | None]:
-        """M and N of an activation and an op of its device, None where they are open: does the drop, does the reload stand before y?"""
+        """M and N of an activation and an op of its device, None where they are open: does the drop, does the reload
+        stand before y?"""
         inc, device = self.incumbent, self.incumbent.problem.stages[a[0]].device
         at, made = inc.row[y], self.moves[a].made
         if device not in self.window.devices or at == self.border.get(device):
@@ -254,15 +263,19 @@ class Frame:
         return Known(False, float(inc.end[inc.compute & (inc.device == device) & (self.side < 0)].max(initial=0.0)))
 
     def link(self, device: int, kind: Kind) -> tuple[Known, Known]:
-        """For transfers in the window: when the last one before it ends, and how long before the end the first one after it starts."""
+        """For transfers in the window: when the last one before it ends, and how long before the end the first one
+        after it starts."""
         inc, problem = self.incumbent, self.incumbent.problem
         same = problem.costs.link[inc.device] == problem.costs.link[device]
-        rivals = same & is_transfer(inc.table) & ((problem.transfer_mode == "half_duplex") | (inc.table[:, KIND] == kind))
+        rivals = (
+            same & is_transfer(inc.table) & ((problem.transfer_mode == "half_duplex") | (inc.table[:, KIND] == kind))
+        )
         free = inc.end[rivals & (self.side < 0)].max(initial=0.0)
         return Known(False, float(free)), Known(True, float(inc.tail[rivals & (self.side > 0)].max(initial=0.0)))
 
     def starts(self, end_ms: float, modelled: set[Activation]) -> dict[Op, float]:
-        """The start of every op outside the window in a schedule of that length; transfers of the activations given are the model's."""
+        """The start of every op outside the window in a schedule of that length; transfers of the activations given are
+        the model's."""
         inc, inside = self.incumbent, {op for op in self.ops if not self.is_border(op)}
         found = {}
         for i, op in enumerate(inc.ops):

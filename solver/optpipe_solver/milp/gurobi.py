@@ -1,4 +1,5 @@
-"""Gurobi: incumbents, bounds and cuts by callback, a MIP start. The licence that pip brings is for 2,000 variables and rows."""
+"""Gurobi: incumbents, bounds and cuts by callback, a MIP start. The licence that pip brings is for 2,000 variables and
+rows."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def minimize(task: Task) -> None:
     except gp.GurobiError as error:
         if error.errno == GRB.Error.SIZE_LIMIT_EXCEEDED:
             size = f"{len(task.rows.lower)} variables and {len(task.rows.at_least)} rows"
-            raise UnavailableError(f"Gurobi has no licence for this model of {size}, the one of pip being for {PIP_SIZE} of each") from None
+            raise UnavailableError(
+                f"Gurobi has no licence for this model of {size}, the one of pip being for {PIP_SIZE} of each"
+            ) from None
         raise UnavailableError(f"Gurobi failed: {error}") from None
 
 
@@ -45,7 +48,9 @@ class _Search:
         model.setObjective(self._vars[task.objective], GRB.MINIMIZE)
         for var, value in task.start.items():
             self._vars[var].Start = value
-        model.Params.PreCrush = int(task.violated is not None)  # or presolve could not take cuts in the model's own variables
+        model.Params.PreCrush = int(
+            task.violated is not None
+        )  # or presolve could not take cuts in the model's own variables
         self._best = -np.inf
 
     def run(self) -> None:
@@ -60,10 +65,16 @@ class _Search:
             self._task.on_solution(np.array(model.cbGetSolution(self._vars)))
         elif where == GRB.Callback.MIP:
             self._bound(model.cbGet(GRB.Callback.MIP_OBJBND))
-        elif where == GRB.Callback.MIPNODE and self._task.violated and model.cbGet(GRB.Callback.MIPNODE_STATUS) == GRB.OPTIMAL:
+        elif (
+            where == GRB.Callback.MIPNODE
+            and self._task.violated
+            and model.cbGet(GRB.Callback.MIPNODE_STATUS) == GRB.OPTIMAL
+        ):
             for clause in self._task.violated(np.array(model.cbGetNodeRel(self._vars))):
                 row, at_least = form((), ((1.0, literal) for literal in clause), 1.0)
-                model.cbCut(gp.LinExpr(list(row.values()), [self._vars[var] for var in row]), GRB.GREATER_EQUAL, at_least)
+                model.cbCut(
+                    gp.LinExpr(list(row.values()), [self._vars[var] for var in row]), GRB.GREATER_EQUAL, at_least
+                )
 
     def _bound(self, value: float) -> None:
         if self._best < value < GRB.INFINITY:

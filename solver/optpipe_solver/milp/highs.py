@@ -5,7 +5,7 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from optpipe.graph import Floats
+from optpipe.evaluate.graph import Floats
 from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 from optpipe_solver.milp.rows import Rows
 
@@ -30,13 +30,16 @@ def minimize(task: Task) -> None:
     highs.cbMipLogging += lambda event: bound(event.data_out.mip_dual_bound)
     highs.run()
     if highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        task.on_solution(np.array(highs.getSolution().col_value))  # the callback is not called for every solution found outside the tree
+        task.on_solution(
+            np.array(highs.getSolution().col_value)
+        )  # the callback is not called for every solution found outside the tree
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
 
 
 def _completed(task: Task) -> Floats | None:
-    """The start with all its variables. HiGHS would complete it, too, but tell that smaller program's bound as the whole's."""
+    """The start with all its variables. HiGHS would complete it, too, but tell that smaller program's bound as the
+    whole's."""
     if not task.start:
         return None
     highs = _highs(task.rows, task.objective, task.limits)
@@ -52,7 +55,9 @@ def _relaxed(task: Task) -> Floats | None:
     highs = _highs(task.rows, task.objective, task.limits)
     highs.setOptionValue("solve_relaxation", True)
     highs.run()
-    return np.array(highs.getSolution().col_value) if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal else None
+    return (
+        np.array(highs.getSolution().col_value) if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal else None
+    )
 
 
 def _highs(rows: Rows, objective: int, limits: Limits) -> highspy.Highs:
@@ -85,5 +90,7 @@ def _program(rows: Rows, objective: int) -> highspy.HighsLp:
     lp.row_lower_, lp.row_upper_ = np.array(rows.at_least), np.full(lp.num_row_, highspy.kHighsInf)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = begins, index, value
-    lp.integrality_ = [highspy.HighsVarType.kInteger if binary else highspy.HighsVarType.kContinuous for binary in rows.binary]
+    lp.integrality_ = [
+        highspy.HighsVarType.kInteger if binary else highspy.HighsVarType.kContinuous for binary in rows.binary
+    ]
     return lp

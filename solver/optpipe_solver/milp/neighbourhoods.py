@@ -1,7 +1,8 @@
 """Large-neighbourhood search with the MILP: open a window of the best schedule, solve it, go on from what that gives.
 
-Which window: at the warm-up, at the cool-down, anywhere between on all devices, or anywhere on some neighbouring devices. Each kind has its
-own size, that grows while windows are solved to optimality and shrinks when time runs out, and is chosen the more often the more it gained.
+Which window: at the warm-up, at the cool-down, anywhere between on all devices, or anywhere on some neighbouring
+devices. Each kind has its own size, that grows while windows are solved to optimality and shrinks when time runs out,
+and is chosen the more often the more it gained.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.graph import Floats
+from optpipe.evaluate.graph import Floats
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.lift import lift
@@ -52,7 +53,9 @@ class Neighbourhood:
         begin = {"warm-up": 0, "cool-down": most}.get(self.kind, chance.randint(0, most))
         end = begin + round(self.size)
         return Window(
-            float(moments[begin]) if begin else 0.0, float(moments[end]) if end < len(moments) else incumbent.end_ms + 1.0, open_on
+            float(moments[begin]) if begin else 0.0,
+            float(moments[end]) if end < len(moments) else incumbent.end_ms + 1.0,
+            open_on,
         )
 
     def learn(self, gained: bool, proven: bool, seconds: float) -> None:
@@ -72,9 +75,11 @@ def search_windows(
     switches: Switches,
     tell: Callable[[str], None],
 ) -> None:
-    """Solves windows of the best schedule until time is up, its makespan is as short as can be, or a window held everything.
+    """Solves windows of the best schedule until time is up, its makespan is as short as can be, or a window held
+    everything.
 
-    `offer` takes a schedule and says whether it is the best so far. Nothing is done to a schedule with what the model does not know.
+    `offer` takes a schedule and says whether it is the best so far. Nothing is done to a schedule with what the model
+    does not know.
     """
     chance = random.Random(limits.seed)
     neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
@@ -96,7 +101,9 @@ def search_windows(
         model = Model(best.problem, "makespan", incumbent.end_ms, replace(switches, order=order), frame)
         if model.windows.possible:
             start = assignment(model, incumbent.schedule)
-            solver = minimize(solver, Task(model.rows, model.C, start, own, on_solution, lambda bound: None, model.violated), tell)
+            solver = minimize(
+                solver, Task(model.rows, model.C, start, own, on_solution, lambda bound: None, model.violated), tell
+            )
         proven = own.seconds > 0
         chosen.learn(best is not before, proven, time.monotonic() - began)
         if proven and frame.is_everything:
@@ -104,4 +111,7 @@ def search_windows(
         if best is not before:
             incumbent = Incumbent(best)
     if not incumbent.expressible:
-        tell("the MILP knows no recompute, no pairs, no single parts and BW only as B and W, so it improves no schedule that needs them")
+        tell(
+            "the MILP knows no recompute, no pairs, no single parts and BW only as B and W, so it improves no "
+            "schedule that needs them"
+        )

@@ -1,11 +1,12 @@
 """Offload and reload in OptPipe's program: Eq. 9 to 19, in the paper's letters, one function a family of rows.
 
-Memory follows the program (`optpipe.memory`): what stands before an op in its list counts, whatever the clock says. That takes two things
-more than the paper has: `A`, the moment at which a reload stands in its program and allocates (its copy may start later, when the link is
-free), and `X`, for the memory at such a moment. Memory grows only where F stands, or R, or a B that leaves more than it found, so only
-these have a row.
+Memory follows the program (`optpipe.evaluate.memory`): what stands before an op in its list counts, whatever the clock
+says. That takes two things more than the paper has: `A`, the moment at which a reload stands in its program and
+allocates (its copy may start later, when the link is free), and `X`, for the memory at such a moment. Memory grows only
+where F stands, or R, or a B that leaves more than it found, so only these have a row.
 
-The paper offloads "the activations of (i, j, c)" for any c; what a problem lets leave is what F produced, so O, R and W are of (i, j).
+The paper offloads "the activations of (i, j, c)" for any c; what a problem lets leave is what F produced, so O, R and W
+are of (i, j).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from itertools import combinations, product
 from typing import TYPE_CHECKING
 
-from optpipe.ops import Kind, Op
+from optpipe.model.ops import Kind, Op
 from optpipe_solver.milp.frame import Activation, Frame
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence
 
@@ -24,10 +25,17 @@ Time = tuple[int, float]  # a variable and a constant, which add up
 
 
 class Offload:
-    """Adds the variables and rows to a model that has those of the compute ops. With a frame, only for what it leaves open."""
+    """Adds the variables and rows to a model that has those of the compute ops. With a frame, only for what it leaves
+    open."""
 
     def __init__(self, model: Model, stages: set[int], frame: Frame | None) -> None:
-        self.model, self.problem, self.rows, self.windows, self.frame = model, model.problem, model.rows, model.windows, frame
+        self.model, self.problem, self.rows, self.windows, self.frame = (
+            model,
+            model.problem,
+            model.rows,
+            model.windows,
+            frame,
+        )
         self.costs = model.problem.costs
         self.M: dict[tuple[Activation, int], Literal] = {}
         self.N: dict[tuple[Activation, int], Literal] = {}
@@ -35,7 +43,9 @@ class Offload:
         if frame:
             self.activations = [a for a in frame.moves if a[0] in stages or frame.moves[a].made]
         else:
-            self.activations = [(op.stage, op.microbatch) for op in self.windows.ops if op.kind == Kind.F and op.stage in stages]
+            self.activations = [
+                (op.stage, op.microbatch) for op in self.windows.ops if op.kind == Kind.F and op.stage in stages
+            ]
         self._choices()
         self._one_after_the_other()
         self._link_order_literals()
@@ -47,16 +57,17 @@ class Offload:
             own = [x for x in range(len(self.windows.ops)) if self.windows.device[x] == d]
             leaving = [a for a in self.activations if self.costs.device[a[0]] == d]
             held = frame.held[d] if frame else 0
-            if held + sum(self._takes(x) for x in own) > device.memory_bytes or (frame and leaving):
+            if held + sum(self._takes(x) for x in own) > device.activation_budget_bytes or (frame and leaving):
                 self._away_literals(own, leaving)
                 self._drops(leaving)
                 self._reloads(leaving)
                 self._consistency(leaving)
-                self._memory(own, leaving, device.memory_bytes - held)
-                self._memory_at_reloads(own, leaving, device.memory_bytes - held)
+                self._memory(own, leaving, device.activation_budget_bytes - held)
+                self._memory_at_reloads(own, leaving, device.activation_budget_bytes - held)
 
     def keeps_place(self, a: Activation) -> bool:
-        """Whether all transfers on a's link are of activations that keep their order: then one that is not made keeps its place, too."""
+        """Whether all transfers on a's link are of activations that keep their order: then one that is not made keeps
+        its place, too."""
         link = self.costs.link[self.costs.device]
         others = [b for b in self.activations if link[b[0]] == link[a[0]] and b != a]
         return self.frame is None and all(self.in_order(a, b) or self.in_order(b, a) for b in others)
@@ -64,8 +75,9 @@ class Offload:
     # --- the moments
 
     def _choices(self) -> None:
-        """W, O, R and A of every activation that can leave. A transfer that is not made has no length and must not be in the way: it may
-        stand anywhere up to the horizon, or before B where its neighbours on the link are before theirs."""
+        """W, O, R and A of every activation that can leave. A transfer that is not made has no length and must not be
+        in the way: it may stand anywhere up to the horizon, or before B where its neighbours on the link are before
+        theirs."""
         self.W: dict[Activation, Literal] = {}
         self.O: dict[Activation, Time] = {}
         self.R: dict[Activation, Time] = {}
@@ -90,7 +102,12 @@ class Offload:
         return var, offset + float(self.costs.ms[op.kind, op.stage]) * self.model.scale
 
     def _follows(
-        self, later: Time, earlier: Time, gap: float = 0.0, span: tuple[float, Literal] = (0.0, TRUE), when: tuple[Literal, ...] = ()
+        self,
+        later: Time,
+        earlier: Time,
+        gap: float = 0.0,
+        span: tuple[float, Literal] = (0.0, TRUE),
+        when: tuple[Literal, ...] = (),
     ) -> None:
         """The row of a precedence; none between two moments that are known."""
         if later[0] != earlier[0]:
@@ -114,8 +131,9 @@ class Offload:
     # --- one transfer at a time
 
     def in_order(self, a: Activation, b: Activation) -> bool:
-        """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well where the stage
-        keeps its order in F and in B, for exchanging two transfers of equal activations costs nothing."""
+        """Whether two activations of one stage, a before b, leave in that order and come back in it. They may as well
+        where the stage keeps its order in F and in B, for exchanging two transfers of equal activations costs
+        nothing."""
         same_route = self.problem.route(a[1]) == self.problem.route(b[1])
         return self.model.order == "stages" and a[0] == b[0] and a[1] < b[1] and same_route
 
@@ -125,10 +143,12 @@ class Offload:
         return B is not None and F is not None and self.windows.precedes(B, F)
 
     def _link_order_literals(self) -> None:
-        """K, L and H of any two activations whose transfers share a link, each way of the link with an order of its own if full duplex.
+        """K, L and H of any two activations whose transfers share a link, each way of the link with an order of its own
+        if full duplex.
 
-        The last line of the appendix has H of (b, a) as the negation of H of (a, b); but one is about O of b and R of a, the other about O
-        of a and R of b, and both may hold. What excludes each other is H of (a, b) and its own negation, in Eq. 12 and 13.
+        The last line of the appendix has H of (b, a) as the negation of H of (a, b); but one is about O of b and R of
+        a, the other about O of a and R of b, and both may hold. What excludes each other is H of (a, b) and its own
+        negation, in Eq. 12 and 13.
         """
         self.K: dict[tuple[Activation, Activation], Literal] = {}
         self.L: dict[tuple[Activation, Activation], Literal] = {}
@@ -164,9 +184,10 @@ class Offload:
                 self._allocated_in_order(a, b)
 
     def _shared_link(self) -> None:
-        """Eq. 18 and 19: transfers of two devices on one link. As printed these lack their big-M (L alone, at most 1, would relax them by
-        one unit of time), have L where K is meant, relate a micro-batch to itself only, and leave out O of one device against R of the
-        other. Any two transfers on the link exclude each other, so the rows are those of Eq. 10 to 13."""
+        """Eq. 18 and 19: transfers of two devices on one link. As printed these lack their big-M (L alone, at most 1,
+        would relax them by one unit of time), have L where K is meant, relate a micro-batch to itself only, and leave
+        out O of one device against R of the other. Any two transfers on the link exclude each other, so the rows are
+        those of Eq. 10 to 13."""
         for a, b in self.K:
             if self.costs.device[a[0]] != self.costs.device[b[0]]:
                 self._offload_after_offload(a, b)
@@ -174,7 +195,8 @@ class Offload:
                 self._offload_and_reload(a, b)
 
     def _offload_after_offload(self, a: Activation, b: Activation) -> None:
-        """Eq. 10. A transfer that is not made has no length, so its order needs no (1 - W): only the length is multiplied by W."""
+        """Eq. 10. A transfer that is not made has no length, so its order needs no (1 - W): only the length is
+        multiplied by W."""
         self._sequence(self.O[a], self._length(Kind.O, a), self.O[b], self.K[a, b])
 
     def _reload_after_reload(self, a: Activation, b: Activation) -> None:
@@ -193,12 +215,13 @@ class Offload:
             self._follows(later, earlier, span=length, when=(when,))
 
     def _allocated_in_order(self, a: Activation, b: Activation) -> None:
-        """On one device the order of reloads on the link is their order in the program, so they allocate in that order, too."""
+        """On one device the order of reloads on the link is their order in the program, so they allocate in that order,
+        too."""
         self._follows(self.A[b], self.A[a], when=(self.L[a, b], self.W[a], self.W[b]))
 
     def _around_the_window(self, frame: Frame) -> None:
-        """Transfers in the window follow those before it on their link and precede those after it; so does an offload its later drop. A
-        reload that stands in the window stands behind the ops before it."""
+        """Transfers in the window follow those before it on their link and precede those after it; so does an offload
+        its later drop. A reload that stands in the window stands behind the ops before it."""
         for a, (kind, times) in product(self.activations, ((Kind.O, self.O), (Kind.R, self.R))):
             if frame.moves[a].times[kind == Kind.R] is None:
                 free, tail = frame.link(self.costs.device[a[0]], kind)
@@ -215,13 +238,14 @@ class Offload:
     def _takes(self, x: int) -> int:
         """Bytes that an op allocates at its start."""
         kind, s, *_ = self.windows.ops[x]
-        activation, kept = int(self.costs.activation[s]), int(self.costs.weight_grad[s])
+        activation, kept = int(self.costs.activation[s]), int(self.costs.saved_for_weight[s])
         return activation if kind == Kind.F else max(0, kept - activation) if kind == Kind.B else 0
 
     def _delta(self, x: int) -> int:
-        """Δ: bytes that an op, once it has ended, leaves more than it found. As printed Δ of B is negative; it need not be."""
+        """Δ: bytes that an op, once it has ended, leaves more than it found. As printed Δ of B is negative; it need not
+        be."""
         kind, s, *_ = self.windows.ops[x]
-        activation, kept = int(self.costs.activation[s]), int(self.costs.weight_grad[s])
+        activation, kept = int(self.costs.activation[s]), int(self.costs.saved_for_weight[s])
         return activation if kind == Kind.F else kept - activation if kind == Kind.B else -kept
 
     def _precedes(self, op: Op, y: int) -> Literal:
@@ -238,11 +262,15 @@ class Offload:
         return TRUE if F is not None and (x == F or self.windows.precedes(x, F)) else FALSE
 
     def _away_literals(self, own: list[int], leaving: list[Activation]) -> None:
-        """M: the drop of a stands before y, N: the reload of a stands before y; in between a is away. M only for those that take memory.
-        Neither for ops that do not run between a's F and its B."""
+        """M: the drop of a stands before y, N: the reload of a stands before y; in between a is away. M only for those
+        that take memory. Neither for ops that do not run between a's F and its B."""
         for a, y in product(leaving, own):
             F, B = (self.windows.number.get(Op(kind, *a)) for kind in (Kind.F, Kind.B))
-            if y in (F, B) or (F is not None and self.windows.precedes(y, F)) or (B is not None and self.windows.precedes(B, y)):
+            if (
+                y in (F, B)
+                or (F is not None and self.windows.precedes(y, F))
+                or (B is not None and self.windows.precedes(B, y))
+            ):
                 continue
             M, N = self.frame.away(a, self.windows.ops[y], self.W[a]) if self.frame else (None, None)
             self.N[a, y] = N or self.rows.literal()
@@ -250,11 +278,13 @@ class Offload:
                 self.M[a, y] = M or self.rows.literal()
 
     def _drops(self, leaving: list[Activation]) -> None:
-        """Eq. 14: what a drop stands before starts when the offload has ended. As printed, y's start is E - T_comm; it can only be E - T
-        of y itself."""
+        """Eq. 14: what a drop stands before starts when the offload has ended. As printed, y's start is E - T_comm; it
+        can only be E - T of y itself."""
         for (a, y), M in self.M.items():
             if a in leaving:
-                self._follows((self.model.E[y], 0.0), self.O[a], float(self.windows.time[y]), self._length(Kind.O, a), when=(M,))
+                self._follows(
+                    (self.model.E[y], 0.0), self.O[a], float(self.windows.time[y]), self._length(Kind.O, a), when=(M,)
+                )
 
     def _reloads(self, leaving: list[Activation]) -> None:
         """Eq. 15 and 16, for the moment A at which the reload stands: before y, or behind it."""
@@ -265,8 +295,9 @@ class Offload:
                 self._follows(self.A[a], (self.model.E[y], 0.0), when=(self.W[a], ~N))
 
     def _consistency(self, leaving: list[Activation]) -> None:
-        """Eq. 17: no drop and no reload stands anywhere unless a leaves. Besides, what the paper leaves to Eq. 9 to find out: a drop stands
-        behind F and before the reload, the reload before B, and what stands before an op stands before the next one."""
+        """Eq. 17: no drop and no reload stands anywhere unless a leaves. Besides, what the paper leaves to Eq. 9 to
+        find out: a drop stands behind F and before the reload, the reload before B, and what stands before an op stands
+        before the next one."""
         for (a, y), N in self.N.items():
             if a not in leaving:
                 continue
@@ -284,19 +315,22 @@ class Offload:
                     self.rows.clause(~order[a, x], order[a, y])
 
     def _memory(self, own: list[int], leaving: list[Activation], limit: int) -> None:
-        """Eq. 9: the memory during every op y that takes some. As printed it counts what y leaves, Δ, as what it needs; here it needs what
-        it takes at its start, and the others count by what they leave."""
+        """Eq. 9: the memory during every op y that takes some. As printed it counts what y leaves, Δ, as what it needs;
+        here it needs what it takes at its start, and the others count by what they leave."""
         unit = max(1, abs(limit))  # of the rows
         for y in own:
             if self._takes(y) and not (self.frame and self.frame.is_border(self.windows.ops[y])):
                 held = [(self._delta(x) / unit, self.model.P[x, y]) for x in own if x != y]
-                away = [(self.costs.offload[a[0]] / unit, self.M[a, y], self.N[a, y]) for a in leaving if (a, y) in self.M]
+                away = [
+                    (self.costs.offload[a[0]] / unit, self.M[a, y], self.N[a, y]) for a in leaving if (a, y) in self.M
+                ]
                 moved = [(-size, M) for size, M, _ in away] + [(size, N) for size, _, N in away]
                 self.rows.add((), [(-size, literal) for size, literal in held + moved], (self._takes(y) - limit) / unit)
 
     def _memory_at_reloads(self, own: list[int], leaving: list[Activation], limit: int) -> None:
-        """Eq. 9 where a reload stands: between two compute ops, after some drops and before others. The paper has no such row; without it
-        a reload could take the bytes that an offload, still under way, frees just in time for the next op.
+        """Eq. 9 where a reload stands: between two compute ops, after some drops and before others. The paper has no
+        such row; without it a reload could take the bytes that an offload, still under way, frees just in time for the
+        next op.
 
         X: c is away when the reload of b stands, its drop before that and its reload after.
         """

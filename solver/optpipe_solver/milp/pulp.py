@@ -11,13 +11,14 @@ from contextlib import contextmanager
 import numpy as np
 import pulp
 
-from optpipe.graph import Floats
+from optpipe.evaluate.graph import Floats
 from optpipe_solver.milp.backend import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
 from optpipe_solver.milp.rows import Rows
 
 SHARE = 0.9  # of the time is the solver's: it tells at its end only, and who waits for it must still be there
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
-MARGIN = 2e-4  # by which an optimum is lowered to be a bound: a solver that ignores the gap it is told to reach stops at 1e-4
+# by which an optimum is lowered to be a bound: a solver that ignores the gap it is told to reach stops at 1e-4
+MARGIN = 2e-4
 
 
 def solver(name: str) -> Minimize:
@@ -53,7 +54,9 @@ def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
     with _stdout_apart():
         problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
     found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    return np.array([v.value() or 0.0 for v in variables]) if found else None, problem.sol_status == pulp.LpSolutionOptimal
+    return np.array(
+        [v.value() or 0.0 for v in variables]
+    ) if found else None, problem.sol_status == pulp.LpSolutionOptimal
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""A mixed-integer linear program as plain arrays, whatever solver reads it: variables, rows, and the rows that order times."""
+"""A mixed-integer linear program as plain arrays, whatever solver reads it: variables, rows, and the rows that order
+times."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.graph import Floats, Ints
+from optpipe.evaluate.graph import Floats, Ints
 
 
 class Literal(NamedTuple):
@@ -28,7 +29,8 @@ Form = tuple[dict[int, float], float]  # coefficients by variable, and what thei
 
 
 class Precedence(NamedTuple):
-    """`later >= earlier + gap + span.length`, required where all of `when` hold. `span` is a transfer: its length counts if it is made."""
+    """`later >= earlier + gap + span.length`, required where all of `when` hold. `span` is a transfer: its length
+    counts if it is made."""
 
     later: int
     earlier: int
@@ -38,9 +40,11 @@ class Precedence(NamedTuple):
 
 
 class Rows:
-    """Grows a program: minimize `cost` subject to `matrix @ x >= at_least` and bounds. Every row is a lower bound on a linear form.
+    """Grows a program: minimize `cost` subject to `matrix @ x >= at_least` and bounds. Every row is a lower bound on a
+    linear form.
 
-    With `big_m` given, it is what relaxes every row that literals switch off; else each row has the smallest that suffices.
+    With `big_m` given, it is what relaxes every row that literals switch off; else each row has the smallest that
+    suffices.
     """
 
     def __init__(self, big_m: float | None = None) -> None:
@@ -67,8 +71,11 @@ class Rows:
         self.binary[var] = True
         return Literal(var)
 
-    def add(self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> None:
-        """The row sum of coefficients × variables and literals `>= at_least`; none where nothing is left to be decided."""
+    def add(
+        self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
+    ) -> None:
+        """The row sum of coefficients × variables and literals `>= at_least`; none where nothing is left to be
+        decided."""
         row, at_least = form(times, literals, at_least)
         if not row and at_least <= NOTHING:
             return
@@ -83,8 +90,8 @@ class Rows:
             self.add((), ((1.0, literal) for literal in literals), 1.0)
 
     def precede(self, precedence: Precedence) -> None:
-        """The row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all; none where it cannot hold,
-        or always does."""
+        """The row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all; none
+        where it cannot hold, or always does."""
         if FALSE in precedence.when or any(~literal in precedence.when for literal in precedence.when):
             return
         when = tuple(literal for literal in precedence.when if literal != TRUE)
@@ -114,8 +121,9 @@ class Rows:
         return literal.positive == (literal.var < 0 or bool(x[literal.var] > 0.5))
 
     def earliest(self, x: Floats) -> Floats:
-        """The least values of the continuous variables that keep every precedence which the binaries of `x` require: exact times, free of
-        the solver's tolerance. Least and greatest values are reached from `lower`, round after round, as in Bellman and Ford's method."""
+        """The least values of the continuous variables that keep every precedence which the binaries of `x` require:
+        exact times, free of the solver's tolerance. Least and greatest values are reached from `lower`, round after
+        round, as in Bellman and Ford's method."""
         active = [p for p in self.precedences if all(self.holds(literal, x) for literal in p.when)]
         later, earlier = np.array([p.later for p in active]), np.array([p.earlier for p in active])
         gap = np.array([p.gap + (p.span[0] if self.holds(p.span[1], x) else 0.0) for p in active])
@@ -129,7 +137,8 @@ class Rows:
 
 
 def form(times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> Form:
-    """A sum of coefficients × variables and literals as coefficients of variables alone: a negation is 1 - its variable."""
+    """A sum of coefficients × variables and literals as coefficients of variables alone: a negation is 1 - its
+    variable."""
     row: dict[int, float] = {}
     for coefficient, var in times:
         row[var] = row.get(var, 0.0) + coefficient

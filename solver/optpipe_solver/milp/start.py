@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from optpipe.ops import Kind, Op
-from optpipe.program import KIND, MICROBATCH, PART, STAGE
+from optpipe.model.ops import Kind, Op
+from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe.schedule import Schedule
 from optpipe_solver.milp.frame import Activation
 from optpipe_solver.milp.model import Model
@@ -18,8 +18,11 @@ NEVER = (math.inf, math.inf)
 
 
 def assignment(model: Model, schedule: Schedule) -> dict[int, float]:
-    """Values of the binaries by variable. What the model cannot express makes them contradict each other; the solver then drops them."""
-    return {literal.var: float(literal.positive == truth) for literal, truth in _truths(model, schedule) if literal.var >= 0}
+    """Values of the binaries by variable. What the model cannot express makes them contradict each other; the solver
+    then drops them."""
+    return {
+        literal.var: float(literal.positive == truth) for literal, truth in _truths(model, schedule) if literal.var >= 0
+    }
 
 
 def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
@@ -35,7 +38,11 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
     made = {a for a in offload.activations if _moved(model, at, Kind.O, a)}
     for a in offload.activations:
         yield offload.W[a], a in made
-    for orders, first, second in ((offload.K, Kind.O, Kind.O), (offload.L, Kind.R, Kind.R), (offload.H, Kind.O, Kind.R)):
+    for orders, first, second in (
+        (offload.K, Kind.O, Kind.O),
+        (offload.L, Kind.R, Kind.R),
+        (offload.H, Kind.O, Kind.R),
+    ):
         for (a, b), literal in orders.items():
             before, after = moved[first, a], moved[second, b]
             if before is not None and after is not None and (a < b or orders is offload.H):
@@ -52,13 +59,18 @@ def _truths(model: Model, schedule: Schedule) -> Iterator[tuple[Literal, bool]]:
         yield N, moves(Kind.R, a)[0] < run[ops[y]][1]
     for (c, b), X in offload.X.items():
         begin = moves(Kind.R, b)[0]
-        stands = min((run[ops[y]][0] for (a, y) in offload.N if a == b and run[ops[y]][0] < begin < run[ops[y]][1]), default=begin)
+        stands = min(
+            (run[ops[y]][0] for (a, y) in offload.N if a == b and run[ops[y]][0] < begin < run[ops[y]][1]),
+            default=begin,
+        )
         yield X, b in made and moves(Kind.O, c)[1] <= stands and begin < moves(Kind.R, c)[0] < math.inf
 
 
-def _transfers(model: Model, at: dict[Op, Interval], run: dict[Op, Interval]) -> dict[tuple[Kind, Activation], Interval | None]:
-    """From when to when each offload and reload runs. One that is not made takes no time and stands where it is in nobody's way: as early
-    as those before it let it, between two transfers; None where the solver finds its place."""
+def _transfers(
+    model: Model, at: dict[Op, Interval], run: dict[Op, Interval]
+) -> dict[tuple[Kind, Activation], Interval | None]:
+    """From when to when each offload and reload runs. One that is not made takes no time and stands where it is in
+    nobody's way: as early as those before it let it, between two transfers; None where the solver finds its place."""
     offload, costs = model.offload, model.problem.costs
     link, half_duplex = costs.link[costs.device], model.problem.transfer_mode == "half_duplex"
     moved = {(kind, a): _moved(model, at, kind, a) for kind in (Kind.O, Kind.R) for a in offload.activations}
@@ -78,7 +90,8 @@ def _transfers(model: Model, at: dict[Op, Interval], run: dict[Op, Interval]) ->
 
 
 def _moved(model: Model, at: dict[Op, Interval], kind: Kind, a: Activation) -> Interval | None:
-    """From the first part's start to the last one's end; None unless all parts move, as the model knows whole activations only."""
+    """From the first part's start to the last one's end; None unless all parts move, as the model knows whole
+    activations only."""
     parts = [Op(kind, *a, part) for part in range(model.problem.stages[a[0]].offload_parts)]
     if not all(part in at for part in parts):
         return None
@@ -87,8 +100,8 @@ def _moved(model: Model, at: dict[Op, Interval], kind: Kind, a: Activation) -> I
 
 
 def _compute_times(model: Model, at: dict[Op, Interval]) -> dict[Op, Interval]:
-    """Start and end of every F, B and W. A BW is a B followed by its W; Ws are numbered as their Bs, with a fixed order everything is.
-    In a frame all keep their numbers, for what surrounds the window has them, too."""
+    """Start and end of every F, B and W. A BW is a B followed by its W; Ws are numbered as their Bs, with a fixed order
+    everything is. In a frame all keep their numbers, for what surrounds the window has them, too."""
     ms, times = model.problem.costs.ms, {}
     for op in compute_ops(model.problem):
         fused = at.get(Op(Kind.BW, op.stage, op.microbatch))

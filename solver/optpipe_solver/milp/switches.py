@@ -10,11 +10,12 @@ Order = Literal["none", "entry", "stages"]
 
 @dataclass(frozen=True)
 class Switches:
-    """All on, as the solver uses them; `PLAIN` is the program of Appendix C as it stands. None changes the optimum but `order`, where
-    activations can leave (see `model`)."""
+    """All on, as the solver uses them; `PLAIN` is the program of Appendix C as it stands. None changes the optimum but
+    `order`, where activations can leave (see `model`)."""
 
     order: Order = "stages"
-    """Eq. 1: micro-batches in any order, or in that of their number as they enter the pipeline (it loses nothing), or in all stages."""
+    """Eq. 1: micro-batches in any order, or in that of their number as they enter the pipeline (it loses nothing), or
+    in all stages."""
     one_per_pair: bool = True
     """Eq. 1, second line: one variable a pair, the other order being its negation; else two whose sum is one."""
     determined: bool = True
@@ -26,8 +27,11 @@ class Switches:
     tight: bool = True
     """Each row's big-M as small as the variables' bounds allow, instead of one constant for all."""
     workload: bool = True
-    """Not of the paper: an op waits for all work of its device that precedes it, and no schedule beats the trivial bound."""
+    """Not of the paper: an op waits for all work of its device that precedes it, and no schedule beats the trivial
+    bound."""
 
 
 ALL = Switches()
-PLAIN = Switches("none", one_per_pair=False, determined=False, triangles="none", warm_start=False, tight=False, workload=False)
+PLAIN = Switches(
+    "none", one_per_pair=False, determined=False, triangles="none", warm_start=False, tight=False, workload=False
+)

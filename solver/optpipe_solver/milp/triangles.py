@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.graph import Floats
+from optpipe.evaluate.graph import Floats
 from optpipe_solver.milp.rows import Clause, Literal
 
 VIOLATED = 1e-6
@@ -22,9 +22,13 @@ class Triangles:
     def __init__(self, P: Mapping[tuple[int, int], Literal], device: NDArray[np.integer[Any]]) -> None:
         self._P = P
         self._ops = [np.flatnonzero(device == d) for d in np.unique(device)]
-        self._var = [np.array([[P.get((x, y), Literal(-1)).var for y in own] for x in own]) for own in map(np.ndarray.tolist, self._ops)]
+        self._var = [
+            np.array([[P.get((x, y), Literal(-1)).var for y in own] for x in own])
+            for own in map(np.ndarray.tolist, self._ops)
+        ]
         self._positive = [
-            np.array([[P.get((x, y), Literal(-1)).positive for y in own] for x in own]) for own in map(np.ndarray.tolist, self._ops)
+            np.array([[P.get((x, y), Literal(-1)).positive for y in own] for x in own])
+            for own in map(np.ndarray.tolist, self._ops)
         ]
 
     def all(self) -> Iterator[Clause]:

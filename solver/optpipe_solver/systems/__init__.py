@@ -1,5 +1,5 @@
-"""The published schedules, each as its paper has it: `generate(name, problem)`. They ask neither whether memory suffices nor for the time
-ops take, unless the paper does; `check` says whether one fits."""
+"""The published schedules, each as its paper has it: `generate(name, problem)`. They ask neither whether memory
+suffices nor for the time ops take, unless the paper does; `check` says whether one fits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from optpipe.child import Placements
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
+from optpipe.process.child import Placements
 from optpipe.schedule import Schedule
-from optpipe_solver.systems import bpipe, chronos, classic, dualpipe, optimizer_offload, pipeoffload, v_shape, zero_bubble
+from optpipe_solver.systems import (
+    bpipe,
+    chronos,
+    classic,
+    dualpipe,
+    optimizer_offload,
+    pipeoffload,
+    v_shape,
+    zero_bubble,
+)
 from optpipe_solver.systems.system import System
 
 __all__ = ["SYSTEMS", "System", "generate", "parse"]
@@ -26,7 +35,8 @@ _PARAMETER = re.compile(r"([a-z]+)=([0-9]{1,9})")
 
 
 def parse(method: str) -> tuple[str, dict[str, int]]:
-    """A system's name and its parameters, such as `gis:group=5`. Raises `InputError` for what is no system or no parameter of it."""
+    """A system's name and its parameters, such as `gis:group=5`. Raises `InputError` for what is no system or no
+    parameter of it."""
     name, colon, listed = method.partition(":")
     if name not in SYSTEMS:
         raise InputError(f"method = {method!r}: the published schedules are {', '.join(SYSTEMS)}")
@@ -34,10 +44,15 @@ def parse(method: str) -> tuple[str, dict[str, int]]:
     for pair in listed.split(",") if colon else []:
         match = _PARAMETER.fullmatch(pair)
         if not match:
-            raise InputError(f"method = {method!r}: {pair!r} is no parameter, which would be a name and up to nine digits, such as group=5")
+            raise InputError(
+                f"method = {method!r}: {pair!r} is no parameter, which would be a name and up to nine digits, "
+                "such as group=5"
+            )
         key, number = match.groups()
         if key not in has:
-            raise InputError(f"method = {method!r}: {name} has no parameter {key} (its parameters: {', '.join(has) or 'none'})")
+            raise InputError(
+                f"method = {method!r}: {name} has no parameter {key} (its parameters: {', '.join(has) or 'none'})"
+            )
         if key in parameters:
             raise InputError(f"method = {method!r}: {key} is given twice, a parameter is given once")
         parameters[key] = int(number)
@@ -45,8 +60,8 @@ def parse(method: str) -> tuple[str, dict[str, int]]:
 
 
 def generate(method: str, problem: Problem, placements: Placements = "keep") -> Schedule:
-    """The schedule of a system, e.g. `1f1b` or `gis:group=5`, on the problem's own stages; with `placements="all"`, where these are not
-    what the system runs on, on the same model as stages that are.
+    """The schedule of a system, e.g. `1f1b` or `gis:group=5`, on the problem's own stages; with `placements="all"`,
+    where these are not what the system runs on, on the same model as stages that are.
 
     Raises `InputError` for what the paper excludes, such as other stages than it is for.
     """

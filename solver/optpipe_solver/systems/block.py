@@ -1,5 +1,6 @@
-"""Schedules that repeat a building block (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): a block says in which slot,
-counted from a micro-batch's launch, each stage runs its F, B and W; a schedule is the block once for each micro-batch, squeezed."""
+"""Schedules that repeat a building block (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): a block says
+in which slot, counted from a micro-batch's launch, each stage runs its F, B and W; a schedule is the block once for
+each micro-batch, squeezed."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.graph import Floats, Ints, Table
-from optpipe.ops import Kind
-from optpipe.problem import Problem
-from optpipe.program import KIND, MICROBATCH, STAGE, Program
+from optpipe.evaluate.graph import Floats, Ints, Table
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import by_slot
 
 
 @dataclass(frozen=True)
 class Block:
-    """The slots, by stage, in which one micro-batch's F, B and W start, relative to its launch, and how many slots each of them lasts."""
+    """The slots, by stage, in which one micro-batch's F, B and W start, relative to its launch, and how many slots each
+    of them lasts."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -35,11 +37,11 @@ class Block:
 
 
 def repeat(problem: Problem, block: Block, launches: Sequence[float]) -> Schedule:
-    """The block once for each micro-batch j, from slot launches[j] on: what a device runs is in the order of the slots, and its times are
-    those of the problem, each op as soon as it can (squeezed, as the paper has it).
+    """The block once for each micro-batch j, from slot launches[j] on: what a device runs is in the order of the slots,
+    and its times are those of the problem, each op as soon as it can (squeezed, as the paper has it).
 
-    Raises `ValueError` where two ops of a device take one slot: the block is wrong, or the launches are. Where such ops are to be moved
-    instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
+    Raises `ValueError` where two ops of a device take one slot: the block is wrong, or the launches are. Where such ops
+    are to be moved instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
     """
     table, slot = slots(block, launches)
     if found := collisions(problem, block, table, slot):
@@ -71,7 +73,8 @@ def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> li
 
 
 def with_weights(problem: Problem, block: Block, interval: int) -> Block:
-    """The block with each W in the first slot behind its B that is free on its device when the block is repeated every `interval` slots.
+    """The block with each W in the first slot behind its B that is free on its device when the block is repeated every
+    `interval` slots.
 
     Slots are whole, and every op lasts one.
     """
@@ -80,18 +83,22 @@ def with_weights(problem: Problem, block: Block, interval: int) -> Block:
         stages = problem.stages_on(d)
         taken = {starts[s] % interval for starts in (block.forward, block.backward) for s in stages}
         for s in sorted(stages, key=block.backward.__getitem__):
-            weight[s] = next(slot for slot in (block.backward[s] + k for k in range(1, interval)) if slot % interval not in taken)
+            weight[s] = next(
+                slot for slot in (block.backward[s] + k for k in range(1, interval)) if slot % interval not in taken
+            )
             taken.add(weight[s] % interval)
     return replace(block, weight=weight)
 
 
 def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
-    """The slots after the paper's reordering, which fills the bubbles of warm-up and cool-down and holds no more than before.
+    """The slots after the paper's reordering, which fills the bubbles of warm-up and cool-down and holds no more than
+    before.
 
-    In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F only as far as no
-    device then holds more activations, each from its F to its W, than the fullest did. From the first B of stage 0 to its last F the
-    pipeline is full: ops overtake none there, since the block's own order is what other times than these fit in as well. Behind a device's
-    last F nothing is allocated: its weight gradients wait there until the input gradients, which others wait for, have chosen.
+    In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F
+    only as far as no device then holds more activations, each from its F to its W, than the fullest did. From the first
+    B of stage 0 to its last F the pipeline is full: ops overtake none there, since the block's own order is what other
+    times than these fit in as well. Behind a device's last F nothing is allocated: its weight gradients wait there
+    until the input gradients, which others wait for, have chosen.
 
     Stages are one row, backwards are split, slots are whole, every op lasts one.
     """
@@ -99,7 +106,10 @@ def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
     device, at = problem.costs.device[stage], slot.astype(np.int64)
     forward, weight = kind == Kind.F, kind == Kind.W
     end = int(at.max()) + 2
-    last, changes = np.zeros(len(problem.devices), dtype=np.int64), np.zeros((len(problem.devices), end), dtype=np.int64)
+    last, changes = (
+        np.zeros(len(problem.devices), dtype=np.int64),
+        np.zeros((len(problem.devices), end), dtype=np.int64),
+    )
     np.maximum.at(last, device[forward], at[forward])
     np.add.at(changes, (device[forward], at[forward]), 1)
     np.add.at(changes, (device[weight], at[weight] + 1), -1)
@@ -140,5 +150,7 @@ def _needs(problem: Problem, table: Table) -> Ints:
     kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
     row[kind, stage, microbatch] = np.arange(len(table))
     row[Kind.B, -1] = row[Kind.F, -2]  # behind the last stage stands its own forward
-    found: Ints = np.where(kind == Kind.F, row[Kind.F, stage - 1, microbatch], row[Kind.B, stage + (kind == Kind.B), microbatch])
+    found: Ints = np.where(
+        kind == Kind.F, row[Kind.F, stage - 1, microbatch], row[Kind.B, stage + (kind == Kind.B), microbatch]
+    )
     return found

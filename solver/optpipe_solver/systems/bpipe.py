@@ -1,4 +1,5 @@
-"""BPipe: 1F1B whose early stages keep some of their activations on the devices of late ones, so that all devices hold alike."""
+"""BPipe: 1F1B whose early stages keep some of their activations on the devices of late ones, so that all devices hold
+alike."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.ops import BACKWARD, COMPUTE, Kind, Op
-from optpipe.problem import Problem
-from optpipe.program import KIND, STAGE, of_kinds
+from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.order import in_order
@@ -18,13 +19,15 @@ from optpipe_solver.systems.system import System
 
 
 def bpipe(problem: Problem) -> Schedule:
-    """BPipe (Kim et al. 2023): stage s evicts to the device of stage p - 1 - s, and no device holds more than ⌈(p+2)/2⌉ activations.
+    """BPipe (Kim et al. 2023): stage s evicts to the device of stage p - 1 - s, and no device holds more than ⌈(p+2)/2⌉
+    activations.
 
-    Compute is 1F1B's, and waits for no transfer where an eviction and a load together last no longer than a forward. The paper says which
-    stages make a pair, and its figure what leaves in one example. Here those leave that are needed last (Belady 1966), no more of them
-    than the limit asks for. An eviction runs beside the op before the one that needs its place, a load beside the op before its backward.
-    Room for the first evictions is made at the start, for each further one where the load that frees it has ended: as many rooms as the
-    limit leaves, so that a peer holds ⌈(p+2)/2⌉, too, where the paper's figure shows one less.
+    Compute is 1F1B's, and waits for no transfer where an eviction and a load together last no longer than a forward.
+    The paper says which stages make a pair, and its figure what leaves in one example. Here those leave that are needed
+    last (Belady 1966), no more of them than the limit asks for. An eviction runs beside the op before the one that
+    needs its place, a load beside the op before its backward. Room for the first evictions is made at the start, for
+    each further one where the load that frees it has ended: as many rooms as the limit leaves, so that a peer holds
+    ⌈(p+2)/2⌉, too, where the paper's figure shows one less.
 
     Raises `InputError` where a stage that must evict has no `evict_ms`, or its device another `peer`.
     """
@@ -39,7 +42,11 @@ def bpipe(problem: Problem) -> Schedule:
         marks[peer] = _rooms(lists[home], limit - (evictor + 1))
     plain = {peer: lists[peer] for peer in marks}
     for peer, rooms in marks.items():  # room for all of them, as long as it takes: when each load ends then
-        lists[peer] = [*(accept for accept, _ in rooms), *plain[peer], *(Op(Kind.V, *accept[1:]) for accept, _ in rooms)]
+        lists[peer] = [
+            *(accept for accept, _ in rooms),
+            *plain[peer],
+            *(Op(Kind.V, *accept[1:]) for accept, _ in rooms),
+        ]
     if marks:
         timeline = in_order(_lasting(problem), lists).timeline
         kind, stage, device = timeline.table[:, KIND], timeline.table[:, STAGE], timeline.device
@@ -53,11 +60,15 @@ def bpipe(problem: Problem) -> Schedule:
 
 
 def _lasting(problem: Problem) -> Problem:
-    """The problem in which every forward and backward lasts a while: of two ops at one time no clock says which waits for the other."""
+    """The problem in which every forward and backward lasts a while: of two ops at one time no clock says which waits
+    for the other."""
     least = float(problem.costs.ms.max()) / 1e6 or 1.0
     names = ("forward_ms", "backward_input_ms")
     return problem.replace(
-        stages=[stage.model_copy(update={name: max(least, getattr(stage, name)) for name in names}) for stage in problem.stages]
+        stages=[
+            stage.model_copy(update={name: max(least, getattr(stage, name)) for name in names})
+            for stage in problem.stages
+        ]
     )
 
 
@@ -69,7 +80,9 @@ def _devices(problem: Problem, evictor: int, acceptor: int) -> tuple[int, int]:
         said = f"devices[{home}].peer is missing" if given is None else f"devices[{home}].peer = {given}"
         raise InputError(f"{said}: bpipe evicts from stage {evictor} to stage {acceptor}, which is on device {peer}")
     if not problem.stages[evictor].can_evict:
-        raise InputError(f"stages[{evictor}].evict_ms is missing: bpipe evicts activations of this stage to device {peer}")
+        raise InputError(
+            f"stages[{evictor}].evict_ms is missing: bpipe evicts activations of this stage to device {peer}"
+        )
     return home, peer
 
 
@@ -77,7 +90,9 @@ def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
     """One stage's compute ops with what keeps `limit` activations on its device at most: evictions, drops and loads."""
     begins = {op.microbatch: i for i, op in enumerate(ops) if op.kind == Kind.F}
     needed = {op.microbatch: i for i, op in enumerate(ops) if op.kind in BACKWARD}
-    first_of_cool_down = ops[max(begins.values()) + 2].microbatch  # rather stays: others leave while it would have to come back
+    first_of_cool_down = ops[
+        max(begins.values()) + 2
+    ].microbatch  # rather stays: others leave while it would have to come back
     before: list[list[Op]] = [[] for _ in ops]
     here: list[int] = []  # micro-batches whose activation is on the device, the newest last
     away: set[int] = set()
@@ -101,7 +116,8 @@ def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
 
 
 def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
-    """The peer's accept for each eviction, in order, with the load that frees its room; None where it is one of the first."""
+    """The peer's accept for each eviction, in order, with the load that frees its room; None where it is one of the
+    first."""
     free: deque[Op | None] = deque([None] * rooms)
     found = []
     for op in ops:
@@ -115,8 +131,8 @@ def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
 def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places: dict[Op, int]) -> list[Op]:
     """The peer's ops with its accepts and vacates. `places`: before which of its ops each load has ended.
 
-    Nothing waits in a circle: what stands before such a place begins before the load has ended, and so before the eviction that gets its
-    room, which stands behind the load on the way between the devices.
+    Nothing waits in a circle: what stands before such a place begins before the load has ended, and so before the
+    eviction that gets its room, which stands behind the load on the way between the devices.
     """
     before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]
     before[0] = [accept for accept, load in rooms if load is None]

@@ -1,10 +1,12 @@
-"""Chronos-Pipe and what is built on it (Lin et al. 2025, Enhancing Memory Efficiency in Large Language Model Training Through Chronos-aware
-Pipeline Parallelism): v looped chunks a device, activations that live as short as a full pipeline allows.
+"""Chronos-Pipe and what is built on it (Lin et al. 2025, Enhancing Memory Efficiency in Large Language Model Training
+Through Chronos-aware Pipeline Parallelism): v looped chunks a device, activations that live as short as a full pipeline
+allows.
 
-The unit is the forward of one chunk; its backward, input and weight gradient fused, takes two. A device does a forward and a backward in
-turn, one of each a beat, and device i is 2i units ahead of device 0. So a chunk that runs without a wait, one unit a device on the way
-there and two on the way back, has its backward in the same beat on all devices, its forward one beat further on each. What is left to
-choose is the beat in which each chunk is launched: no two in the same beat modulo v, or they collide on every device.
+The unit is the forward of one chunk; its backward, input and weight gradient fused, takes two. A device does a forward
+and a backward in turn, one of each a beat, and device i is 2i units ahead of device 0. So a chunk that runs without a
+wait, one unit a device on the way there and two on the way back, has its backward in the same beat on all devices, its
+forward one beat further on each. What is left to choose is the beat in which each chunk is launched: no two in the same
+beat modulo v, or they collide on every device.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from itertools import count, groupby
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.ops import Kind
-from optpipe.problem import Problem
-from optpipe.program import KIND, STAGE, of_kinds
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, STAGE, of_kinds
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, repeat, slots
 from optpipe_solver.systems.order import by_slot
@@ -30,20 +32,22 @@ F, C, BW = 1, 1, 2  # units that each lasts
 def chronos(problem: Problem) -> Schedule:
     """Chronos-Pipe (section 4.1): each chunk is launched in the first free beat behind the chunk before it.
 
-    3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c + e_c) / v over c < v,
-    where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards. For v = 2 that is N = p + 1 +
-    ceil((p-3)/6) + ceil((2p-3)/6); at large p it is (v+1)/(2v) of M, 1F1B's v p, so 75 %. The paper adds up both chunks' peaks, which for
-    odd p are not at one time: one too many. Its formula for p2p > 0 is that of messages that occupy both devices: docs/systems/chronos.md.
+    3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c +
+    e_c) / v over c < v, where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards.
+    For v = 2 that is N = p + 1 + ceil((p-3)/6) + ceil((2p-3)/6); at large p it is (v+1)/(2v) of M, 1F1B's v p, so 75 %.
+    The paper adds up both chunks' peaks, which for odd p are not at one time: one too many. Its formula for p2p > 0 is
+    that of messages that occupy both devices: docs/systems/chronos.md.
     """
     return _pipe(problem, group=1)
 
 
 def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
-    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row, there and back, so that its
-    gradients are reduced once for all of them, in the time that `gradient_windows` tells. The last group has the r micro-batches left.
+    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row, there and
+    back, so that its gradients are reduced once for all of them, in the time that `gradient_windows` tells. The last
+    group has the r micro-batches left.
 
-    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(r, p)-1) less where group
-    divides p, or m and is at least p.
+    Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(r, p)-1)
+    less where group divides p, or m and is at least p.
     """
     if group < 1:
         raise InputError(f"group = {group}: a chunk is launched for at least 1 micro-batch in a row")
@@ -51,13 +55,14 @@ def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
 
 
 def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
-    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are computed again just before their backwards, whose beats are C
-    longer for that. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would come too early (appendix A, Eq. 8).
+    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are computed again just before their backwards,
+    whose beats are C longer for that. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would
+    come too early (appendix A, Eq. 8).
 
-    For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for its beat. Chunk 2
-    needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed again device s holds floor((p-s)/2) + 1:
-    the paper's formula leaves that one out, its measurements do not (5/16 of M at p = 8). Eq. 8 delays by one round not, as stated, at all
-    p from 8 to 40: by none at 10, by two at 27.
+    For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for
+    its beat. Chunk 2 needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed
+    again device s holds floor((p-s)/2) + 1: the paper's formula leaves that one out, its measurements do not (5/16 of M
+    at p = 8). Eq. 8 delays by one round not, as stated, at all p from 8 to 40: by none at 10, by two at 27.
     """
     p, v = _shape(problem)
     if not 1 <= recomputed <= v:
@@ -65,7 +70,9 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     shallow = range(recomputed * p)
     for s in shallow:
         if not problem.stages[s].can_recompute:
-            raise InputError(f"stages[{s}].recompute_ms is missing: chronos-recomp recomputes stages 0 to {shallow[-1]}")
+            raise InputError(
+                f"stages[{s}].recompute_ms is missing: chronos-recomp recomputes stages 0 to {shallow[-1]}"
+            )
 
     there, back = _launches(p, v)
     beats = _Beats([F + BW + C * (n in {b % v for b in back[:recomputed]}) for n in range(v)])
@@ -82,10 +89,12 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
 
 
 def gradient_windows(schedule: Schedule) -> list[list[float]]:
-    """By stage, the time (ms) between its launches backwards: from the end of the last weight gradient in a row on its device to the start
-    of the next one of that stage, other stages' in between. In it the gradients must be communicated, or the accumulator is not free.
+    """By stage, the time (ms) between its launches backwards: from the end of the last weight gradient in a row on its
+    device to the start of the next one of that stage, other stages' in between. In it the gradients must be
+    communicated, or the accumulator is not free.
 
-    In Chronos-Pipe's unit model 3(v-1)g+1 for groups of g in a full pipeline; less while it drains, without forwards in between.
+    In Chronos-Pipe's unit model 3(v-1)g+1 for groups of g in a full pipeline; less while it drains, without forwards in
+    between.
     """
     timeline = schedule.timeline
     gradients = np.isin(timeline.table[:, KIND], [Kind.W, Kind.BW])
@@ -128,7 +137,8 @@ def _pipe(problem: Problem, group: int) -> Schedule:
 
 
 def _launches(p: int, v: int, group: int = 1) -> tuple[list[int], list[int]]:
-    """The beats, by chunk, of the first device's forward and of the backward: a chunk's p forwards last p/3 beats, its backwards 2p/3.
+    """The beats, by chunk, of the first device's forward and of the backward: a chunk's p forwards last p/3 beats, its
+    backwards 2p/3.
 
     In the deepest chunk, the last device's backward follows its forward in one beat.
     """
@@ -138,7 +148,8 @@ def _launches(p: int, v: int, group: int = 1) -> tuple[list[int], list[int]]:
 
 
 def _in_turn(v: int, apart: int) -> list[int]:
-    """The beats of v chunks one after the other, each at least `apart` from the one before and in no other's place modulo v.
+    """The beats of v chunks one after the other, each at least `apart` from the one before and in no other's place
+    modulo v.
 
     So a chunk waits gcd(apart, v) - 1 times in all; no other choice holds less.
     """
@@ -159,6 +170,22 @@ def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> 
 
 SYSTEMS = (
     System("chronos", "Lin et al. 2025 (Chronos-Pipe), section 4.1", chronos, least=2, most=None, chunks=2),
-    System("chronos-recomp", "Lin et al. 2025, section 4.2", chronos_recomp, least=2, most=None, chunks=2, parameters=("recomputed",)),
-    System("chronos-zero2", "Lin et al. 2025, section 4.3", chronos_zero2, least=2, most=None, chunks=2, parameters=("group",)),
+    System(
+        "chronos-recomp",
+        "Lin et al. 2025, section 4.2",
+        chronos_recomp,
+        least=2,
+        most=None,
+        chunks=2,
+        parameters=("recomputed",),
+    ),
+    System(
+        "chronos-zero2",
+        "Lin et al. 2025, section 4.3",
+        chronos_zero2,
+        least=2,
+        most=None,
+        chunks=2,
+        parameters=("group",),
+    ),
 )

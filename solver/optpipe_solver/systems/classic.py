@@ -5,37 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from optpipe.errors import InputError
-from optpipe.ops import Kind, Op
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import even_groups, in_order, visits, warmed_up
 from optpipe_solver.systems.system import System
 
 
 def gpipe(problem: Problem) -> Schedule:
-    """GPipe (Huang et al. 2019): all forwards, then all backwards. Bubble (p-1)/(p-1+m) of the time; every activation is held."""
+    """GPipe (Huang et al. 2019): all forwards, then all backwards. Bubble (p-1)/(p-1+m) of the time; every activation
+    is held."""
     return _in_phases(problem, [problem.microbatches] * len(problem.stages), _fused)
 
 
 def one_f_one_b(problem: Problem) -> Schedule:
-    """1F1B (PipeDream-Flush, Narayanan et al. 2021): stage s of p begins with p - s - 1 forwards, then runs one forward, one backward.
-    GPipe's bubble; p - s activations at most."""
+    """1F1B (PipeDream-Flush, Narayanan et al. 2021): stage s of p begins with p - s - 1 forwards, then runs one
+    forward, one backward. GPipe's bubble; p - s activations at most."""
     return _in_phases(problem, _until_the_first_backward(problem), _fused)
 
 
 def recomputed(problem: Problem, every: int = 1) -> Schedule:
-    """1F1B with activation checkpointing (survey, section on it): of every n-th micro-batch only the checkpoints stay behind its forward,
-    and what they lack is computed again right before its backward.
+    """1F1B with activation checkpointing (survey, section on it): of every n-th micro-batch only the checkpoints stay
+    behind its forward, and what they lack is computed again right before its backward.
 
-    How much is dropped and computed again is in the stages' `checkpoint_bytes` and `recompute_ms`, so full and selective checkpointing are
-    two sets of figures. The survey drops every n-th layer; a stage has one figure for all of its layers, so that is one more set of
-    figures, or, for the same share of all activations, every n-th micro-batch here. All stages take the same ones, since then nobody waits
-    for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C. Stage s holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as checkpoints.
+    How much is dropped and computed again is in the stages' `checkpoint_bytes` and `recompute_ms`, so full and
+    selective checkpointing are two sets of figures. The survey drops every n-th layer; a stage has one figure for all
+    of its layers, so that is one more set of figures, or, for the same share of all activations, every n-th micro-batch
+    here. All stages take the same ones, since then nobody waits for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C. Stage s
+    holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as checkpoints.
 
     Raises `InputError` where a stage cannot be recomputed, and for `every` = 0.
     """
     if every < 1:
-        raise InputError(f"every = {every}: 1f1b-recompute computes every micro-batch again (1), every second (2), and so on")
+        raise InputError(
+            f"every = {every}: 1f1b-recompute computes every micro-batch again (1), every second (2), and so on"
+        )
     for s, stage in enumerate(problem.stages):
         if not stage.can_recompute:
             raise InputError(f"stages[{s}].recompute_ms is missing: 1f1b-recompute drops activations of every stage")
@@ -47,14 +51,17 @@ def recomputed(problem: Problem, every: int = 1) -> Schedule:
 
 
 def interleaved(problem: Problem) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): v stages a device, which groups of p micro-batches visit one after the other.
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): v stages a device, which groups of p micro-batches visit
+    one after the other.
 
-    Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward; PipeOffload counts the first of these forwards as
-    well, d(v-1) + 2(d-i) - 1. Bubble (p-1)(F+B+W)/v with a device's whole times; vp + p - 1 activations, (1 + (p-1)/(pv))·M.
+    Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward; PipeOffload counts the first of
+    these forwards as well, d(v-1) + 2(d-i) - 1. Bubble (p-1)(F+B+W)/v with a device's whole times; vp + p - 1
+    activations, (1 + (p-1)/(pv))·M.
 
-    Megatron wants m to be a multiple of p. Where it is not, the groups are as even as they can be and none is smaller than p, so that the
-    bubble stays; the warm-up is that of the largest, g, and rank 0 holds (v-1)g + 2p - 1. (A smaller last group would leave devices idle
-    between its chunks, or deadlock: the backwards of one group wait for forwards of the next.) Fewer than p are one group.
+    Megatron wants m to be a multiple of p. Where it is not, the groups are as even as they can be and none is smaller
+    than p, so that the bubble stays; the warm-up is that of the largest, g, and rank 0 holds (v-1)g + 2p - 1. (A
+    smaller last group would leave devices idle between its chunks, or deadlock: the backwards of one group wait for
+    forwards of the next.) Fewer than p are one group.
     """
     p = len({stage.device for stage in problem.stages})
     chunks, groups = range(len(problem.stages) // p), even_groups(problem.microbatches, p)
@@ -86,6 +93,13 @@ def _in_phases(problem: Problem, warm_up: Sequence[int], backward: Callable[[int
 SYSTEMS = (
     System("gpipe", "Huang et al. 2019; survey, section on GPipe", gpipe),
     System("1f1b", "Narayanan et al. 2021 (PipeDream-Flush); survey", one_f_one_b),
-    System("interleaved", "Narayanan et al. 2021 (Megatron-LM), section 2.2; survey", interleaved, least=2, most=None, chunks=2),
+    System(
+        "interleaved",
+        "Narayanan et al. 2021 (Megatron-LM), section 2.2; survey",
+        interleaved,
+        least=2,
+        most=None,
+        chunks=2,
+    ),
     System("1f1b-recompute", "survey, section on activation checkpointing", recomputed, parameters=("every",)),
 )

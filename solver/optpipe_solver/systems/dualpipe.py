@@ -1,4 +1,5 @@
-"""DualPipe (DeepSeek-V3) and DualPipeV: micro-batches run in two directions, the forward of one together with the backward of another."""
+"""DualPipe (DeepSeek-V3) and DualPipeV: micro-batches run in two directions, the forward of one together with the
+backward of another."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from optpipe.errors import InputError
-from optpipe.ops import Kind, Op, Pair
-from optpipe.problem import Problem
+from optpipe.model.ops import Kind, Op, Pair
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.order import in_order
 from optpipe_solver.systems.system import System
@@ -26,14 +27,15 @@ class Chunk:
 def dualpipe(problem: Problem) -> Schedule:
     """DualPipe (DeepSeek-V3, section 3.2.1): device d runs stage d of the one direction and stage p-1-d of the other.
 
-    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the whole backward (here B + W) and F&B the time of a pair; p + 1 activations
-    of one direction's stage; parameters twice. In our terms that is (p/2-1)(F&B + B - 2W), and it holds where F = B >= W. For any times,
-    and an F&B between the longer one and both in turn, the innermost devices, which run most pairs, have a bubble of
-    (p/2-1)(F&B + max(F, B) - W - min(B, W)) - min(F, (p/2-1)·max(0, B-F)). (Found by measurement; a test holds it for random times.)
-    Where the problem has no `overlap_factor` the same order runs unpaired, and since nobody waits for both of a pair the bubble is shorter:
-    half of it at F = B = W.
+    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the whole backward (here B + W) and F&B the time of a pair;
+    p + 1 activations of one direction's stage; parameters twice. In our terms that is (p/2-1)(F&B + B - 2W), and it
+    holds where F = B >= W. For any times, and an F&B between the longer one and both in turn, the innermost devices,
+    which run most pairs, have a bubble of (p/2-1)(F&B + max(F, B) - W - min(B, W)) - min(F, (p/2-1)·max(0, B-F)).
+    (Found by measurement; a test holds it for random times.) Where the problem has no `overlap_factor` the same order
+    runs unpaired, and since nobody waits for both of a pair the bubble is shorter: half of it at F = B = W.
 
-    p is even. The paper's m is even and at least 2p: of others, the schedule leaves out the micro-batches that are not there.
+    p is even. The paper's m is even and at least 2p: of others, the schedule leaves out the micro-batches that are not
+    there.
     """
     p = len(problem.stages) // 2
     if p % 2:
@@ -49,9 +51,9 @@ def dualpipe(problem: Problem) -> Schedule:
 
 
 def dualpipe_v(problem: Problem) -> Schedule:
-    """DualPipeV, the cut-in-half form: n devices run what the first half of a DualPipe with p = 2n devices runs. What would go on there
-    comes back on the second chunk of the V, so one direction is left, and the parameters are there once. Formulas as DualPipe's, with m of
-    one direction; any n."""
+    """DualPipeV, the cut-in-half form: n devices run what the first half of a DualPipe with p = 2n devices runs. What
+    would go on there comes back on the second chunk of the V, so one direction is left, and the parameters are there
+    once. Formulas as DualPipe's, with m of one direction; any n."""
     n = len(problem.stages) // 2
     every = range(problem.microbatches)
     lists: list[list[Op | Pair]] = [[] for _ in problem.devices]
@@ -85,8 +87,8 @@ def _device(problem: Problem, n: int, r: int, near: Chunk, far: Chunk) -> list[O
 
 
 def _phases(n: int, r: int, m: int) -> str:
-    """The eight phases of a device, as the figure's legend names them: m >= 2n micro-batches each way, 0 the direction that enters at this
-    end, 1 the other; W is the weight gradient that has waited longest."""
+    """The eight phases of a device, as the figure's legend names them: m >= 2n micro-batches each way, 0 the direction
+    that enters at this end, 1 the other; W is the weight gradient that has waited longest."""
     outer, inner = n - r - 1, r + 1
     pairs = "F0+BW1 F1+BW0 "
     first = pairs if outer else "F0 BW1 F1+BW0 "  # the innermost sends F0 on before BW1, for which nobody has to wait
@@ -106,5 +108,7 @@ def _phases(n: int, r: int, m: int) -> str:
 
 SYSTEMS = (
     System("dualpipe", "DeepSeek-V3, section 3.2.1; survey", dualpipe, shape="bidirectional"),
-    System("dualpipe-v", "DualPipeV (DeepSeek; Qi et al., cut-in-half)", dualpipe_v, least=2, most=2, chunks=2, shape="v"),
+    System(
+        "dualpipe-v", "DualPipeV (DeepSeek; Qi et al., cut-in-half)", dualpipe_v, least=2, most=2, chunks=2, shape="v"
+    ),
 )

@@ -1,7 +1,7 @@
 """Chronos-Offload (Lin et al. 2025, section 5.1): the optimizer of deep chunks runs on the host, beside Chronos-Pipe.
 
-Chunk v's weights have their gradients first and are used last, so its gradients leave, are applied and come back as parameters while the
-other chunks drain this iteration's pipeline and fill the next one's.
+Chunk v's weights have their gradients first and are used last, so its gradients leave, are applied and come back as
+parameters while the other chunks drain this iteration's pipeline and fill the next one's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import ceil
 
 from optpipe.errors import InputError
-from optpipe.ops import BACKWARD, OPTIMIZER, Kind, Op
-from optpipe.problem import Problem
-from optpipe.program import Program
+from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.chronos import chronos
 from optpipe_solver.systems.order import in_order
@@ -20,12 +20,13 @@ from optpipe_solver.systems.system import System
 
 
 def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
-    """Chronos-Pipe with the optimizers of the `chunks` deepest chunks on the host: parameters come in first, in the order of the stages,
-    gradients go out behind a stage's last backward, and the update follows.
+    """Chronos-Pipe with the optimizers of the `chunks` deepest chunks on the host: parameters come in first, in the
+    order of the stages, gradients go out behind a stage's last backward, and the update follows.
 
-    It takes no longer than Chronos-Pipe where Eq. 5 and 7 hold. For v = 2 and stages alike the exact limits are wider: parameters may take
-    p forwards of a chunk, gradients and update p of its backwards; what they take beyond that is what the iteration is longer by. What is
-    saved, two thirds of these chunks' model state, is no activation: the certificate does not change.
+    It takes no longer than Chronos-Pipe where Eq. 5 and 7 hold. For v = 2 and stages alike the exact limits are wider:
+    parameters may take p forwards of a chunk, gradients and update p of its backwards; what they take beyond that is
+    what the iteration is longer by. What is saved, two thirds of these chunks' model state, is no activation: the
+    certificate does not change.
     """
     devices = len({stage.device for stage in problem.stages})
     v = len(problem.stages) // devices
@@ -34,7 +35,9 @@ def chronos_offload(problem: Problem, chunks: int = 1) -> Schedule:
     deep = range((v - chunks) * devices, len(problem.stages))
     for s in deep:
         if not problem.stages[s].can_update:
-            raise InputError(f"stages[{s}].update_ms is missing: chronos-offload updates stages {deep[0]} to {deep[-1]} on the host")
+            raise InputError(
+                f"stages[{s}].update_ms is missing: chronos-offload updates stages {deep[0]} to {deep[-1]} on the host"
+            )
     plain = chronos(problem)
     last = problem.microbatches - 1
     lists: list[list[Op]] = [[] for _ in problem.devices]
@@ -62,8 +65,8 @@ def _shared(plain: Schedule, deep: range) -> dict[str, Program]:
 
 
 def idle_before_shallow(p: int, backward_ms: float) -> float:
-    """Eq. 4: how long a device with two chunks is idle (ms) between the last backward of chunk 2 and the backwards of chunk 1, in the
-    cool-down; `backward_ms` is a micro-batch's backward through all 2p chunks."""
+    """Eq. 4: how long a device with two chunks is idle (ms) between the last backward of chunk 2 and the backwards of
+    chunk 1, in the cool-down; `backward_ms` is a micro-batch's backward through all 2p chunks."""
     return (p - ceil((2 * p - 3) / 6) - 1) * backward_ms / (2 * p)
 
 
@@ -73,8 +76,9 @@ def idle_before_deep(p: int, forward_ms: float) -> float:
 
 
 def fits_in_bubbles(problem: Problem) -> bool:
-    """Eq. 5 and 7 for two chunks a device: whether gradients out and update, and parameters in, of every chunk that has them fit into what
-    Chronos-Pipe leaves idle. Sufficient, not necessary: they run beside compute, and other devices' drain and fill last longer."""
+    """Eq. 5 and 7 for two chunks a device: whether gradients out and update, and parameters in, of every chunk that has
+    them fit into what Chronos-Pipe leaves idle. Sufficient, not necessary: they run beside compute, and other devices'
+    drain and fill last longer."""
     p = len(problem.stages) // 2
     ms = problem.costs.ms
     step, upload = ms[[Kind.G, Kind.U]].sum(axis=0).max(), ms[Kind.P].max()
@@ -83,8 +87,8 @@ def fits_in_bubbles(problem: Problem) -> bool:
 
 
 def overlap(schedule: Schedule) -> float:
-    """The share of the host optimizers' time by which the iteration is not longer: 1 where G, U and P hide behind compute, 0 where it grows
-    by all of them, the P and the G and U of the devices where these take longest."""
+    """The share of the host optimizers' time by which the iteration is not longer: 1 where G, U and P hide behind
+    compute, 0 where it grows by all of them, the P and the G and U of the devices where these take longest."""
     problem = schedule.problem
     spent = [0.0, 0.0]
     without = []
@@ -99,5 +103,13 @@ def overlap(schedule: Schedule) -> float:
 
 
 SYSTEMS = (
-    System("chronos-offload", "Lin et al. 2025, section 5.1", chronos_offload, least=2, most=None, chunks=2, parameters=("chunks",)),
+    System(
+        "chronos-offload",
+        "Lin et al. 2025, section 5.1",
+        chronos_offload,
+        least=2,
+        most=None,
+        chunks=2,
+        parameters=("chunks",),
+    ),
 )

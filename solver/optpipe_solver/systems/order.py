@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from optpipe.graph import Floats, Table
-from optpipe.ops import Op, Pair
-from optpipe.problem import Problem
-from optpipe.program import STAGE, Program
+from optpipe.evaluate.graph import Floats, Table
+from optpipe.model.ops import Op, Pair
+from optpipe.model.problem import Problem
+from optpipe.model.program import STAGE, Program
 from optpipe.schedule import Schedule
 
 
@@ -20,8 +20,8 @@ def in_order(problem: Problem, lists: Sequence[Iterable[Op | Pair]]) -> Schedule
 
 
 def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
-    """A schedule without transfers, from rows of a program's table and the slot in which each stands; of two in one slot the one that is
-    named first comes first."""
+    """A schedule without transfers, from rows of a program's table and the slot in which each stands; of two in one
+    slot the one that is named first comes first."""
     device = problem.costs.device[table[:, STAGE]]
     order = np.lexsort((slot, device))
     ends = np.searchsorted(device[order], np.arange(len(problem.devices) + 1))
@@ -29,7 +29,8 @@ def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
 
 
 def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up: int) -> list[Op]:
-    """The phases of 1F1B: `warm_up` forwards, then in turn a forward and a backward (which may be B and W), then the backwards left."""
+    """The phases of 1F1B: `warm_up` forwards, then in turn a forward and a backward (which may be B and W), then the
+    backwards left."""
     ops = list(forwards[:warm_up])
     for k, backward in enumerate(backwards):
         ops += [*forwards[warm_up + k : warm_up + k + 1], *backward]
@@ -37,13 +38,15 @@ def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up
 
 
 def even_groups(m: int, size: int) -> list[range]:
-    """As many groups of at least `size` micro-batches as m allow, as even as can be, the larger first; one where there are fewer."""
+    """As many groups of at least `size` micro-batches as m allow, as even as can be, the larger first; one where there
+    are fewer."""
     count = max(1, m // size)
     ends = [k * (m // count) + min(k, m % count) for k in range(count + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
 
 
 def visits(groups: Iterable[Sequence[int]], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """The interleaving strategy: group by group, chunk by chunk in this order, the group's micro-batches. Chunk and micro-batch."""
+    """The interleaving strategy: group by group, chunk by chunk in this order, the group's micro-batches. Chunk and
+    micro-batch."""
     chunks = list(chunks)
     return [(c, j) for group in groups for c in chunks for j in group]

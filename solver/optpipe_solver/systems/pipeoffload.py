@@ -1,4 +1,5 @@
-"""PipeOffload (Wan et al. 2025): interleaved schedules that hold less (GIS, GIS-H), uniform ones that offload (PO-H, PO-F).
+"""PipeOffload (Wan et al. 2025): interleaved schedules that hold less (GIS, GIS-H), uniform ones that offload (PO-H,
+PO-F).
 
 The paper's letters: d devices, v looped stages on each, g micro-batches a group; T_F, T_B, T_W are f, b, w.
 """
@@ -12,9 +13,9 @@ from math import ceil
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.memory import certify
-from optpipe.ops import Kind, Op
-from optpipe.problem import Problem
+from optpipe.evaluate.memory import certify
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.lift import lift_table
 from optpipe_solver.systems.block import Block, slots
@@ -24,19 +25,22 @@ from optpipe_solver.systems.system import System
 
 
 def gis(problem: Problem, group: int | None = None) -> Schedule:
-    """GIS, the generalised interleaved schedule (section 3): stages take turns every `group` micro-batches, d by default; W right behind B.
+    """GIS, the generalised interleaved schedule (section 3): stages take turns every `group` micro-batches, d by
+    default; W right behind B.
 
-    Rank i begins with g(v-1) + d - i forwards, the one before its first B included, then runs one backward, one forward. So rank 0 holds
-    g(v-1) + d activations at most, whether they count until B or until W. Bubble: (d-1)(f+b), and for each of the v-1 changes of stage
-    (d-g)f + max(0, db - g(b+w)) more: the paper's (d-g)(v-1) is meant in units of f = b = w, its Table 1 has g = d/2. Both hold where
-    a group's time g(f+b+w) lets a forward, or a backward, pass all devices, df and db. A last group that is not full is run as if
-    it were, without the micro-batches that are not there.
+    Rank i begins with g(v-1) + d - i forwards, the one before its first B included, then runs one backward, one
+    forward. So rank 0 holds g(v-1) + d activations at most, whether they count until B or until W. Bubble: (d-1)(f+b),
+    and for each of the v-1 changes of stage (d-g)f + max(0, db - g(b+w)) more: the paper's (d-g)(v-1) is meant in units
+    of f = b = w, its Table 1 has g = d/2. Both hold where a group's time g(f+b+w) lets a forward, or a backward, pass
+    all devices, df and db. A last group that is not full is run as if it were, without the micro-batches that are not
+    there.
     """
     return _in_groups(problem, "gis", _devices(problem) if group is None else group)
 
 
 def gis_h(problem: Problem, group: int | None = None) -> Schedule:
-    """GIS-H: GIS with groups of ceil(d/2) micro-batches, the fewest between whose turns a forward can pass all devices."""
+    """GIS-H: GIS with groups of ceil(d/2) micro-batches, the fewest between whose turns a forward can pass all
+    devices."""
     return _in_groups(problem, "gis-h", ceil(_devices(problem) / 2) if group is None else group)
 
 
@@ -45,7 +49,9 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
     v = _chunks(problem)
     if not ceil(d / 2) <= g <= d:
         raise InputError(f"group = {g}: {name} on {d} devices takes {ceil(d / 2)} to {d}")
-    groups = [range(first, first + g) for first in range(0, m, g)]  # the last one may count micro-batches that are not there
+    groups = [
+        range(first, first + g) for first in range(0, m, g)
+    ]  # the last one may count micro-batches that are not there
     there, back = visits(groups, range(v)), visits(groups, range(v)[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
     for i in range(d):
@@ -59,25 +65,27 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
 def po_h(problem: Problem) -> Schedule:
     """PO-H: half of the stages leave, ceil(v/2) on each device.
 
-    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way. Bubble: Table 1's
-    v(d-1)T, T = f + b + w, where d forwards and d backwards, each in whole slots, fit in d slots: ceil(df/T) + ceil(db/T) <= d (but for
+    Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way.
+    Bubble: Table 1's v(d-1)T, T = f + b + w, where d forwards and d backwards, each in whole slots, fit in d slots:
+    ceil(df/T) + ceil(db/T) <= d (but for
     d = 3, v = 2). Elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
     """
     return pipe_offload(problem, ceil(_chunks(problem) / 2))
 
 
 def po_f(problem: Problem) -> Schedule:
-    """PO-F: all stages leave. Where k is at most 1 a device holds three activations at most, whatever d and v are (the paper's experiments
-    say about four); the bubble is bounded as PO-H's."""
+    """PO-F: all stages leave. Where k is at most 1 a device holds three activations at most, whatever d and v are (the
+    paper's experiments say about four); the bubble is bounded as PO-H's."""
     return pipe_offload(problem, _chunks(problem))
 
 
 def pipe_offload(problem: Problem, leaving: int) -> Schedule:
-    """PipeOffload (sections 2, 3.2, 4.2): GIS-H's block repeated uniformly; `leaving` stages of each device are offloaded.
+    """PipeOffload (sections 2, 3.2, 4.2): GIS-H's block repeated uniformly; `leaving` stages of each device are
+    offloaded.
 
-    Those with the longest lifespan are, of the ones that can leave; each activation of them, or each part of one, that finds no slot in
-    time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the transfers have their slots, so that
-    the links keep up; the programs that come of it run as soon as they can.
+    Those with the longest lifespan are, of the ones that can leave; each activation of them, or each part of one, that
+    finds no slot in time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the
+    transfers have their slots, so that the links keep up; the programs that come of it run as soon as they can.
     """
     block, slot_ms = uniform_block(problem)
     interval = slot_ms * _chunks(problem)
@@ -92,19 +100,23 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
     for sharers in _links(problem, leave):
         for d, (offloads, reloads) in zip(sharers, _slots(problem, leave, sharers, lives, slot_ms), strict=True):
             for s in leave[d]:
-                visits = [(j, part) for j in range(problem.microbatches) for part in range(problem.stages[s].offload_parts)]
+                visits = [
+                    (j, part) for j in range(problem.microbatches) for part in range(problem.stages[s].offload_parts)
+                ]
                 stays = [(lives[s][0] + launches[j], lives[s][1] + launches[j]) for j, _ in visits]
                 for visit, found in zip(visits, fill(offloads, reloads, stays, interval, slot_ms), strict=True):
                     if found:
                         transfers += [(Kind.O, s, *visit, 0), (Kind.R, s, *visit, 0)]
                         begins += found
     table, start = slots(block, launches)
-    return lift_table(problem, np.concatenate([table, np.array(transfers, dtype=np.int32).reshape(-1, 5)]), np.r_[start, begins])
+    return lift_table(
+        problem, np.concatenate([table, np.array(transfers, dtype=np.int32).reshape(-1, 5)]), np.r_[start, begins]
+    )
 
 
 def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -> list[int]:
-    """Selective offload (section 2): stages in the order in which they should leave, the longest time between forward and backward first:
-    the longer activations live, the more of them there are at a time."""
+    """Selective offload (section 2): stages in the order in which they should leave, the longest time between forward
+    and backward first: the longer activations live, the more of them there are at a time."""
     return sorted(stages, key=lambda s: lives[s][0] - lives[s][1])
 
 
@@ -115,14 +127,16 @@ def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
 
 
 def uniform_block(problem: Problem) -> tuple[Block, float]:
-    """A block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is: F, B and W of the longest stage.
+    """A block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is: F, B and W of the longest
+    stage.
 
-    Rank i computes in slots that begin i·x ms after rank 0's. To the next rank a forward needs x ms and a backward n·T - x, so that F, B
-    and W stand in the same places of all slots; n is 1 unless they are longer under way than W leaves time for. A stage takes its turn a
-    whole number of slots after the one before, the fewest in which a forward, or on the way back a backward, can pass all devices: both
-    together d where n is 1 and d f and d b, each rounded up, leave room for it; d/2 each where f = b and d is even, as in GIS-H. Where
-    this would put two stages of a device in one slot, turns being a multiple of v apart, the later one takes the next that is free (the
-    paper's minor modifications).
+    Rank i computes in slots that begin i·x ms after rank 0's. To the next rank a forward needs x ms and a backward n·T
+    - x, so that F, B and W stand in the same places of all slots; n is 1 unless they are longer under way than W leaves
+    time for. A stage takes its turn a whole number of slots after the one before, the fewest in which a forward, or on
+    the way back a backward, can pass all devices: both together d where n is 1 and d f and d b, each rounded up, leave
+    room for it; d/2 each where f = b and d is even, as in GIS-H. Where this would put two stages of a device in one
+    slot, turns being a multiple of v apart, the later one takes the next that is free (the paper's minor
+    modifications).
     """
     d, v = _devices(problem), _chunks(problem)
     f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
@@ -140,8 +154,8 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
 
 
 def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
-    """The slots between a device's turns on the way there and on the way back: whole, no fewer than these, together as few as can be and
-    no fewer than `both`; what is to spare as even as can be."""
+    """The slots between a device's turns on the way there and on the way back: whole, no fewer than these, together as
+    few as can be and no fewer than `both`; what is to spare as even as can be."""
     fewest = _whole(there), _whole(back)
     both = max(both, sum(fewest))
     pairs = [(g, both - g) for g in range(fewest[0], both - fewest[1] + 1)]
@@ -170,10 +184,14 @@ def _links(problem: Problem, leave: Mapping[int, Sequence[int]]) -> list[list[in
 
 
 def _slots(
-    problem: Problem, leave: Mapping[int, Sequence[int]], sharers: Sequence[int], lives: Sequence[tuple[float, float]], slot_ms: float
+    problem: Problem,
+    leave: Mapping[int, Sequence[int]],
+    sharers: Sequence[int],
+    lives: Sequence[tuple[float, float]],
+    slot_ms: float,
 ) -> list[tuple[Slots, Slots]]:
-    """The slots of the devices that share a link: one each way for each slot of a device or, where activations leave in parts, for each
-    part; from where the first sharer's first forward ends."""
+    """The slots of the devices that share a link: one each way for each slot of a device or, where activations leave in
+    parts, for each part; from where the first sharer's first forward ends."""
     ms = problem.costs.ms
     lengths = [(float(ms[Kind.O, leave[d]].max()), float(ms[Kind.R, leave[d]].max())) for d in sharers]
     parts = max(problem.stages[s].offload_parts for d in sharers for s in leave[d])

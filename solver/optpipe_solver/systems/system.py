@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from optpipe.child import Placements
 from optpipe.errors import InputError
-from optpipe.placement import MOST_CHUNKS, NAMES, WAYS, Placement, Shape
-from optpipe.problem import Problem
+from optpipe.model.placement import MOST_CHUNKS, NAMES, WAYS, Placement, Shape
+from optpipe.model.problem import Problem
+from optpipe.process.child import Placements
 from optpipe.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class System:
-    """`build` makes the schedule of a problem whose stages are as is said here, and raises `InputError` for what else the paper excludes.
+    """`build` makes the schedule of a problem whose stages are as is said here, and raises `InputError` for what else
+    the paper excludes.
 
-    It runs on `least` to `most` (None: any number) stages a device in this shape; where it may choose it takes `chunks`.
+    It runs on `least` to `most` (None: any number) stages a device in this shape; where it may choose it takes
+    `chunks`.
     """
 
     name: str
@@ -29,8 +31,8 @@ class System:
     parameters: tuple[str, ...] = ()  # keywords of `build`, whole numbers
 
     def placement(self, problem: Problem, placements: Placements) -> Placement | None:
-        """How the problem's work becomes stages for this system; None where its own stages are, unless they are fewer than it would take
-        and it may choose."""
+        """How the problem's work becomes stages for this system; None where its own stages are, unless they are fewer
+        than it would take and it may choose."""
         own = self._own_chunks(problem)
         if own and (placements == "keep" or own >= self.chunks):
             return None
@@ -39,7 +41,8 @@ class System:
             raise InputError(f"{self.name} needs {self._stages()}: the problem has other stages{hint}")
         if self.shape == "bidirectional" and problem.overlap_factor is None:  # as in the placement search
             raise InputError(
-                f"overlap_factor is missing: on stages not given both ways, {self.name} holds all parameters twice to run forwards beside "
+                f"overlap_factor is missing: on stages not given both ways, {self.name} holds all parameters "
+                "twice to run forwards beside "
                 "backwards"
             )
         try:
@@ -50,8 +53,8 @@ class System:
             raise
 
     def _own_chunks(self, problem: Problem) -> int | None:
-        """How many stages a device has, each way, where devices and routes are what this shape makes of them; which micro-batch takes which
-        route is free."""
+        """How many stages a device has, each way, where devices and routes are what this shape makes of them; which
+        micro-batch takes which route is free."""
         own, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
         length, chunks = len(own) // ways, len(own) // ways // len(set(own))
         rows = tuple(tuple(range(w * length, (w + 1) * length)) for w in range(ways))
@@ -65,6 +68,10 @@ class System:
         if self.most == 1:
             return "one stage a device, all in one row"
         many = (
-            f"{self.least}" if self.least == self.most else f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+            f"{self.least}"
+            if self.least == self.most
+            else f"{self.least} or more"
+            if self.most is None
+            else f"{self.least} to {self.most}"
         )
         return f"{many} {NAMES[self.shape]} stages a device"

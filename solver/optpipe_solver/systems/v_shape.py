@@ -1,18 +1,20 @@
-"""The V-shaped schedules (Qi et al. 2023, ZB-V; Qi et al. 2024, V-Half and V-Min): two chunks a device, the second on the way back.
+"""The V-shaped schedules (Qi et al. 2023, ZB-V; Qi et al. 2024, V-Half and V-Min): two chunks a device, the second on
+the way back.
 
-In the building block a micro-batch comes to the next device `there` slots later on the way there and `back` slots later on the way back,
-in its forwards as in its backwards. So device i of p holds the first chunk's activation for (there + back)(2(p-1) - i) slots, the
-second's for (there + back)i: the sum is the same on every device, and over an interval of six slots it makes (there + back)(p-1)/3
-chunks, besides what the turns and W add. 1F1B's memory M is 2p chunks.
+In the building block a micro-batch comes to the next device `there` slots later on the way there and `back` slots later
+on the way back, in its forwards as in its backwards. So device i of p holds the first chunk's activation for (there +
+back)(2(p-1) - i) slots, the second's for (there + back)i: the sum is the same on every device, and over an interval of
+six slots it makes (there + back)(p-1)/3 chunks, besides what the turns and W add. 1F1B's memory M is 2p chunks.
 
-F, B and W below are those of a chunk. The formulas are those of the paper's unit model, F = B = W = 1; 1F1B's bubble is 6(p-1) there.
+F, B and W below are those of a chunk. The formulas are those of the paper's unit model, F = B = W = 1; 1F1B's bubble is
+6(p-1) there.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
 
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_solver.systems.block import Block, reordered, slots, with_weights
 from optpipe_solver.systems.order import by_slot
@@ -24,9 +26,9 @@ INTERVAL = 6  # F, B and W of two chunks
 def zb_v(problem: Problem) -> Schedule:
     """ZB-V, V-ZB of the later paper: three slots either way hold M, 2p chunks on every device.
 
-    From m = 2p - 1 on there is no bubble in the span: devices work without a pause from their first op to their last. The makespan is
-    p - 1 longer, as device i begins i forwards later. For other times the span's bubble is
-    (p-1)·max(W - F, |F - B|, 2F - B - W, 2(F - W), 2(B - W)): none only where F = B = W.
+    From m = 2p - 1 on there is no bubble in the span: devices work without a pause from their first op to their last.
+    The makespan is p - 1 longer, as device i begins i forwards later. For other times the span's bubble is (p-1)·max(W
+    - F, |F - B|, 2F - B - W, 2(F - W), 2(B - W)): none only where F = B = W.
     """
     return _v_schedule(problem, 3, 3, (1, 1, 1))
 
@@ -34,11 +36,12 @@ def zb_v(problem: Problem) -> Schedule:
 def v_half(problem: Problem) -> Schedule:
     """V-Half: two slots there, one back hold 2·floor(p/2) + 2 chunks, about M/2.
 
-    From m = p on the bubble is 3p - 4 for odd p and 3p - 7 for even p (0 for p = 1; 1 for p = 2, from m = 4 on): half 1F1B's, the paper's
-    p/2m. For other times as well, no micro-batch adds to it as long as W + 2B >= 2F and W + 2F >= 2B.
+    From m = p on the bubble is 3p - 4 for odd p and 3p - 7 for even p (0 for p = 1; 1 for p = 2, from m = 4 on): half
+    1F1B's, the paper's p/2m. For other times as well, no micro-batch adds to it as long as W + 2B >= 2F and W + 2F >=
+    2B.
 
-    Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2 modulo 3, those that
-    go the same way where they differ at all; hence the turns.
+    Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2
+    modulo 3, those that go the same way where they differ at all; hence the turns.
     """
     return _v_schedule(problem, 2, 1, (1, 1 if _devices(problem) % 2 else 4, 2))
 
@@ -48,15 +51,15 @@ def v_min(problem: Problem) -> Schedule:
 
     From m = p on the bubble is 4p - 5, where 3 divides p 4p - 7 (0 for p = 1): two thirds of 1F1B's, the paper's 2p/3m.
 
-    Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the same way as long as
-    the 2p slots between them are no multiple of six, else with two more.
+    Ops that go different ways stay apart as one is in even slots where the other is in odd ones, F and B that go the
+    same way as long as the 2p slots between them are no multiple of six, else with two more.
     """
     return _v_schedule(problem, 1, 1, (1, 1 if _devices(problem) % 3 else 3, 1))
 
 
 def v_block(problem: Problem, there: int, back: int, turns: tuple[int, int, int]) -> Block:
-    """`turns`: the slots from the first chunk's last F to the second's first, from the last F to its B, from the second chunk's last B to
-    the first's first."""
+    """`turns`: the slots from the first chunk's last F to the second's first, from the last F to its B, from the second
+    chunk's last B to the first's first."""
     hops = _devices(problem) - 1
     first, last, second = turns
     path = [*accumulate([0, *[there] * hops, first, *[back] * hops, last, *[there] * hops, second, *[back] * hops])]

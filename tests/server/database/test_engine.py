@@ -1,4 +1,5 @@
-"""One URL, two databases: how they are opened, brought up to date, refused; and what ends a transaction that does not end itself."""
+"""One URL, two databases: how they are opened, brought up to date, refused; and what ends a transaction that does not
+end itself."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_an_open_database_is_as_it_was_left(database_url: str) -> None:
 def test_what_sqlite_acknowledges_is_on_the_disk_and_who_will_write_has_the_lock_at_once(sqlite_url: str) -> None:
     database = Database(sqlite_url)
     with database.read() as db:
-        told = [db.execute(text(f"pragma {name}")).scalar_one() for name in ("journal_mode", "synchronous", "foreign_keys")]
+        told = [
+            db.execute(text(f"pragma {name}")).scalar_one() for name in ("journal_mode", "synchronous", "foreign_keys")
+        ]
     assert told == ["wal", 2, 1], "2 is FULL"
     other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), timeout=0, isolation_level=None)
     with closing(other), database.write(), pytest.raises(sqlite3.OperationalError, match="locked"):
@@ -78,7 +81,10 @@ OPEN = "import sys; from optpipe_server.database import Database; Database(sys.a
 
 def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
     with postgres.database() as url:
-        started = [subprocess.Popen([sys.executable, "-c", OPEN, url], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
+        started = [
+            subprocess.Popen([sys.executable, "-c", OPEN, url], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for _ in range(2)
+        ]
         assert [process.communicate()[0].decode() for process in started] == ["opened\n"] * 2
         database = Database(url)
         with database.read() as db:
@@ -88,7 +94,9 @@ def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
 
 
 def test_a_database_that_is_away_is_named_as_it_was_given_without_the_password() -> None:
-    with pytest.raises(AwayError, match=r"^database = 'postgresql://me:\*\*\*@127\.0\.0\.1:1/name': .*Connection refused$"):
+    with pytest.raises(
+        AwayError, match=r"^database = 'postgresql://me:\*\*\*@127\.0\.0\.1:1/name': .*Connection refused$"
+    ):
         Database("postgresql://me:secret@127.0.0.1:1/name")
 
 
@@ -116,7 +124,9 @@ def test_a_file_has_one_process(tmp_path: Path, sqlite_url: str) -> None:
     database = Database(sqlite_url)
     (tmp_path / "link").symlink_to(tmp_path / "service.sqlite")
     for url in (sqlite_url, f"sqlite:///{tmp_path / 'link'}"):
-        with pytest.raises(InputError, match="another process has it; several processes can share a PostgreSQL database"):
+        with pytest.raises(
+            InputError, match="another process has it; several processes can share a PostgreSQL database"
+        ):
             Database(url)
     ended = subprocess.run([sys.executable, "-c", OPEN, sqlite_url], capture_output=True, text=True)
     assert "another process has it" in ended.stderr
@@ -254,7 +264,9 @@ def end_connection_of(db: Connection, postgres: Postgres) -> None:
     postgres.run(f"select pg_terminate_backend({pid}, 10000)")
 
 
-def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(postgres: Postgres, postgres_url: str) -> None:
+def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(
+    postgres: Postgres, postgres_url: str
+) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
 
@@ -336,7 +348,9 @@ def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, tmp_pat
         return sum(before + after == "FB" for before, after in pairwise(words))
 
     assert trips_of(lambda: Jobs(database).shown(A, job_id)) == 1
-    assert trips_of(lambda: submit(database)) == 5, "its beginning, its turn, the queue's length, all that is written, its end"
+    assert trips_of(lambda: submit(database)) == 5, (
+        "its beginning, its turn, the queue's length, all that is written, its end"
+    )
     database.close()
 
 
@@ -367,7 +381,9 @@ def test_what_fails_together_leaves_no_connection_behind(postgres: Postgres, pos
     for other in others:
         other.join()
     submit(database)
-    sessions = text("select count(*) from pg_stat_activity where datname = current_database() and application_name = 'optpipe'")
+    sessions = text(
+        "select count(*) from pg_stat_activity where datname = current_database() and application_name = 'optpipe'"
+    )
     with database.read() as db:
         assert db.execute(sessions).scalar_one() <= 5
     database.close()

@@ -1,4 +1,5 @@
-"""A disk that is full or read-only, a PostgreSQL that goes away: an error, never a false acknowledgement, and all is well again after."""
+"""A disk that is full or read-only, a PostgreSQL that goes away: an error, never a false acknowledgement, and all is
+well again after."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ class Submitter:
     def __init__(self, url: str) -> None:
         paths = os.pathsep.join([str(TESTS), *sys.path])
         command = [sys.executable, "-c", SUBMITS, url]
-        self._process = subprocess.Popen(command, text=True, stdin=-1, stdout=-1, env={**os.environ, "PYTHONPATH": paths})
+        self._process = subprocess.Popen(
+            command, text=True, stdin=-1, stdout=-1, env={**os.environ, "PYTHONPATH": paths}
+        )
         assert self._read() == "ready"
 
     def __enter__(self) -> Submitter:
@@ -188,7 +191,8 @@ def test_a_database_that_is_read_only(postgres: Postgres, postgres_url: str) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["ended", "crashed"])
 def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url: str, how: signal.Signals) -> None:
-    """Three threads submit all the time; what was acknowledged is there when it is back, and the first to ask then is answered.
+    """Three threads submit all the time; what was acknowledged is there when it is back, and the first to ask then is
+    answered.
 
     Also where that one has slept through it all.
     """

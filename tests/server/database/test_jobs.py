@@ -25,12 +25,24 @@ def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
     assert new
     assert job is not None
     assert (job.state, job.problem_name, job.problem_sha256) == ("queued", "mine", PROBLEM.sha256)
-    assert (job.method, job.objective, job.time_limit_s, job.gap_limit, job.priority) == ("cpsat", "span", 30.0, 0.01, 3)
+    assert (job.method, job.objective, job.time_limit_s, job.gap_limit, job.priority) == (
+        "cpsat",
+        "span",
+        30.0,
+        0.01,
+        3,
+    )
     assert (job.status, job.lower_bound_ms, job.last_seq) == ("feasible", 1.0, 1)
     assert job.gap == pytest.approx(1 - 1.0 / SLOW.makespan_ms)
     assert PROBLEM.replace(name="mine").model_validate_json(job.problem) == PROBLEM.replace(name="mine")
     [first] = jobs.incumbents(job_id)
-    assert (first.seq, first.source, first.method, first.makespan_ms, first.attempt) == (1, "heuristic", "naive", SLOW.makespan_ms, 0)
+    assert (first.seq, first.source, first.method, first.makespan_ms, first.attempt) == (
+        1,
+        "heuristic",
+        "naive",
+        SLOW.makespan_ms,
+        0,
+    )
     assert first.problem_sha256 == PROBLEM.sha256
     whole = jobs.incumbent(job_id, 1)
     assert whole is not None
@@ -58,10 +70,15 @@ def test_what_text_cannot_hold_is_replaced(jobs: Jobs) -> None:
 
 def test_the_same_key_means_the_same_job(jobs: Jobs) -> None:
     first = jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
-    assert jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x") == (first[0], False), "also where the queue is full"
+    assert jobs.add(A, NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x") == (first[0], False), (
+        "also where the queue is full"
+    )
     assert jobs.submitted(A, "k", "x") == first[0]
     assert jobs.submitted("b", "k", "x") is None
-    for again in (lambda: jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="y"), lambda: jobs.submitted(A, "k", "y")):
+    for again in (
+        lambda: jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="y"),
+        lambda: jobs.submitted(A, "k", "y"),
+    ):
         with pytest.raises(ConflictError, match="Idempotency-Key"):
             again()
     other, new = jobs.add("b", NewJob(PROBLEM), start(), queue=1, key="k", body_sha256="x")
@@ -152,7 +169,9 @@ def test_cancel(jobs: Jobs, database: Database, state: str) -> None:
     if state == "running":
         assert claim is not None
         assert leases.orders({job_id: claim.attempt})[job_id].cancelled
-        assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0), "the end came first, and that is what is told"
+        assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0), (
+            "the end came first, and that is what is told"
+        )
         assert row(database, job_id).state == "done"
 
 
@@ -209,9 +228,15 @@ def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
     seen = row(database, job_id).last_seq
     jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=seen, queue=1)
     job = row(database, job_id)
-    assert (job.state, job.problem_version, job.problem_sha256) == ("running" if state == "running" else "queued", 2, SLOWER.sha256)
+    assert (job.state, job.problem_version, job.problem_sha256) == (
+        "running" if state == "running" else "queued",
+        2,
+        SLOWER.sha256,
+    )
     assert (job.spent_s, job.reason, job.ended_at, job.last_seq) == (0.0, None, None, seen + 1)
-    assert [(each.seq, each.problem_version, each.source) for each in jobs.incumbents(job_id, seen)] == [(seen + 1, 2, "carried")]
+    assert [(each.seq, each.problem_version, each.source) for each in jobs.incumbents(job_id, seen)] == [
+        (seen + 1, 2, "carried")
+    ]
     if state == "running":
         assert claim is not None
         leases.beat([(claim, 8.0)])
@@ -265,7 +290,12 @@ def test_another_problem_is_refused(jobs: Jobs, database: Database) -> None:
     to_be_cancelled = submit(database, priority=1)
     assert leases.claim() is not None
     jobs.cancel(A, to_be_cancelled)
-    refused = [(waits, StaleError, 0), (cancelled, ConflictError, 1), (to_be_cancelled, ConflictError, 1), (over, QueueFullError, 1)]
+    refused = [
+        (waits, StaleError, 0),
+        (cancelled, ConflictError, 1),
+        (to_be_cancelled, ConflictError, 1),
+        (over, QueueFullError, 1),
+    ]
     for job_id, error, seen in refused:
         before = row(database, job_id)
         with pytest.raises(error):
@@ -296,7 +326,12 @@ def test_purge_takes_all_of_it_and_nothing_else(jobs: Jobs, database: Database) 
     jobs.purge(A, job_id)
     with pytest.raises(LookupError):
         jobs.purge(A, job_id)
-    assert (jobs.job(A, job_id), jobs.incumbents(job_id), jobs.log(job_id, 0, 9), jobs.submitted(A, "k", "x")) == (None, [], [], None)
+    assert (jobs.job(A, job_id), jobs.incumbents(job_id), jobs.log(job_id, 0, 9), jobs.submitted(A, "k", "x")) == (
+        None,
+        [],
+        [],
+        None,
+    )
     assert leases.beat([(claim, 1.0)]) == {job_id}
     assert jobs.job(A, other) is not None
     assert len(jobs.incumbents(other)) == 1

@@ -9,8 +9,8 @@ import sys
 import pytest
 from sqlalchemy import select
 
-from optpipe.cli.main import main
 from optpipe.errors import InputError
+from optpipe_cli.main import main
 from optpipe_server.database import Database
 from optpipe_server.database import keys as module
 from optpipe_server.database.keys import Caller, Keys
@@ -24,7 +24,9 @@ def test_a_key_opens_what_it_was_made_for(database: Database) -> None:
     assert keys.any()
     assert keys.check(one) == Caller("a", frozenset({"read", "submit"}))
     assert keys.check(two) == Caller("b", frozenset({"admin"}))
-    listed = {(row.tenant, row.scopes, row.revoked_at) for row in keys.list()}  # in any order where both are of one millisecond
+    listed = {
+        (row.tenant, row.scopes, row.revoked_at) for row in keys.list()
+    }  # in any order where both are of one millisecond
     assert listed == {("a", "submit read", None), ("b", "admin", None)}
 
 
@@ -77,7 +79,9 @@ def test_a_revoked_key_opens_nothing_and_no_one_is_let_in_without(database: Data
     assert key.split("_")[2] not in str(refused.value)
 
 
-def test_a_key_is_compared_in_constant_time_also_where_there_is_none(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_compared_in_constant_time_also_where_there_is_none(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = Keys(database)
     key = keys.create("a", ["read"])
     keys.revoke(key.split("_")[1])
@@ -105,7 +109,9 @@ def test_a_key_is_compared_in_constant_time_also_where_there_is_none(database: D
         ("a", [], "scope: a key without any"),
     ],
 )
-def test_a_name_or_scope_that_there_is_not_is_refused(database: Database, tenant: str, scopes: list[str], message: str) -> None:
+def test_a_name_or_scope_that_there_is_not_is_refused(
+    database: Database, tenant: str, scopes: list[str], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         Keys(database).create(tenant, scopes)
     assert not Keys(database).any()

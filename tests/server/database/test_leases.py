@@ -37,8 +37,20 @@ def test_the_highest_priority_comes_first_then_the_oldest(database: Database) ->
 def test_a_claim_says_all_that_a_search_needs(database: Database) -> None:
     job_id = submit(database, method="cpsat", objective="span", gap=0.01, time_limit_s=30.0)
     _, claim = claimed(database)
-    assert (claim.job_id, claim.tenant, claim.attempt, claim.problem, claim.problem_version) == (job_id, A, 1, PROBLEM, 1)
-    assert (claim.method, claim.objective, claim.gap, claim.time_limit_s, claim.spent_s) == ("cpsat", "span", 0.01, 30.0, 0.0)
+    assert (claim.job_id, claim.tenant, claim.attempt, claim.problem, claim.problem_version) == (
+        job_id,
+        A,
+        1,
+        PROBLEM,
+        1,
+    )
+    assert (claim.method, claim.objective, claim.gap, claim.time_limit_s, claim.spent_s) == (
+        "cpsat",
+        "span",
+        0.01,
+        30.0,
+        0.0,
+    )
     assert (claim.best, claim.best_version, claim.lower_bound_ms, claim.crashes) == (SLOW, 1, 1.0, 0)
     job = row(database, job_id)
     assert (job.state, job.worker, job.attempt, job.started_at is not None) == ("running", "w", 1, True)
@@ -57,7 +69,11 @@ LOSSES: dict[str, Callable[[Database, Leases, Claim], object]] = {
     "given back": lambda database, leases, claim: leases.give_back(claim, 1.0),
     "over": lambda database, leases, claim: leases.finish(claim, "done", found(SLOW), 1.0),
     "reaped": lambda database, leases, claim: (expire(database, claim.job_id), reap(database)),
-    "another worker's": lambda database, leases, claim: (expire(database, claim.job_id), reap(database), Leases(database, "x").claim()),
+    "another worker's": lambda database, leases, claim: (
+        expire(database, claim.job_id),
+        reap(database),
+        Leases(database, "x").claim(),
+    ),
     "purged": lambda database, leases, claim: Jobs(database).purge(A, claim.job_id),
 }
 
@@ -152,7 +168,10 @@ def test_a_job_that_takes_its_workers_down_ends(database: Database, schedule: ob
     claimed(database)
     expire(database, job_id)
     reap(database)
-    assert (row(database, job_id).state, row(database, job_id).reason) == (state, f"its worker was lost {MOST_LOSSES + 1} times")
+    assert (row(database, job_id).state, row(database, job_id).reason) == (
+        state,
+        f"its worker was lost {MOST_LOSSES + 1} times",
+    )
 
 
 def test_the_schedule_of_another_problem_is_none(database: Database) -> None:
@@ -186,7 +205,9 @@ def test_a_crash_is_retried_once_from_the_best(database: Database) -> None:
     assert leases.crashed(second, "the solver ended with signal 9", 5.0) is None
     assert leases.finish(second, "failed", Result("unknown", reason="signal 9"), 5.0)
     job = row(database, job_id)
-    assert (job.state, job.status, job.reason, job.spent_s) == ("done", "feasible", "signal 9", 5.0), "it ends with what it has"
+    assert (job.state, job.status, job.reason, job.spent_s) == ("done", "feasible", "signal 9", 5.0), (
+        "it ends with what it has"
+    )
     assert [line.level for line in Jobs(database).log(job_id, 0, 99)].count("error") == 2
 
 
@@ -255,4 +276,8 @@ def test_a_proof_ends_a_job_that_was_given_more_time(database: Database) -> None
     leases.append(claim, found(FAST))
     Jobs(database).extend(A, job_id, 1e3, row(database, job_id).version)
     assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0)
-    assert (row(database, job_id).state, row(database, job_id).status, row(database, job_id).gap) == ("done", "optimal", 0.0)
+    assert (row(database, job_id).state, row(database, job_id).status, row(database, job_id).gap) == (
+        "done",
+        "optimal",
+        0.0,
+    )

@@ -1,4 +1,5 @@
-"""Jobs against a plain Python model of them, on both databases: whatever clients, workers and reapers do, in whatever order."""
+"""Jobs against a plain Python model of them, on both databases: whatever clients, workers and reapers do, in whatever
+order."""
 
 from __future__ import annotations
 
@@ -11,14 +12,22 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 from support.chain import chain, gpipe, one_by_one
 from support.jobs import expire, found, row
 from support.known_job import Known
 from support.postgres import Postgres
 
 from optpipe.anytime import Result
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, Jobs, Leases, NewJob, Start, reap
 from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError
@@ -79,10 +88,14 @@ class Model(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         key=st.sampled_from([None, None, "k", "l"]),
     )
-    def submit(self, tenant: str, problem: Problem, given: tuple[int, float] | None, priority: int, key: str | None) -> object:
+    def submit(
+        self, tenant: str, problem: Problem, given: tuple[int, float] | None, priority: int, key: str | None
+    ) -> object:
         start = self.start(problem, given)
         asked = NewJob(problem, time_limit_s=10.0, priority=priority)
-        there = next((job_id for job_id, job in self.known.items() if key and (job.tenant, job.key) == (tenant, key)), None)
+        there = next(
+            (job_id for job_id, job in self.known.items() if key and (job.tenant, job.key) == (tenant, key)), None
+        )
         try:
             job_id, new = self.jobs.add(tenant, asked, start, queue=QUEUE, key=key, body_sha256=problem.sha256)
         except QueueFullError:
@@ -216,7 +229,12 @@ class Model(RuleBasedStateMachine):
             assert job is None
             return
         assert job is not None
-        more = job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and told.status != "optimal" and not job.cancel
+        more = (
+            job.time_limit_s > claim.time_limit_s
+            and state in ("done", "failed")
+            and told.status != "optimal"
+            and not job.cancel
+        )
         assert ended == (job.version == claim.problem_version and not more)
         if not ended:
             return

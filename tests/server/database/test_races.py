@@ -1,4 +1,5 @@
-"""Many at once, on both databases: nothing is done twice, no limit is passed, nobody waits for somebody who waits for him."""
+"""Many at once, on both databases: nothing is done twice, no limit is passed, nobody waits for somebody who waits for
+him."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_no_job_is_claimed_twice_by_processes(postgres_url: str) -> None:
     database = Database(postgres_url)
     ids = [submit(database) for _ in range(60)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    workers = [subprocess.Popen([sys.executable, "-c", CLAIM_ALL, postgres_url, f"w{k}"], text=True, **pipes) for k in range(2)]  # type: ignore[call-overload]
+    workers = [
+        subprocess.Popen([sys.executable, "-c", CLAIM_ALL, postgres_url, f"w{k}"], text=True, **pipes) for k in range(2)
+    ]  # type: ignore[call-overload]
     for worker in workers:
         assert worker.stdout.readline() == "ready\n"
     for worker in workers:
@@ -123,7 +126,9 @@ def test_a_cancel_that_races_with_the_end_tells_what_happened(database: Database
         leases = Leases(database, "w")
         claim = leases.claim()
         assert claim is not None
-        ended, cancelled = at_once(partial(leases.finish, claim, "done", found(FAST), 1.0), partial(Jobs(database).cancel, A, job_id))
+        ended, cancelled = at_once(
+            partial(leases.finish, claim, "done", found(FAST), 1.0), partial(Jobs(database).cancel, A, job_id)
+        )
         assert (ended, cancelled) == (True, None)
         job = row(database, job_id)
         assert job.state == "done"
@@ -199,7 +204,9 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
         values: dict[int, list[float]] = {}
         for each in known:
             values.setdefault(each.problem_version, []).append(each.makespan_ms)
-        assert all(lengths == sorted({*lengths}, reverse=True) for lengths in values.values()), "each better than those before"
+        assert all(lengths == sorted({*lengths}, reverse=True) for lengths in values.values()), (
+            "each better than those before"
+        )
         assert (job.status in ("feasible", "optimal")) == (job.problem_version in values)
         assert (job.worker is not None) == (job.state == "running")
         assert len({line.number for line in jobs.log(job.id, 0, 10**6)}) >= job.attempt

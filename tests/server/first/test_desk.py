@@ -1,4 +1,5 @@
-"""The first schedule of a submission: whatever a maker says, what the desk gives is a schedule of the problem, in time, or none."""
+"""The first schedule of a submission: whatever a maker says, what the desk gives is a schedule of the problem, in time,
+or none."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from support.strategies import problems
 
 import optpipe_server.first
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.evaluate.validity import check
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Start
 from optpipe_server.first import Desk
@@ -63,7 +64,9 @@ class Office:
 @contextmanager
 def opened(folder: Path, makers: int = 1) -> Iterator[Callable[[], Office]]:
     """A desk; each call gives it to another tenant."""
-    settings = Settings(f"sqlite:///{folder / 'jobs.sqlite'}", folder / "cache.sqlite", makers=makers, first_schedule_s=SOON_S)
+    settings = Settings(
+        f"sqlite:///{folder / 'jobs.sqlite'}", folder / "cache.sqlite", makers=makers, first_schedule_s=SOON_S
+    )
     database = Database(settings.database)
     caches, tenants = Caches(settings, database), itertools.count()
     desk = Desk(settings, caches)
@@ -192,7 +195,19 @@ def test_a_refusal_is_the_clients_mistake(office):
 
 
 @pytest.mark.parametrize(
-    "method", ["greedy", "stranger", "babbler", "garbage", "not JSON", "half a frame", "gigabyte", "dies", "infeasible", "nothing"]
+    "method",
+    [
+        "greedy",
+        "stranger",
+        "babbler",
+        "garbage",
+        "not JSON",
+        "half a frame",
+        "gigabyte",
+        "dies",
+        "infeasible",
+        "nothing",
+    ],
 )
 def test_a_maker_that_gives_nothing_valid_leads_to_nothing(office, method):
     start = office.start(method=method)

@@ -17,11 +17,11 @@ from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
 
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.validity import check
 from optpipe.files import ScheduleFile
-from optpipe.memory import certify
-from optpipe.problem import Problem
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe.validity import check
 from optpipe_server.http import comparisons, tools, turns
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.serve import Server
@@ -67,13 +67,15 @@ def test_a_valid_schedule_is_checked(client: httpx.Client) -> None:
     assert reply.status_code == 200
     checked = reply.json()
     assert (checked["valid"], checked["wrong"]) == (True, [])
-    assert [device["peak_bytes"] for device in checked["devices"]] == [peak.bytes for peak in certify(AMPLE, gpipe(AMPLE)).device]
+    assert [device["peak_bytes"] for device in checked["devices"]] == [
+        peak.bytes for peak in certify(AMPLE, gpipe(AMPLE)).device
+    ]
 
 
 def test_what_is_wrong_with_a_schedule_is_said_in_its_words(client: httpx.Client) -> None:
     checked = client.post("/v1/check", json=body(TIGHT, gpipe(AMPLE))).json()
     assert (checked["valid"], checked["wrong"]) == (False, check(TIGHT, gpipe(TIGHT)))
-    assert checked["devices"][0]["memory_bytes"] == 1000 < checked["devices"][0]["peak_bytes"]
+    assert checked["devices"][0]["activation_budget_bytes"] == 1000 < checked["devices"][0]["peak_bytes"]
     checked = client.post("/v1/check", json=body(AMPLE, gpipe(chain(m=5)))).json()
     assert (checked["valid"], checked["devices"]) == (False, None)
     long = one_by_one(chain(m=200))
@@ -156,7 +158,12 @@ def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: S
     assert hit["makespan_ms"] == hit["lower_bound_ms"] == best.makespan_ms
     assert ScheduleFile.model_validate(hit["schedule"]).schedule().programs == best.programs
     hit = lookup(near)
-    assert (hit["exact"], hit["status"], hit["lower_bound_ms"], hit["makespan_ms"]) == (False, "feasible", None, gpipe(near).makespan_ms)
+    assert (hit["exact"], hit["status"], hit["lower_bound_ms"], hit["makespan_ms"]) == (
+        False,
+        "feasible",
+        None,
+        gpipe(near).makespan_ms,
+    )
     assert hit["distance"] > 0
     assert lookup(AMPLE, objective="span") is None
 
@@ -173,12 +180,15 @@ def test_methods_are_compared(client: httpx.Client) -> None:
     assert rows["gpipe"]["makespan_ms"] == gpipe(problem).makespan_ms
     assert rows["dualpipe"]["reason"]
     assert "nope" in refused(client.post("/v1/compare", json={**sent, "methods": ["nope"]}), 422)
-    assert "parts" in refused(client.post("/v1/compare", json={**sent, "problem": chain(m=4096).rechunk(32).to_dict()}), 422)
+    assert "parts" in refused(
+        client.post("/v1/compare", json={**sent, "problem": chain(m=4096).rechunk(32).to_dict()}), 422
+    )
 
 
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Comparisons by `support.odd_comparing`; the file has the processes of the one that hangs, once it does. None of them is left."""
+    """Comparisons by `support.odd_comparing`; the file has the processes of the one that hangs, once it does. None of
+    them is left."""
     log = tmp_path / "log"
     monkeypatch.setattr(comparisons, "COMPARING", "support.odd_comparing")
     monkeypatch.setenv("ODD_COMPARING_LOG", str(log))
@@ -214,7 +224,10 @@ def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
     sent = {"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 60.0}
     with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
         content = json.dumps(sent).encode()
-        head = f"POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = (
+            "POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            f"application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + content)
         until(lambda: odd.exists() and len(odd.read_text().split()) == 2)
         full = client.post("/v1/compare", json=sent)

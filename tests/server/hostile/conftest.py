@@ -22,8 +22,14 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         use_fake_solver(patch)
         patch.setattr(comparisons, "COMPARING", "support.fake_comparing")
-        url = None if request.param == "sqlite" else stack.enter_context(request.getfixturevalue("postgres").database("migrated"))
-        settings = replace(settings_in(tmp_path_factory.mktemp("service"), url), solves=0, queue=10**6, first_schedule_s=1.0)
+        url = (
+            None
+            if request.param == "sqlite"
+            else stack.enter_context(request.getfixturevalue("postgres").database("migrated"))
+        )
+        settings = replace(
+            settings_in(tmp_path_factory.mktemp("service"), url), solves=0, queue=10**6, first_schedule_s=1.0
+        )
         address, server = stack.enter_context(running(settings))
         key = {"Authorization": f"Bearer {server.service.keys.create('taking', SCOPES)}"}
         yield stack.enter_context(httpx.Client(base_url=address, timeout=30, trust_env=False, headers=key))

@@ -1,4 +1,5 @@
-"""Bodies, headers and queries as nobody in his right mind sends them, to every route that reads any: one sentence and never a 5xx."""
+"""Bodies, headers and queries as nobody in his right mind sends them, to every route that reads any: one sentence and
+never a 5xx."""
 
 from __future__ import annotations
 
@@ -18,14 +19,53 @@ many = [pytest.mark.soak, pytest.mark.timeout(3600)]
 few = pytest.mark.parametrize("few", [pytest.param(1, id="few"), pytest.param(50, id="many", marks=many)])
 
 NUMBERS = [
-    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-0", "-0.0", "1e-320", "5e-324", "1.7976931348623157e308", "0", "-1", "0.5"),
-    *("9" * 400, "9" * 5000, "1" + "0" * 4299, "-" + "9" * 5000, "0." + "0" * 5000 + "1", "1e-5000", "9007199254740993"),
+    *(
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "-1e999",
+        "-0",
+        "-0.0",
+        "1e-320",
+        "5e-324",
+        "1.7976931348623157e308",
+        "0",
+        "-1",
+        "0.5",
+    ),
+    *(
+        "9" * 400,
+        "9" * 5000,
+        "1" + "0" * 4299,
+        "-" + "9" * 5000,
+        "0." + "0" * 5000 + "1",
+        "1e-5000",
+        "9007199254740993",
+    ),
     *("9223372036854775808", "18446744073709551616", "1e19", "01", "+1", "0x10", ".5", "1.", "1_000", "٣"),
 ]
 OTHERS = [
     *("null", "true", "false", "[]", "{}", '""', '"1"', '"NaN"', "[[]]", '[{"a": 1}]', "'x'", "undefined"),
-    *('"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udc00\\ud800"', '"\\u202e\\ufffe"', '"\x00"', '"\n"', '"' + "x" * 100_000 + '"'),
-    *('"../../etc/passwd"', '"; drop table jobs; --"', '"{{7*7}}"', '"%s%n"', "[" * 100_000, '{"a":' * 100_000, "[" * 190 + "]" * 190),
+    *(
+        '"\\u0000"',
+        '"a\\u0000b"',
+        '"\\ud800"',
+        '"\\udc00\\ud800"',
+        '"\\u202e\\ufffe"',
+        '"\x00"',
+        '"\n"',
+        '"' + "x" * 100_000 + '"',
+    ),
+    *(
+        '"../../etc/passwd"',
+        '"; drop table jobs; --"',
+        '"{{7*7}}"',
+        '"%s%n"',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "[" * 190 + "]" * 190,
+    ),
 ]
 RAW = [
     b"",
@@ -54,7 +94,8 @@ RAW = [
 
 
 def spoilt(body: dict[str, Any]) -> Iterator[str]:
-    """The body with every value replaced by each that is none, every name said twice, and names and encodings that are others."""
+    """The body with every value replaced by each that is none, every name said twice, and names and encodings that are
+    others."""
     text = json.dumps(body)
     for path in sorted(set(_paths(body)), key=str):
         for value in (*NUMBERS, *OTHERS):
@@ -136,8 +177,34 @@ def test_other_kinds_of_bodies(call: Call, headers: dict[str, Any], taking: http
     sound(reply)
 
 
-ODD = [b"", b"\xff\xfe", b"\x80", b"'", b"*", b"0", b"-1", b"1e3", b"9" * 30, b"9" * 5000, b'"', b'""', b'"\xff"', b"W/", b"," * 1000]
-HEADERS = ["Last-Event-ID", "If-Match", "If-None-Match", "Idempotency-Key", "Accept", "Range", "Cookie", "X-Forwarded-For", "Expect"]
+ODD = [
+    b"",
+    b"\xff\xfe",
+    b"\x80",
+    b"'",
+    b"*",
+    b"0",
+    b"-1",
+    b"1e3",
+    b"9" * 30,
+    b"9" * 5000,
+    b'"',
+    b'""',
+    b'"\xff"',
+    b"W/",
+    b"," * 1000,
+]
+HEADERS = [
+    "Last-Event-ID",
+    "If-Match",
+    "If-None-Match",
+    "Idempotency-Key",
+    "Accept",
+    "Range",
+    "Cookie",
+    "X-Forwarded-For",
+    "Expect",
+]
 HEADERS += ["X-HTTP-Method-Override", "Accept-Encoding", "Origin", "Upgrade"]
 
 
@@ -228,4 +295,6 @@ def test_paths(call: Call, few: int, taking: httpx.Client, over: str) -> None:
         sound(reply)
         assert reply.status_code in (404, 405)
         if "{seq}" in call.path:
-            sound(taking.request(call.method, call.path.replace("{job_id}", over).replace("{seq}", odd), json=call.body))
+            sound(
+                taking.request(call.method, call.path.replace("{job_id}", over).replace("{seq}", odd), json=call.body)
+            )

@@ -1,4 +1,5 @@
-"""The API against its own description (schemathesis): what it describes, and what it does not, with replies as they are described."""
+"""The API against its own description (schemathesis): what it describes, and what it does not, with replies as they are
+described."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_it_does_what_it_says(examples: int, least: int, taking: httpx.Client, o
         response = case.call(base_url=str(taking.base_url), headers=headers, timeout=30)
         # The body of a stream is described as the text it is; schemathesis would have each event be one.
         stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
-        case.validate_response(response, checks=[check for check in CHECKS if not (stream and check is response_schema_conformance)])
+        case.validate_response(
+            response, checks=[check for check in CHECKS if not (stream and check is response_schema_conformance)]
+        )
         assert response.status_code < 400 or len(response.content) <= LONGEST_ERROR
         asked += 1
 
@@ -67,5 +70,10 @@ def test_it_does_what_it_says(examples: int, least: int, taking: httpx.Client, o
             cases = operation.as_strategy(generation_mode=mode)
             tried = given(case=cases, real=st.booleans() if operation.method != "delete" else st.just(False))(ask)
             with suppress(Unsatisfiable):  # nor what reads any text
-                settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])(tried)()
+                settings(
+                    max_examples=examples,
+                    suppress_health_check=list(HealthCheck),
+                    database=None,
+                    phases=[Phase.generate],
+                )(tried)()
     assert asked >= least

@@ -71,12 +71,30 @@ def client(app: FastAPI) -> Iterator[Local]:
 
 
 def test_without_keys_this_machine_may_do_everything(client: Local) -> None:
-    for host, peer in (("localhost", "127.0.0.1"), ("127.0.0.1:8000", "127.0.0.2"), ("[::1]:8000", "::1"), ("LOCALHOST:1", "127.0.0.1")):
-        assert client.get("/v1/jobs", {"Host": host}, peer).json() == {"tenant": "local", "scopes": sorted(SCOPES), "body": ""}
+    for host, peer in (
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1:8000", "127.0.0.2"),
+        ("[::1]:8000", "::1"),
+        ("LOCALHOST:1", "127.0.0.1"),
+    ):
+        assert client.get("/v1/jobs", {"Host": host}, peer).json() == {
+            "tenant": "local",
+            "scopes": sorted(SCOPES),
+            "body": "",
+        }
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "127.0.0.1.evil.example", "[::2]", "x["]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "127.0.0.1.evil.example",
+        "[::2]",
+        "x[",
+    ],
 )
 def test_without_keys_no_page_of_another_name_reads_anything(client: Local, host: str) -> None:
     """DNS rebinding: the page's own name leads to 127.0.0.1, and the browser says that name."""
@@ -212,7 +230,18 @@ def test_a_scope_opens_its_routes_only(client: Local, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/jobs/", "/v1/jobs/x/other", "/healthz/", "//healthz", "/healthz%0A", "/docs", "/v1/jobs/x/log%0A"]
+    "path",
+    [
+        "/",
+        "/v1",
+        "/v1/jobs/",
+        "/v1/jobs/x/other",
+        "/healthz/",
+        "//healthz",
+        "/healthz%0A",
+        "/docs",
+        "/v1/jobs/x/log%0A",
+    ],
 )
 def test_what_is_not_listed_is_not_there(client: Local, keys: Keys, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the app would answer it."""

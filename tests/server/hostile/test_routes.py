@@ -1,4 +1,5 @@
-"""Every route with no key, wrong keys and another tenant's. A route that nobody listed in `support.requests` fails here."""
+"""Every route with no key, wrong keys and another tenant's. A route that nobody listed in `support.requests` fails
+here."""
 
 from __future__ import annotations
 
@@ -66,12 +67,18 @@ def test_its_own_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], 
     job_id, owner = job(whole), f"tenant-{next(_numbers) - 1}"
     scoped = {scope: bearer(keys.create(owner, [scope])) for scope in SCOPES}
     for call in CALLS:
-        version = {"If-Match": whole.get(f"/v1/jobs/{job_id}").headers["etag"]} if IF_MATCH in call.headers.values() else {}
+        version = (
+            {"If-Match": whole.get(f"/v1/jobs/{job_id}").headers["etag"]} if IF_MATCH in call.headers.values() else {}
+        )
         reply = call.ask(anybody, job_id, version | (scoped[call.scope] if call.scope else {}))
         assert reply.status_code == call.status, (name(call), reply.text)
         assert reply.headers["x-content-type-options"] == "nosniff"
         assert "server" not in reply.headers
-        assert call.method != "GET" or call.path.endswith(("{seq}", "best")) or reply.headers["cache-control"] == "no-store"
+        assert (
+            call.method != "GET"
+            or call.path.endswith(("{seq}", "best"))
+            or reply.headers["cache-control"] == "no-store"
+        )
 
 
 @pytest.mark.parametrize("call", GUARDED, ids=name)
@@ -109,10 +116,17 @@ def test_another_scope_opens_nothing(call: Call, anybody: httpx.Client, keys: Ke
         ("PUT /v1/jobs", 405, "The route does not have this method; GET, POST would be right.", "GET, POST"),
         ("POST /healthz", 405, "The route does not have this method; GET would be right.", "GET"),
         ("GET /v1/jobs?limit=0", 422, "limit = '0': input should be greater than or equal to 1", None),
-        ("GET /v1/jobs?cursor=" + "1" * 99, 422, f"cursor = '{'1' * 56}...: string should have at most 40 characters", None),
+        (
+            "GET /v1/jobs?cursor=" + "1" * 99,
+            422,
+            f"cursor = '{'1' * 56}...: string should have at most 40 characters",
+            None,
+        ),
     ],
 )
-def test_what_would_be_right_is_said(tenant: Callable[[], httpx.Client], asked: str, status: int, detail: str, allow: str | None) -> None:
+def test_what_would_be_right_is_said(
+    tenant: Callable[[], httpx.Client], asked: str, status: int, detail: str, allow: str | None
+) -> None:
     reply = tenant().request(*asked.split())
     assert (reply.status_code, reply.json()["detail"], reply.headers.get("allow")) == (status, detail, allow)
 
@@ -128,7 +142,10 @@ def test_another_tenants_job_is_none(tenant: Callable[[], httpx.Client]) -> None
             theirs, none = (call.ask(other, which, {**version, **headers}) for which in (job_id, NOBODY))
             assert (theirs.status_code, theirs.content) == (404, none.content), name(call)
             assert {**theirs.headers, "date": ""} == {**none.headers, "date": ""}
-    assert [reply.content for reply in before] == [own.get(f"/v1/jobs/{job_id}").content, own.get(f"/v1/jobs/{job_id}/log").content]
+    assert [reply.content for reply in before] == [
+        own.get(f"/v1/jobs/{job_id}").content,
+        own.get(f"/v1/jobs/{job_id}/log").content,
+    ]
 
 
 def test_what_a_tenant_has_is_its_own(tenant: Callable[[], httpx.Client]) -> None:

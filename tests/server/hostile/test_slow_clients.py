@@ -1,4 +1,5 @@
-"""Raw sockets: requests that do not end, replies that nobody reads, heads that are no HTTP. The others are answered all the same."""
+"""Raw sockets: requests that do not end, replies that nobody reads, heads that are no HTTP. The others are answered all
+the same."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_two_hundred_halves_stop_nobody(server: tuple[str, Server], connect: Con
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_half_a_request_is_ended(server: tuple[str, Server], connect: Connect, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_request_is_ended(
+    server: tuple[str, Server], connect: Connect, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "ARRIVES_S", 0.3)
     client = connect()
     client.sendall(HALVES[half])
@@ -94,7 +97,9 @@ def drip(client: socket.socket, texts: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("after", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-def test_who_drips_is_ended(server: tuple[str, Server], connect: Connect, after: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_drips_is_ended(
+    server: tuple[str, Server], connect: Connect, after: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte is a sign of life, but no request."""
     monkeypatch.setattr(connections, "ARRIVES_S", 0.5)
     client = connect()
@@ -105,7 +110,9 @@ def test_who_drips_is_ended(server: tuple[str, Server], connect: Connect, after:
         drip(client, [bytes([byte]) for byte in HEAD * 10])
 
 
-def test_a_connection_serves_again_and_again(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_serves_again_and_again(
+    server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time counts for each request anew."""
     monkeypatch.setattr(connections, "ARRIVES_S", 1.2)
     client = connect()
@@ -119,12 +126,15 @@ def test_a_connection_serves_again_and_again(server: tuple[str, Server], connect
 def test_pipelined_requests(connect: Connect) -> None:
     client = connect()
     client.sendall(
-        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2 + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2
+        + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     )
     assert ended(client).count(b"HTTP/1.1 200") == 3
 
 
-def test_the_oldest_that_wait_make_room(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_that_wait_make_room(
+    server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, running = server
     monkeypatch.setattr(running.config.http_protocol_class, "most", 5)
     halves = [connect() for _ in range(5)]
@@ -170,7 +180,9 @@ def test_what_is_no_http_is_refused(server: tuple[str, Server], connect: Connect
     answers(server[0])
 
 
-def test_who_does_not_read_is_ended(server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_read_is_ended(
+    server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pipelined requests whose replies nobody takes: they would be held for good."""
     monkeypatch.setattr(connections, "TAKEN_S", 0.5)
     client = connect()
@@ -199,7 +211,11 @@ def test_no_request_is_smuggled(connect: Connect) -> None:
 def test_too_much_is_read_to_its_end_and_told(server: tuple[str, Server]) -> None:
     for content in (b" " * 40_000_000, iter([b" " * 2**16] * 100)):
         reply = httpx.post(
-            f"{server[0]}/v1/jobs", content=content, headers={"Content-Type": "application/json"}, timeout=20, trust_env=False
+            f"{server[0]}/v1/jobs",
+            content=content,
+            headers={"Content-Type": "application/json"},
+            timeout=20,
+            trust_env=False,
         )
         assert reply.status_code == 413
         assert len(reply.content) < 1000
@@ -239,7 +255,10 @@ def test_streams_that_nobody_reads_stop_nobody(most: int, tmp_path: Path, monkey
 def test_who_hangs_up_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A place among those who follow jobs is free again at once, not when the wait would have been over."""
     use_fake_solver(monkeypatch)
-    with running(replace(settings_in(tmp_path), streams=1)) as (url, _), httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+    with (
+        running(replace(settings_in(tmp_path), streams=1)) as (url, _),
+        httpx.Client(base_url=url, timeout=20, trust_env=False) as client,
+    ):
         job = client.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"}).json()["url"]
         with pytest.raises(httpx.ReadTimeout):
             client.get(job, params={"wait": 60}, timeout=0.5)
@@ -250,7 +269,9 @@ def test_who_hangs_up_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("soft", "hard", "most"), [(256, 4096, 1500), (256, 1024, 724), (256, 256, 1)])
-def test_as_many_connections_as_there_are_files(soft: int, hard: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_connections_as_there_are_files(
+    soft: int, hard: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the system's limit can be raised it is; the rest of the process keeps some files for itself."""
     asked = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))

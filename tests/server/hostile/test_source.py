@@ -12,13 +12,46 @@ import optpipe
 import optpipe_cache
 import optpipe_server
 
-UNPACKS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml", "ctypes", "cffi", "code", "pty", "runpy"}
-ASKS = {"httpx", "requests", "aiohttp", "urllib3", "urllib.request", "http.client", "ftplib", "smtplib", "poplib", "imaplib", "xmlrpc"}
+UNPACKS = {
+    "pickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "yaml",
+    "ctypes",
+    "cffi",
+    "code",
+    "pty",
+    "runpy",
+}
+ASKS = {
+    "httpx",
+    "requests",
+    "aiohttp",
+    "urllib3",
+    "urllib.request",
+    "http.client",
+    "ftplib",
+    "smtplib",
+    "poplib",
+    "imaplib",
+    "xmlrpc",
+}
 ASKS |= {"webbrowser", "websockets", "paramiko"}
 RUNS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell"}
 CONNECTS = {"create_connection", "open_connection", "open_unix_connection", "connect_ex", "sendto", "urlopen"}
-DATABASES = {"Line", "engine", "self.engine", "self._engine", "self._reading", "sqlite3"}  # `connect` goes to the one URL
+DATABASES = {
+    "Line",
+    "engine",
+    "self.engine",
+    "self._engine",
+    "self._reading",
+    "sqlite3",
+}  # `connect` goes to the one URL
 
 
 def sins(source: str) -> Iterator[str]:
@@ -26,8 +59,14 @@ def sins(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if _imports(alias.name))
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (node.module for alias in node.names if _imports(node.module) or _imports(f"{node.module}.{alias.name}"))
-            yield from (alias.name for alias in node.names if alias.name in SHELLS | CONNECTS or _replaces(f"{node.module}.{alias.name}"))
+            yield from (
+                node.module for alias in node.names if _imports(node.module) or _imports(f"{node.module}.{alias.name}")
+            )
+            yield from (
+                alias.name
+                for alias in node.names
+                if alias.name in SHELLS | CONNECTS or _replaces(f"{node.module}.{alias.name}")
+            )
         elif isinstance(node, ast.Name) and node.id in RUNS:
             yield node.id
         elif isinstance(node, ast.Attribute) and (node.attr in SHELLS | CONNECTS or _replaces(ast.unparse(node))):
@@ -97,5 +136,8 @@ def test_the_look_itself(source: str) -> None:
 
 def test_what_is_no_sin() -> None:
     assert not list(
-        sins("with self.engine.connect() as db: db.execute(q)\nsqlite3.connect(f)\nre.match(p, s)\nfrom urllib.parse import urlsplit")
+        sins(
+            "with self.engine.connect() as db: db.execute(q)\nsqlite3.connect(f)\nre.match(p, s)\nfrom "
+            "urllib.parse import urlsplit"
+        )
     )

@@ -12,7 +12,10 @@ from support.service import running, settings_in
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    with running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _), httpx.Client(base_url=url, trust_env=False) as client:
+    with (
+        running(settings_in(tmp_path_factory.mktemp("service"))) as (url, _),
+        httpx.Client(base_url=url, trust_env=False) as client,
+    ):
         yield client
 
 
@@ -31,7 +34,11 @@ def test_no_page_is_answered(call: Call, client: httpx.Client) -> None:
 
 def test_no_page_may_ask_whether_it_may(client: httpx.Client) -> None:
     """A browser asks before it sends JSON, or anything by PUT, PATCH and DELETE, to another origin."""
-    wanted = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    wanted = {
+        "Origin": "http://evil.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
     reply = client.options("/v1/jobs", headers=wanted)
     assert reply.status_code == 403
     assert not any(name.startswith("access-control-") for name in reply.headers)

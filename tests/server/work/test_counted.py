@@ -1,4 +1,5 @@
-"""Workers count what they do where it happens; the service's own counts are in tests/deploy, of processes that serve."""
+"""Workers count what they do where it happens; the service's own counts are in tests/deploy, of processes that
+serve."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def counted(name: str, **labels: str) -> float:
 
 
 def test_what_ended_and_how_far_from_the_optimum(work: Work) -> None:
-    before = {state: counted("solve_seconds_count", state=state) for state in ("done", "infeasible", "failed", "cancelled")}
+    before = {
+        state: counted("solve_seconds_count", state=state) for state in ("done", "infeasible", "failed", "cancelled")
+    }
     found, gaps = counted("incumbents_total"), counted("gap_count")
     with work.supervisor(solves=4):
         for method in ("prove", "infeasible", "unknown"):
@@ -30,7 +33,9 @@ def test_what_ended_and_how_far_from_the_optimum(work: Work) -> None:
         work.found(cancelled)
         work.jobs.cancel("local", cancelled)
         work.ended(cancelled)
-    assert {state: counted("solve_seconds_count", state=state) - was for state, was in before.items()} == dict.fromkeys(before, 1.0)
+    assert {state: counted("solve_seconds_count", state=state) - was for state, was in before.items()} == dict.fromkeys(
+        before, 1.0
+    )
     assert counted("incumbents_total") - found == 3  # two that were proven step by step, one before the cancel
     assert counted("gap_count") - gaps == 1
 

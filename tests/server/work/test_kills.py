@@ -1,4 +1,5 @@
-"""Children and workers that are killed or stopped at any moment: nothing that was said is lost, and nobody is left behind."""
+"""Children and workers that are killed or stopped at any moment: nothing that was said is lost, and nobody is left
+behind."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from support.processes import over
 from support.work import Work, problem, sound, until
 from support.worker_process import LEASE_S, WorkerProcess, worker_process
 
-from optpipe import Result, family
+from optpipe import Result
+from optpipe.process import family
 from optpipe_server.database import Database, Leases, reap
 from optpipe_server.database.tables import incumbents, jobs
 from optpipe_server.settings import LOCAL
@@ -68,7 +70,9 @@ def test_a_child_that_is_killed_costs_its_job_nothing(work: Work, rounds: int) -
 
 
 @rounds
-def test_a_worker_that_is_killed_costs_its_jobs_nothing(beside: Work, database_url: str, tmp_path: Path, rounds: int) -> None:
+def test_a_worker_that_is_killed_costs_its_jobs_nothing(
+    beside: Work, database_url: str, tmp_path: Path, rounds: int
+) -> None:
     dice, submitted, waited_s = random.Random(2), [], [0.0]
     for number in range(rounds):
         submitted += [beside.submit("steps", problem(m=20)) for _ in range(2)]
@@ -100,11 +104,15 @@ def gone(worker: WorkerProcess) -> None:
     until(lambda: not worker.children, f"the end of {worker.children}", ORPHANED_S)
 
 
-def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(beside: Work, database_url: str, tmp_path: Path) -> None:
+def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(
+    beside: Work, database_url: str, tmp_path: Path
+) -> None:
     job_id = beside.submit("family")
     with worker_process(database_url, "worker", tmp_path / "cache", deaf=True) as worker:
         beside.found(job_id)
-        children = until(lambda: len(worker.children) >= 4 and worker.children)  # the last will, a solver, and what that started
+        children = until(
+            lambda: len(worker.children) >= 4 and worker.children
+        )  # the last will, a solver, and what that started
         for pid in children[1:]:  # all that solve: the will is the first one
             os.kill(pid, signal.SIGSTOP)
         worker.kill()
@@ -112,7 +120,9 @@ def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(beside: Work, da
         until(lambda: all(over(pid) for pid in children))
 
 
-def test_who_was_stopped_for_longer_than_its_lease_writes_nothing(beside: Work, database_url: str, tmp_path: Path) -> None:
+def test_who_was_stopped_for_longer_than_its_lease_writes_nothing(
+    beside: Work, database_url: str, tmp_path: Path
+) -> None:
     job_id = beside.submit("steps", problem(m=150))
     with worker_process(database_url, "stopped", tmp_path / "cache") as worker:
         beside.found(job_id, 3)
@@ -134,7 +144,8 @@ def test_who_was_stopped_for_longer_than_its_lease_writes_nothing(beside: Work, 
 
 
 def stop_outside_of_a_transaction(worker: WorkerProcess, database: Database) -> None:
-    """SQLite's lock is the process's that is stopped with it, as long as it is; PostgreSQL ends such a transaction after a while."""
+    """SQLite's lock is the process's that is stopped with it, as long as it is; PostgreSQL ends such a transaction
+    after a while."""
     while True:
         os.kill(worker.process.pid, signal.SIGSTOP)
         try:

@@ -17,7 +17,8 @@ from support.jobs import start
 from support.processes import over
 from support.work import Work, problem, sound, until
 
-from optpipe import anytime, family
+from optpipe import anytime
+from optpipe.process import family
 from optpipe_server.work import solve
 from optpipe_server.work.cgroup import OWN, Group, delegated
 from optpipe_server.work.room import Kept, resident_bytes
@@ -45,7 +46,9 @@ def test_a_search_ends_in_time(
     monkeypatch.setattr(anytime, "GRACE_S", grace_s)
     monkeypatch.setattr(solve, "LATE_S", late_s)
     posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # which nobody proves in that time
-    job_id = local.submit(method, posed, time_limit_s=2.0, start=start(one_by_one(posed)))  # on a busy machine a search may find none
+    job_id = local.submit(
+        method, posed, time_limit_s=2.0, start=start(one_by_one(posed))
+    )  # on a busy machine a search may find none
     with local.supervisor():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
@@ -108,7 +111,14 @@ class Kernel:
             there = path.exists()
             make(path, *arguments, **options)  # type: ignore[arg-type]
             if root in path.parents and not there:
-                for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cgroup.procs", "cgroup.kill"):
+                for name in (
+                    "memory.max",
+                    "memory.swap.max",
+                    "memory.oom.group",
+                    "pids.max",
+                    "cgroup.procs",
+                    "cgroup.kill",
+                ):
                     (path / name).write_text("")
                 (path / "memory.events").write_text("low 0\noom_kill 0\n")
 
@@ -124,7 +134,9 @@ class Kernel:
         self.cgroup.write_text("0::/service\n")
 
 
-def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
     groups = delegated(kernel.mounts, kernel.cgroup)
     assert groups == kernel.own
@@ -134,7 +146,8 @@ def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(tmp_path: Path, 
     room.admit(4711)
     (group,) = [folder for folder in kernel.own.iterdir() if folder.is_dir() and folder.name != OWN]
     limits = {
-        name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cgroup.procs")
+        name: (group / name).read_text()
+        for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max", "cgroup.procs")
     }
     assert limits == {
         "memory.max": str(100 * 2**20),
@@ -156,17 +169,23 @@ def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(tmp_path: Path, 
         ("service/cgroup.controllers", "cpu\n"),
     ],
 )
-def test_where_nothing_is_delegated_memory_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str) -> None:
+def test_where_nothing_is_delegated_memory_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
+) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
     (kernel.root / file).write_text(text)
     assert delegated(kernel.mounts, kernel.cgroup) is None
 
 
-def test_a_solver_within_its_group_is_there_before_it_is_asked(local: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solver_within_its_group_is_there_before_it_is_asked(
+    local: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
     admitted: list[tuple[int, int]] = []
     admit = Group.admit
-    monkeypatch.setattr(Group, "admit", lambda group, pid: (admit(group, pid), admitted.append((pid, threading.get_ident())))[0])
+    monkeypatch.setattr(
+        Group, "admit", lambda group, pid: (admit(group, pid), admitted.append((pid, threading.get_ident())))[0]
+    )
     file = tmp_path / "pid"
     job_id = local.submit("pid", problem(name=str(file)), time_limit_s=30.0)
     monkeypatch.setattr("optpipe_server.work.supervisor.delegated", lambda: delegated(kernel.mounts, kernel.cgroup))

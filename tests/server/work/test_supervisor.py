@@ -28,10 +28,17 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
         assert (job.state, job.status, job.last_seq, job.gap, job.reason) == ("done", "optimal", 2, 0.0, None)
         assert 0 < job.spent_s < PATIENCE_S
         job = work.ended(impossible)
-        assert (job.state, job.status, job.reason) == ("infeasible", "infeasible", "device 0 needs 2000 bytes and has 1000")
+        assert (job.state, job.status, job.reason) == (
+            "infeasible",
+            "infeasible",
+            "device 0 needs 2000 bytes and has 1000",
+        )
         job = work.ended(refused)
         assert (job.state, job.reason, job.crashes) == ("failed", "method = 'unknown': there is none of that name", 0)
-    assert [row.makespan_ms for row in sound(work.database)[proven]] == [one_by_one(problem()).makespan_ms, gpipe(problem()).makespan_ms]
+    assert [row.makespan_ms for row in sound(work.database)[proven]] == [
+        one_by_one(problem()).makespan_ms,
+        gpipe(problem()).makespan_ms,
+    ]
     hit = work.caches.of(LOCAL).lookup(problem())
     assert hit is not None
     assert (hit.status, hit.schedule.makespan_ms) == ("optimal", gpipe(problem()).makespan_ms)
@@ -68,7 +75,12 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
             with suppress(StaleError):  # or another one
                 work.jobs.pose(LOCAL, drifting, problem(3.0), Start(), seen=work.job(drifting).last_seq, queue=10)
         job = work.ended(drifting)
-        assert (job.state, job.status, job.problem_version, job.problem_sha256) == ("done", "optimal", 2, problem(3.0).sha256)
+        assert (job.state, job.status, job.problem_version, job.problem_sha256) == (
+            "done",
+            "optimal",
+            2,
+            problem(3.0).sha256,
+        )
         until(lambda: work.job(extended).spent_s > 2.0)
         assert (work.job(extended).state, work.job(extended).attempt) == ("running", 1)
     rows = sound(work.database)[drifting]
@@ -114,11 +126,13 @@ def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None
         "half a frame": ("done", 2),
         "endless line": ("done", 2),
     }
-    assert {method: sum("rejected, of what" in line for line in local.lines(job_id)) for method, job_id in ids.items()} == {
-        method: max(1, job.crashes) for method, job in ends.items()
-    }
+    assert {
+        method: sum("rejected, of what" in line for line in local.lines(job_id)) for method, job_id in ids.items()
+    } == {method: max(1, job.crashes) for method, job in ends.items()}
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
-    assert sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3  # and why it ended
+    assert (
+        sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3
+    )  # and why it ended
     assert metrics.REJECTED._value.get() - before == 9  # `worse` writes two that are no better
     sound(local.database)
 

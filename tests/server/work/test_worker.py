@@ -23,19 +23,23 @@ from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.work import Reaper
 from optpipe_server.worker import work as run
 
-OPTPIPE = [sys.executable, "-m", "optpipe"]
+OPTPIPE = [sys.executable, "-m", "optpipe_cli"]
 
 
 def test_sqlite_is_refused_in_one_sentence(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'file'}"
     done = subprocess.run([*OPTPIPE, "worker", "--database", url], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].startswith(f"error: database = '{url}': a worker shares it with other processes")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: database = '{url}': a worker shares it with other processes"
+    )
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("database", "sentence"), [("what?", "database: not a URL"), ("mysql://host/name", "postgresql://")])
+@pytest.mark.parametrize(
+    ("database", "sentence"), [("what?", "database: not a URL"), ("mysql://host/name", "postgresql://")]
+)
 def test_what_is_no_database_is_refused(database: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         run(Settings(database=database), "worker")
@@ -52,7 +56,9 @@ def started(url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str
     """The real command with the real solver, in an environment that has nothing, and where it answers."""
     command = [*OPTPIPE, "worker", "--metrics-port", "0", "--threads", "1", "--log-json"]
     environment = {"OPTPIPE_DATABASE": url, "HOME": str(folder)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             assert process.stderr is not None
             lines = map(json.loads, process.stderr)
@@ -104,7 +110,9 @@ def test_a_worker_waits_for_a_database_that_is_not_there_yet(postgres: Postgres)
         assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize(("lease_s", "how"), [(60.0, signal.SIGQUIT), (1.0, signal.SIGINT)], ids=["for a moment", "past the lease"])
+@pytest.mark.parametrize(
+    ("lease_s", "how"), [(60.0, signal.SIGQUIT), (1.0, signal.SIGINT)], ids=["for a moment", "past the lease"]
+)
 def test_a_database_that_goes_and_comes_back_costs_nothing(
     postgres: Postgres, postgres_url: str, tmp_path: Path, lease_s: float, how: signal.Signals
 ) -> None:

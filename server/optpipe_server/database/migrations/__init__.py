@@ -21,7 +21,11 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
     Raises `InputError` for tables of a newer release, and, where they are only to be checked, of an older one.
     """
     if connection.dialect.name == "postgresql":
-        for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):  # it may take its time
+        for name in (
+            "statement_timeout",
+            "lock_timeout",
+            "idle_in_transaction_session_timeout",
+        ):  # it may take its time
             connection.execute(text(f"set local {name} = 0"))
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
     config = Config()
@@ -32,7 +36,9 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
     if current == scripts.get_current_head():
         return
     if current is not None and current not in {script.revision for script in scripts.walk_revisions()}:
-        raise InputError(f"database: its tables have revision {current!r}, which this release does not know; a newer one made them")
+        raise InputError(
+            f"database: its tables have revision {current!r}, which this release does not know; a newer one made them"
+        )
     if only_check:
         raise InputError("database: the process that has it is of an older release; end it first")
     command.upgrade(config, "head")

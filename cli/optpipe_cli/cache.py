@@ -1,0 +1,143 @@
+"""`optpipe cache …`: solved schedules, found again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe_cli.output import Json, print_json, require_writable
+
+if TYPE_CHECKING:
+    from optpipe_cache import Cache
+
+app = typer.Typer(help="Solved schedules, found again.", no_args_is_help=True)
+
+At = Annotated[
+    Path | None, typer.Option("--cache", help="The cache's file; default: $OPTPIPE_CACHE or the user's cache folder.")
+]
+
+
+@app.command()
+def lookup(
+    problem: Annotated[Path, typer.Argument(help="A problem file.")],
+    cache: At = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
+    json: Json = False,
+) -> None:
+    """Find the schedule of this problem or of the nearest one that fits it; exit code 1 where there is none."""
+    from optpipe.files import ScheduleFile
+    from optpipe.model.problem import Problem
+
+    require_writable(output)
+    hit = _open(cache).lookup(Problem.load(problem))
+    if hit is None:
+        print_json({"hit": None}) if json else typer.echo("no schedule in the cache fits this problem")
+        raise typer.Exit(1)
+    if output:
+        ScheduleFile.of(hit.schedule, hit.status, hit.lower_bound_ms).save(output)
+    content = {
+        "hit": "exact" if hit.exact else "nearest",
+        "distance": hit.distance,
+        "method": hit.schedule.method,
+        "makespan_ms": hit.schedule.makespan_ms,
+    }
+    if json:
+        print_json(content)
+    else:
+        kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.3g}"
+        typer.echo(f"{kind}: {hit.schedule.makespan_ms:.6g} ms by {hit.schedule.method}, re-checked for this problem")
+
+
+@app.command()
+def add(
+    schedules: Annotated[list[Path], typer.Argument(help="Schedule files.")],
+    cache: At = None,
+    json: Json = False,
+) -> None:
+    """Put schedules into the cache; each is checked first, and the better one of a problem is kept."""
+    from optpipe.errors import InputError
+    from optpipe.evaluate.validity import check
+    from optpipe.files import ScheduleFile
+
+    files = [ScheduleFile.load(path) for path in schedules]
+    for path, file in zip(schedules, files, strict=True):
+        if wrong := check(file.problem, file.schedule()):
+            raise InputError(f"{path}: not a schedule that runs and fits: {wrong[0]}")
+    store = _open(cache)
+    kept = []
+    for path, file in zip(schedules, files, strict=True):
+        try:
+            kept.append(store.add(file.schedule(), file.status, file.lower_bound_ms))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+    if json:
+        print_json({"added": sum(kept), "known_better": len(kept) - sum(kept)})
+    else:
+        typer.echo(f"{sum(kept)} added, {len(kept) - sum(kept)} already known as good or better")
+
+
+@app.command(name="list")
+def list_(cache: At = None, json: Json = False) -> None:
+    """List what is known."""
+    rows = [
+        {
+            "name": entry.problem.name,
+            "devices": len(entry.problem.devices),
+            "stages": len(entry.problem.stages),
+            "microbatches": entry.problem.microbatches,
+            "objective": entry.objective,
+            "ms": entry.objective_ms,
+            "status": entry.status,
+            "method": entry.method,
+        }
+        for entry in _open(cache).entries()
+    ]
+    if json:
+        print_json(rows)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*(rows[0] if rows else ["the cache is empty"]), box=None)
+    for row in rows:
+        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+@app.command(name="export")
+def export(
+    output: Annotated[Path, typer.Argument(help="A file of JSON lines.")],
+    cache: At = None,
+) -> None:
+    """Write everything to a file that `import` reads."""
+    from optpipe.model.problem import write_file
+
+    require_writable(output)
+    lines = list(_open(cache).export_lines())
+    write_file(output, "".join(f"{line}\n" for line in lines))
+    typer.echo(f"{len(lines)} schedules written to {output}")
+
+
+@app.command(name="import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    cache: At = None,
+) -> None:
+    """Read a file that `export` wrote; each schedule is checked, and the better one of a problem is kept."""
+    from optpipe.model.problem import read_file
+
+    typer.echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")
+
+
+@app.command()
+def prune(keep: Annotated[int, typer.Argument(min=0, help="How many to keep, the newest.")], cache: At = None) -> None:
+    """Forget all but the newest."""
+    typer.echo(f"{_open(cache).prune(keep)} forgotten")
+
+
+def _open(path: Path | None) -> Cache:
+    from optpipe_cache import Cache, default_path
+
+    return Cache(path or default_path())

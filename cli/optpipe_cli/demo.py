@@ -1,0 +1,283 @@
+"""`optpipe demo`: the main job, small: a service, a training beside it, better schedules swapped in, and the truth
+about the gain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from optpipe.errors import OptPipeError
+from optpipe_cli.bench_runtime import difference
+from optpipe_cli.launch import torchrun
+
+if TYPE_CHECKING:
+    from optpipe_runtime.demo.train import Plan, Step, Told
+
+TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
+
+
+def demo() -> None:
+    """Train a small GPT under torchrun, solve beside it, swap better schedules in, show the gain."""
+    from optpipe_cli.extras import need
+
+    need("runtime")
+    need("server")
+    from optpipe_runtime.demo.train import Plan
+
+    with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
+        outcome = run(Plan(), Path(folder))
+    if not outcome.sound:
+        raise typer.Exit(1)
+
+
+class Gain(NamedTuple):
+    """How much shorter a step is with the best schedule, relatively: the median over rounds, and where 95 % of its
+    resamples lie."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the demo found: the largest relative difference of a loss, the memory, and the quiet phase's medians and
+    spreads in ms."""
+
+    loss_difference: float
+    within_memory: bool
+    start_ms: tuple[float, float]
+    best_ms: tuple[float, float]
+    gain: Gain
+    found_in_cache: bool
+
+    @property
+    def sound(self) -> bool:
+        return self.loss_difference <= TOLERANCE and self.within_memory and self.found_in_cache
+
+
+def run(plan: Plan, folder: Path) -> Outcome:
+    """Runs the main job in `folder` and prints its table."""
+    from optpipe_runtime.demo import reference
+    from optpipe_runtime.demo.train import Told
+
+    ranks = max(2, min(4, os.cpu_count() or 1))
+    plan.save(folder / "plan.json")
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OPTPIPE_CACHE": str(folder / "cache.db"),
+        "OPTPIPE_KEY": "",
+    }  # its own service
+    with _service(folder, environment) as (url, pid):
+        typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
+        torchrun(
+            ranks,
+            "optpipe_runtime.demo.train",
+            folder / "plan.json",
+            url,
+            folder / "told.json",
+            environment=environment,
+        )
+        adopted = _adopted(url)
+    told = Told.load(folder / "told.json")
+    typer.echo(_why_not_interleaved(told))
+    typer.echo("the same steps in one plain process, to compare the losses")
+    plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
+    _print_table(told)
+    for line in adopted:
+        typer.echo(line)
+    limits = [device["activation_budget_bytes"] for device in told.problem["devices"]]
+    best = _best(told)
+    outcome = Outcome(
+        loss_difference=difference([step.loss for step in told.steps], plain),
+        within_memory=all(
+            peak <= limit for step in told.steps for peak, limit in zip(step.peak_bytes, limits, strict=True)
+        ),
+        start_ms=_middle(told, 0),
+        best_ms=_middle(told, best),
+        gain=gain_of(rounds(told, best, plan.rounds)),
+        found_in_cache=_look_up(told, folder),
+    )
+    _print_verdict(outcome, ranks)
+    return outcome
+
+
+@contextlib.contextmanager
+def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterator[tuple[str, int]]:
+    """The service as a process of its own, on a free port and an embedded database; ended at the end."""
+    command = [
+        sys.executable,
+        "-m",
+        "optpipe_cli",
+        "serve",
+        "--port",
+        str(port),
+        "--database",
+        f"sqlite:///{folder / 'optpipe.db'}",
+    ]
+    with (
+        (folder / "service.log").open("ab") as log,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("listening on "):
+            process.kill()
+            typer.echo((folder / "service.log").read_text(errors="replace"), err=True)
+            raise OptPipeError("the service did not start; what it said stands above")
+        try:
+            yield line.removeprefix("listening on ").strip(), process.pid
+        finally:
+            process.terminate()
+
+
+def _adopted(url: str) -> list[str]:
+    """What the service was told that the training swapped in, beside what it had predicted; nothing, if it has died."""
+    import httpx
+
+    lines = []
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.Client(base_url=url, trust_env=False) as http,
+    ):
+        for job in http.get("/v1/jobs").raise_for_status().json()["jobs"]:
+            for told in http.get(f"{job['url']}/adoptions").raise_for_status().json()["adoptions"]:
+                measured = told["measured_iteration_ms"]
+                took = "not measured" if measured is None else f"measured {measured:.0f} ms"
+                says = f"predicted {told['predicted_ms']:.0f} ms, {took}"
+                lines.append(f"the service was told: its schedule {told['seq']} runs since step {told['step']}, {says}")
+    return lines
+
+
+def _why_not_interleaved(told: Told) -> str:
+    """Interleaved 1F1B, 1F1B for several stages a rank, at this budget: which rank needs how much."""
+    from optpipe.anytime import solve
+    from optpipe.model.problem import Problem
+
+    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit=10.0)
+    return "interleaved 1F1B fits this budget" if result.schedule else f"interleaved 1F1B does not fit: {result.reason}"
+
+
+def _best(told: Told) -> int:
+    return min(range(len(told.schedules)), key=lambda version: told.schedules[version]["predicted_ms"])
+
+
+def _middle(told: Told, version: int) -> tuple[float, float]:
+    """Median and interquartile range of a schedule's settled steps while the machine was quiet, in ms."""
+    return _spread([step for step in told.steps if step.version == version and step.settled and not step.live])
+
+
+def rounds(told: Told, best: int, count: int) -> list[float]:
+    """The gain of each of the last `count` rounds, in which the first and the best schedule took turns."""
+    settled = [step for step in told.steps if step.settled and not step.live and step.version in (0, best)]
+    turns = [median(step.ms for step in turn) for _, turn in groupby(settled, key=lambda step: step.version)][
+        -2 * count :
+    ]
+    return [1 - after / before for before, after in zip(turns[::2], turns[1::2], strict=False)]
+
+
+def gain_of(rounds: list[float]) -> Gain:
+    """With its spread by the bootstrap: medians of as many rounds, drawn again and again."""
+    if not rounds:
+        return Gain(0.0, 0.0, 0.0)
+    draw = random.Random(0)
+    drawn = sorted(median(draw.choices(rounds, k=len(rounds))) for _ in range(2000))
+    return Gain(median(rounds), drawn[50], drawn[-51])
+
+
+def _spread(steps: list[Step]) -> tuple[float, float]:
+    values = [step.ms for step in steps]
+    if len(values) < 2:
+        return (values[0] if values else float("nan")), float("nan")
+    low, _, high = quantiles(values, n=4)
+    return median(values), high - low
+
+
+def _print_table(told: Told) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    limits = [device["activation_budget_bytes"] for device in told.problem["devices"]]
+    table = Table(
+        box=None,
+        title="times in ms: median ± interquartile range; peaks in MB, one figure a rank",
+        title_justify="left",
+    )
+    for name in (
+        "schedule",
+        "predicted",
+        "measured",
+        "beside the solver",
+        "steps",
+        "peak predicted",
+        "measured",
+        "allowed",
+        "loss",
+    ):
+        table.add_column(name, no_wrap=True, justify="left" if name == "schedule" else "right")
+    for version, schedule in enumerate(told.schedules):
+        steps = [step for step in told.steps if step.version == version]
+        peaks = [max(step.peak_bytes[d] for step in steps) for d in range(len(limits))]
+        table.add_row(
+            schedule["method"],
+            f"{schedule['predicted_ms']:.0f}",
+            _figure(_middle(told, version)),
+            _figure(_spread([step for step in steps if step.live and step.settled])),
+            str(len(steps)),
+            *(
+                " ".join(f"{size / 1e6:.1f}" for size in sizes)
+                for sizes in (schedule["predicted_peak_bytes"], peaks, limits)
+            ),
+            f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
+        )
+    Console(width=130).print(table)
+
+
+def _figure(middle: tuple[float, float]) -> str:
+    return f"{middle[0]:.0f} ± {middle[1]:.0f}" if middle[1] == middle[1] else "–"
+
+
+def _look_up(told: Told, folder: Path) -> bool:
+    """The last thing a user would do: the same problem again, found by the command line."""
+    from optpipe.model.problem import Problem
+
+    Problem.from_dict(told.problem).save(folder / "problem.json")
+    command = [
+        sys.executable,
+        "-m",
+        "optpipe_cli",
+        "cache",
+        "lookup",
+        str(folder / "problem.json"),
+        "--cache",
+        str(folder / "cache.db"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    typer.echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")
+    return done.returncode == 0
+
+
+def _print_verdict(outcome: Outcome, ranks: int) -> None:
+    say: Any = typer.echo
+    say(f"losses: at most {outcome.loss_difference:.1e} from the plain run's, relatively (tolerance {TOLERANCE:g})")
+    say(f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step")
+    gain = outcome.gain
+    sure = "a gain" if gain.low > 0 else "no gain beyond what chance gives"
+    within = f"95% of resamples between {gain.low:.1%} and {gain.high:.1%}"
+    say(f"time: with the best schedule a step takes {gain.median:.1%} less, turn by turn, {within}: {sure}")
+    cores = os.cpu_count() or 1
+    if ranks > cores:
+        say(f"note: {ranks} ranks share {cores} cores, so their compute takes turns and hides part of the gain")

@@ -1,0 +1,19 @@
+"""Commands that need more than the plain install say so in a sentence."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from optpipe.errors import InputError
+
+NEEDS = {
+    "runtime": ("torch", "httpx"),
+    "server": ("alembic", "fastapi", "prometheus_client", "sqlalchemy", "structlog", "uvicorn"),
+}
+
+
+def need(extra: str, *packages: str) -> None:
+    """Raises `InputError` where a package of this extra, or of those of it that are named, is not installed."""
+    missing = [name for name in packages or NEEDS[extra] if find_spec(name) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)} is not installed: pip install 'optpipe[{extra}]'")

@@ -1,0 +1,84 @@
+"""`optpipe keys …`: who may use the service, and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe_cli.output import Json, print_json
+
+if TYPE_CHECKING:
+    from optpipe_server.database.keys import Keys
+
+app = typer.Typer(
+    help="Who may use the service, and for what. Until a first key is made, everybody on this machine.",
+    no_args_is_help=True,
+)
+
+Of = Annotated[
+    str,
+    typer.Option("--database", envvar="OPTPIPE_DATABASE", help="Database URL of the service, which may be running."),
+]
+OWN = "sqlite:///optpipe.db"  # the one of `optpipe serve`
+
+
+@app.command()
+def create(
+    tenant: Annotated[str, typer.Option(help="Whose key it is: tenants see only their own jobs.")],
+    scope: Annotated[list[str], typer.Option(help="submit, read or admin; give it several times for several.")],
+    database: Of = OWN,
+) -> None:
+    """Make a key and print it: it is kept as a hash and cannot be shown again."""
+    with _keys(database) as keys:
+        typer.echo(keys.create(tenant, scope))
+
+
+@app.command(name="list")
+def list_(database: Of = OWN, json: Json = False) -> None:
+    """List all keys, without what makes them keys."""
+    with _keys(database) as keys:
+        rows = [dict(row._mapping) for row in keys.list()]
+    if json:
+        print_json([row | {"scopes": row["scopes"].split()} for row in rows])
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*(rows[0] if rows else ["there are no keys"]), box=None)
+    for row in rows:
+        table.add_row(*(value or "" for value in row.values()))
+    Console().print(table)
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(help="Its id: the middle of op_<id>_<secret>, as `list` shows it.")],
+    database: Of = OWN,
+) -> None:
+    """From now on a key opens nothing. A service whose last key is revoked does not open."""
+    with _keys(database) as keys:
+        keys.revoke(key)
+    typer.echo(f"{key} is revoked")
+
+
+@contextmanager
+def _keys(url: str) -> Iterator[Keys]:
+    from optpipe_cli.extras import need
+
+    need("server")
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from optpipe.errors import InputError
+    from optpipe_server.database import Database
+    from optpipe_server.database.keys import Keys
+
+    database = Database(url, beside=True)
+    try:
+        yield Keys(database)
+    except SQLAlchemyError as error:
+        raise InputError(f"database: {getattr(error, 'orig', None) or error}") from None
+    finally:
+        database.close()

@@ -1,0 +1,46 @@
+"""`optpipe serve`: the solver service."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others can reach it only once there is a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one and prints it.")] = 8000,
+    database: Annotated[
+        str, typer.Option(envvar="OPTPIPE_DATABASE", help="sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.")
+    ] = "sqlite:///optpipe.db",
+    solves: Annotated[
+        int, typer.Option(min=0, max=1000, help="Searches at a time; 0 leaves them to `optpipe worker`.")
+    ] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Of all searches together; all cores but one by default.")
+    ] = None,
+    memory_mib: Annotated[int | None, typer.Option(min=64, help="Of one search's processes together.")] = None,
+    queue: Annotated[int, typer.Option(min=0, help="Jobs of a tenant that may wait.")] = 100,
+    streams: Annotated[int, typer.Option(min=1, help="Clients that may follow jobs at a time.")] = 1000,
+    shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
+    log_json: Annotated[
+        bool | None, typer.Option(help="Lines of JSON, or for people; by default JSON unless on a terminal.")
+    ] = None,
+) -> None:
+    """Run the service that solves problems beside a training."""
+    from optpipe_cli.extras import need
+
+    need("server")
+    from optpipe_server import Settings, logs
+    from optpipe_server import serve as run
+
+    logs.configure(log_json)
+    settings = Settings(
+        database, shared_cache=shared_cache, solves=solves, memory_mib=memory_mib, queue=queue, streams=streams
+    )
+    if threads is not None:
+        settings = replace(settings, threads=threads)
+    run(settings, host, port, ready=lambda url: print(f"listening on {url}", flush=True))

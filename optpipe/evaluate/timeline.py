@@ -1,0 +1,137 @@
+"""`simulate`: when every op runs. The longest path over data dependencies, program order, links and drops.
+
+An op starts when the op before it on its stream and the ops that it needs (`optpipe.evaluate.graph`) have ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optpipe.evaluate.deadlock import deadlock_error
+from optpipe.evaluate.graph import (
+    Floats,
+    Ints,
+    Table,
+    dependencies,
+    durations,
+    flatten,
+    require_known,
+    second_of_pair,
+    streams,
+)
+from optpipe.evaluate.jit import LazyJit
+from optpipe.model.ops import COMPUTE, MARKS
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, of_kinds
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
+class Timeline:
+    """When each op runs: arrays over all ops, device after device in program order, times in milliseconds."""
+
+    table: Table  # (n, 5) the programs' rows
+    device: Ints  # (n,)
+    start: Floats  # (n,)
+    end: Floats  # (n,)
+
+    @cached_property
+    def makespan_ms(self) -> float:
+        """First start to last end."""
+        return float(self.end.max() - self.start.min()) if len(self.end) else 0.0
+
+    @cached_property
+    def span_ms(self) -> float:
+        """The longest first-start-to-last-end of one device (OptPipe Eq. 3)."""
+        return max((float(self.end[own].max() - self.start[own].min()) for own in self._by_device()), default=0.0)
+
+    def busy_ms(self) -> list[float]:
+        """Compute time of each device that has ops."""
+        alone = of_kinds(self.table, *COMPUTE) & ~second_of_pair(self.table)  # a pair's time counts once
+        return [float((self.end - self.start)[own][alone[own]].sum()) for own in self._by_device()]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which the devices do not compute, on average."""
+        busy = self.busy_ms()
+        return 1.0 - sum(busy) / (len(busy) * self.makespan_ms) if busy and self.makespan_ms else 0.0
+
+    def _by_device(self) -> list[Ints]:
+        """Rows of each device that has ops, without marks: room that is made for a peer is no part of its own time."""
+        lasting = np.flatnonzero(~of_kinds(self.table, *MARKS))
+        return np.split(lasting, np.flatnonzero(np.diff(self.device[lasting])) + 1) if len(lasting) else []
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """Times every op as early as the schedule allows.
+
+    Raises `ScheduleError` where an op that another one needs is missing, `DeadlockError` where ops wait for each other.
+    What is left out or stands twice without anyone waiting for it is timed as it stands: `check` finds it.
+    """
+    table, device = flatten(schedule)
+    require_known(problem, table, device)
+    needs, delay = dependencies(problem, table, device)
+    order, begins = streams(problem, schedule, table, device)
+    start, end, done = np.zeros(len(table)), np.zeros(len(table)), np.zeros(len(table), dtype=np.bool_)
+    joined = table[:, JOINED] == 1
+    _longest_path(len(table), order, begins, needs, delay, durations(problem, table), joined, start, end, done)
+    if not done.all():
+        raise deadlock_error(table, device, order, begins, needs, done)
+    return Timeline(table, device, start, end)
+
+
+def longest_path(
+    order: Any, begins: Any, needs: Any, delay: Any, duration: Any, joined: Any, start: Any, end: Any, done: Any
+) -> None:
+    """Fills `start`, `end` and `done`; ops on a cycle, and those behind one, stay undone.
+
+    Advances every stream as far as it goes. A stream that must wait is queued at the op that it waits for and woken
+    when that has ended.
+    """
+    streams = len(begins) - 1
+    head = begins[:-1].copy()
+    free_at = np.zeros(streams)
+    queue = np.full(len(start), -1, dtype=np.int64)  # the stream woken first when an op ends
+    behind = np.full(streams, -1, dtype=np.int64)  # the one woken after it
+    ready = np.arange(streams)
+    count = streams
+    while count > 0:
+        count -= 1
+        stream = ready[count]
+        while head[stream] < begins[stream + 1]:
+            row = order[head[stream]]
+            last = row + 1 if joined[row] else row
+            begin = free_at[stream]
+            blocker = -1
+            for op in range(row, last + 1):
+                for column in range(needs.shape[1]):
+                    needed = needs[op, column]
+                    if needed >= 0:
+                        if not done[needed]:
+                            blocker = needed
+                            break
+                        ended = end[needed] + (delay[op] if column == 1 else 0.0)
+                        begin = max(begin, ended)
+            if blocker >= 0:
+                behind[stream] = queue[blocker]
+                queue[blocker] = stream
+                break
+            free_at[stream] = begin + duration[row]
+            head[stream] += 1
+            for op in range(row, last + 1):
+                start[op] = begin
+                end[op] = free_at[stream]
+                done[op] = True
+                while queue[op] >= 0:
+                    ready[count] = queue[op]
+                    queue[op] = behind[queue[op]]
+                    count += 1
+
+
+_longest_path = LazyJit(longest_path)

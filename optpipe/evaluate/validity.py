@@ -1,0 +1,175 @@
+"""`check`: everything that is wrong with a schedule for a problem, one sentence each. An empty list: it runs, and it
+fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe.errors import ScheduleError
+from optpipe.evaluate.graph import Flags, Table, Where, describe, flatten, require_known
+from optpipe.evaluate.memory import certify
+from optpipe.evaluate.timeline import simulate
+from optpipe.model.ops import BACKWARD, Kind
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, KIND, MICROBATCH, of_kinds
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Schedule
+
+MOST = 20  # sentences of one sort; a broken schedule of 200,000 ops is not listed in full
+
+
+def check(problem: Problem, schedule: Schedule) -> list[str]:
+    """Validates the programs, simulates them and certifies their memory; returns what is wrong."""
+    table, device = flatten(schedule)
+    try:
+        if len(schedule.programs) != len(problem.devices):
+            raise ScheduleError(
+                f"there are {len(schedule.programs)} programs: the problem has {len(problem.devices)} devices"
+            )
+        require_known(problem, table, device)
+    except ScheduleError as error:
+        return [str(error)]
+    wrong = [
+        *_twice(table),
+        *_missing(problem, table),
+        *_out_of_order(problem, table),
+        *_bad_pairs(table),
+        *_unknown_links(problem, schedule),
+    ]
+    if wrong:
+        return wrong
+    try:
+        _ = (
+            schedule.timeline if schedule.problem is problem else simulate(problem, schedule)
+        )  # which whoever asks for its length keeps
+    except ScheduleError as error:
+        wrong.append(str(error))
+    return wrong + certify(problem, schedule).complaints()
+
+
+def _twice(table: Table) -> list[str]:
+    if len(table) == 0:
+        return []
+    ops = np.ravel_multi_index(
+        table[:, :4].T, table[:, :4].max(axis=0) + 1
+    )  # one number each: sorted much sooner than rows
+    _, first, count = np.unique(ops, return_index=True, return_counts=True)
+    return [
+        f"{describe(table[i])} stands {n} times"
+        for i, n in zip(first[count > 1][:MOST], count[count > 1], strict=False)
+    ]
+
+
+def _missing(problem: Problem, table: Table) -> list[str]:
+    """Each micro-batch passes each stage of its route: one F, and B and W, or BW. O, D and R all or none; E, D, L, A
+    and V all or none; of these and C one at most."""
+    costs, where = problem.costs, Where(problem, table)
+    passes = (costs.before[costs.route] != -2).T  # (S, m)
+    has = {kind: where.of(kind) >= 0 for kind in Kind}
+    offload, drop, reload = (where.of_part(kind) >= 0 for kind in (Kind.O, Kind.D, Kind.R))
+    left = offload.copy()
+    left[:, :, 0] |= has[Kind.E]
+    evicted = has[Kind.E]
+
+    def name(found: Flags, text: str) -> list[str]:
+        return [text.format(*(int(x) for x in place)) for place in np.argwhere(found)[:MOST]]
+
+    return [
+        *name(passes & ~has[Kind.F], "{0}F{1} is missing"),
+        *name(
+            passes & ~has[Kind.B] & ~has[Kind.BW],
+            "stage {0}, micro-batch {1} has no backward: {0}B{1} and {0}W{1}, or {0}BW{1}",
+        ),
+        *name(has[Kind.B] & has[Kind.BW], "{0}B{1} and {0}BW{1}: the backward is either split or fused"),
+        *name(has[Kind.B] & ~has[Kind.W], "{0}B{1} has no {0}W{1}"),
+        *name(has[Kind.W] & ~has[Kind.B], "{0}W{1} has no {0}B{1}"),
+        *name(offload & ~drop, "{0}O{1}.{2} has no drop: its device copy is never let go"),
+        *name(offload & ~reload, "{0}O{1}.{2} has no reload: the backward misses its bytes"),
+        *name(drop & ~left, "{0}D{1}.{2} has no offload or eviction before it"),
+        *name(reload & ~offload, "{0}R{1}.{2} has no offload before it"),
+        *name(evicted & ~drop[:, :, 0], "{0}E{1} has no {0}D{1}: its device copy is never let go"),
+        *name(evicted & ~has[Kind.L], "{0}E{1} has no {0}L{1}: the backward misses its bytes"),
+        *name(evicted & ~has[Kind.A], "{0}E{1} has no {0}A{1} on the peer: nothing makes room for it there"),
+        *name(has[Kind.A] & ~has[Kind.V], "{0}A{1} has no {0}V{1}: its room is never let go"),
+        *(
+            text
+            for kind in "LAV"
+            for text in name(has[Kind[kind]] & ~evicted, f"{{0}}{kind}{{1}} has no {{0}}E{{1}}: nothing is evicted")
+        ),
+        *name(has[Kind.C] & offload.any(axis=2), "{0}C{1}: an activation is offloaded or recomputed, not both"),
+        *name(
+            evicted & (has[Kind.C] | offload.any(axis=2)),
+            "{0}E{1}: an activation is offloaded, evicted or recomputed, one of them",
+        ),
+        *_half_an_optimizer({kind: has[kind][:, 0] for kind in (Kind.G, Kind.U, Kind.P)}),
+    ]
+
+
+def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
+    """A stage's G, U and P, all or none; (S,) whether it has each."""
+    wrong = []
+    for s in np.flatnonzero(np.logical_or.reduce(list(has.values())) & ~np.logical_and.reduce(list(has.values())))[
+        :MOST
+    ].tolist():
+        there, lacking = (
+            [f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == found] for found in (True, False)
+        )
+        wrong.append(f"{' and '.join(there)} without {' and '.join(lacking)}: an optimizer on the host is G, U and P")
+    return wrong
+
+
+def _out_of_order(problem: Problem, table: Table) -> list[str]:
+    """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V. Of an
+    optimizer on the host, P before all F of its stage, G after all its gradients, U after G."""
+    where = Where(problem, table)
+    at = {kind: where.of(kind) for kind in Kind}
+    forward, backward = at[Kind.F], where.of(Kind.B, Kind.BW)
+    offload, drop, reload = (where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R))
+    steps = [
+        (forward, at[Kind.C]),
+        (forward, backward),
+        *((at[kind], backward) for kind in (Kind.R, Kind.C, Kind.L)),
+        (backward, at[Kind.W]),
+        (np.broadcast_to(forward[:, :, None], offload.shape), offload),
+        (offload, drop),
+        (drop, reload),
+        (forward, at[Kind.E]),
+        (at[Kind.E], drop[:, :, 0]),
+        (drop[:, :, 0], at[Kind.L]),
+        (at[Kind.A], at[Kind.V]),
+        (np.broadcast_to(at[Kind.P][:, :1], forward.shape), forward),
+        *((at[kind], np.broadcast_to(at[Kind.G][:, :1], forward.shape)) for kind in (Kind.W, Kind.BW)),
+        (at[Kind.G], at[Kind.U]),
+    ]
+    wrong = []
+    for first, second in steps:
+        swapped = (first >= 0) & (second >= 0) & (first > second)
+        wrong += [
+            f"{describe(table[a])} stands after {describe(table[b])}"
+            for a, b in zip(first[swapped][:MOST], second[swapped], strict=False)
+        ]
+    return wrong
+
+
+def _bad_pairs(table: Table) -> list[str]:
+    wrong = []
+    for i in np.flatnonzero(table[:, JOINED] == 1):
+        pair = table[i : i + 2]
+        forwards, backwards = pair[:, KIND] == Kind.F, of_kinds(pair, *BACKWARD)
+        if not (forwards.sum() == 1 and backwards.sum() == 1 and pair[0, MICROBATCH] != pair[1, MICROBATCH]):
+            wrong.append(
+                f"{describe(pair[0])}+{describe(pair[1])}: only a forward and a backward of another micro-batch "
+                "run together"
+            )
+    return wrong[:MOST]
+
+
+def _unknown_links(problem: Problem, schedule: Schedule) -> list[str]:
+    return [
+        f"links[{link!r}]: no two devices share such a link"
+        for link in schedule.links
+        if link not in problem.shared_links
+    ]

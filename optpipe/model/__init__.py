@@ -1,0 +1,1 @@
+"""What is scheduled: problems, placements, ops and programs."""

@@ -1,0 +1,220 @@
+"""`Placement`: which work makes which stage on the same devices. `apply` is the one place that turns a placement into
+stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+
+from optpipe.errors import InputError, input_error
+from optpipe.model.costs import Floats
+from optpipe.model.problem import EVICTION, UPDATE, Items, Problem, Record, StageCosts
+
+Shape = Literal["looped", "v", "bidirectional"]
+WAYS: dict[Shape, int] = {
+    "looped": 1,
+    "v": 1,
+    "bidirectional": 2,
+}  # routes over the devices, each with stages of its own
+NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional": "bidirectional"}
+MOST_CHUNKS = 64  # a device
+
+
+class Placement(Record):
+    """Every device of a pipeline runs `chunks` stages; stages are numbered along the model.
+
+    Looped: every chunk of stages passes the devices in the order of the given stages (interleaved 1F1B, Narayanan et
+    al. 2021). V-shaped: every other one passes them backwards, so that the last device of one is the first of the next
+    (V-schedules, Qi et al. 2024). Bidirectional (DualPipe): one chunk a device each way. The p stages of a row on
+    devices d_0 to d_(p-1) become 2p on two routes: stage p + k has the costs of stage k and is on device d_(p-1-k);
+    micro-batches take the routes in turn. Every device holds the parameters of two stages, so `activation_budget_bytes`
+    must be what such a device has left for activations. Where the problem has `layers`, `layers` says how many of them
+    each stage gets, in order; of a bidirectional pipeline, the stages of one row.
+    """
+
+    chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)]
+    shape: Shape = "looped"
+    layers: Annotated[Items[Annotated[int, Field(strict=True, ge=1)]], Field(min_length=1, max_length=4096)] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.shape == "bidirectional" and self.chunks > 1:
+            raise ValueError(
+                f"chunks = {self.chunks}: a bidirectional placement has chunks = 1, one stage a device each way"
+            )
+        return self
+
+    @classmethod
+    def balanced(cls, problem: Problem, chunks: int, shape: Shape = "looped") -> Self:
+        """The placement whose stages are as even as the layers allow; without layers a device's work is split evenly
+        anyway."""
+        try:
+            placement = cls(chunks=chunks, shape=shape)
+        except ValidationError as error:
+            raise input_error(error, "placement") from None
+        if problem.layers is None:
+            return placement
+        memory = [problem.devices[d].activation_budget_bytes for d in placement.order(problem)]
+        least = (
+            np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()
+        )  # of the devices that run a stage of these layers
+        if len(least) > len(problem.layers):
+            raise InputError(f"chunks = {chunks}: {len(least)} stages cannot be made of {len(problem.layers)} layers")
+        return placement.model_copy(update={"layers": _even_cuts(problem.layers, least)})
+
+    def __str__(self) -> str:
+        """E.g. `2 chunks a device, V-shaped, layers 3 4 4 5`."""
+        shape = f", {NAMES[self.shape]}" if self.chunks > 1 or WAYS[self.shape] > 1 else ""
+        layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""
+        return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}"
+
+    def order(self, problem: Problem) -> list[int]:
+        """The device of each stage: that of the given stages, first come first, there and again or there and back."""
+        return self.along(problem.stages[s].device for s in _only_route(problem))
+
+    def along(self, devices: Iterable[int]) -> list[int]:
+        """As `order`, from the device of each given stage."""
+        row = list(dict.fromkeys(devices))
+        back = row if self.shape == "looped" else row[::-1]
+        return [d for c in range(self.chunks * WAYS[self.shape]) for d in (back if c % 2 else row)]
+
+    def apply(self, problem: Problem) -> Problem:
+        """The problem with these stages instead of its own; the problem itself where they are its own.
+
+        Raises `InputError` for a problem with several routes, and where the layers are not this problem's.
+        """
+        route, order, ways = _only_route(problem), self.order(problem), WAYS[self.shape]
+        row = order[: len(order) // ways]
+        if problem.layers is None:
+            if self.layers is not None:
+                raise InputError("placement.layers: the problem has none")
+            held = {d: [problem.stages[s] for s in route if problem.stages[s].device == d] for d in row}
+            chunk = {d: together(stages, self.chunks) for d, stages in held.items()}
+            costs = [chunk[d] for d in row]
+        else:
+            costs = [
+                together(problem.layers[a:b]) for a, b in pairwise((0, *accumulate(self._layers_of(problem, len(row)))))
+            ]
+        stages = [_on(problem, d, cost) for d, cost in zip(order, costs * ways, strict=True)]
+        routes: dict[str, Any] = {"routes": None, "microbatch_routes": None}
+        if ways > 1:
+            numbers = np.arange(len(order)).reshape(ways, -1).tolist()
+            routes = {"routes": numbers, "microbatch_routes": [j % ways for j in range(problem.microbatches)]}
+        placed = problem.replace(stages=stages, **routes)
+        return problem if placed.stages == problem.stages and route == tuple(range(len(route))) else placed
+
+    def _layers_of(self, problem: Problem, stages: int) -> tuple[int, ...]:
+        there = len(problem.layers or ())
+        if self.layers is None:
+            raise InputError(
+                f"placement.layers is missing: the problem has {there} layers, each of {stages} stages takes some"
+            )
+        if len(self.layers) != stages:
+            raise InputError(
+                f"placement.layers has {len(self.layers)} entries: {self.chunks} chunks a device make {stages} stages"
+            )
+        if sum(self.layers) != there:
+            raise InputError(f"placement.layers add up to {sum(self.layers)}: the problem has {there} layers")
+        return self.layers
+
+
+def _on(problem: Problem, device: int, costs: dict[str, Any]) -> dict[str, Any]:
+    """A stage of such costs on a device; it can evict only where there is a peer."""
+    stuck = EVICTION if problem.devices[device].peer is None else ()
+    return {"device": device, **{name: value for name, value in costs.items() if name not in stuck}}
+
+
+def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
+    """The fields of a stage that is one of `shares` equal pieces of all this. Bytes are rounded up: the pieces hold no
+    less than the whole.
+
+    What can leave leaves, to the host or the peer, and what can be recomputed is recomputed: the rest of the activation
+    stays with the checkpoint. It leaves in as many parts as each of `costs` could. A checkpoint is what goes into a
+    piece, so a piece of one stage has the checkpoint of the whole.
+    """
+
+    def ms(values: Sequence[float | None]) -> float:
+        return sum(value or 0.0 for value in values) / shares
+
+    def size(values: Sequence[int | None]) -> int:
+        return -(-sum(value or 0 for value in values) // shares)
+
+    def whole(gone: Sequence[int]) -> int:
+        """An activation of which no less stays than of all this when these bytes of it leave."""
+        return size(gone) + size([sum(c.activation_bytes for c in costs) - sum(gone)])
+
+    leaving, again = [c for c in costs if c.can_offload], [c for c in costs if c.can_recompute]
+    evicting = [c for c in costs if c.can_evict]
+    offload, evict = [c.offload_bytes or 0 for c in leaving], [c.evict_bytes or 0 for c in evicting]
+    activation = max(whole(offload), whole(evict))
+    fields: dict[str, Any] = {
+        "forward_ms": ms([c.forward_ms for c in costs]),
+        "backward_input_ms": ms([c.backward_input_ms for c in costs]),
+        "backward_weight_ms": ms([c.backward_weight_ms for c in costs]),
+        "activation_bytes": activation,
+        "saved_for_weight_bytes": size([c.saved_for_weight_bytes for c in costs]),
+    }
+    if leaving:
+        fields |= {"offload_ms": ms([c.offload_ms for c in leaving]), "reload_ms": ms([c.reload_ms for c in leaving])}
+        fields |= {"offload_bytes": size(offload), "offload_parts": min(c.offload_parts for c in leaving)}
+    if again:
+        kept = size([c.checkpoint_bytes if c.can_recompute else c.activation_bytes for c in costs])
+        kept = min(activation, max(kept, *(c.checkpoint_bytes or 0 for c in again)))
+        fields |= {"recompute_ms": ms([c.recompute_ms for c in again]), "checkpoint_bytes": kept}
+    if evicting:
+        fields |= {"evict_ms": ms([c.evict_ms for c in evicting]), "load_ms": ms([c.load_ms for c in evicting])}
+        fields |= {"evict_bytes": size(evict)}
+    updating = [c for c in costs if c.can_update]
+    if updating:
+        fields |= {name: ms([getattr(c, name) for c in updating]) for name in UPDATE}
+    return fields
+
+
+def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:
+    """How many layers each of `len(memory)` stages gets so that the heaviest lasts as short as possible (the survey's
+    dynamic program).
+
+    Among those the most even, by the sum of squares: behind one heavy layer that no partition can help, the others stay
+    alike. A stage whose activation alone is more than its device's memory is avoided where that is possible. A layer
+    costs the time of its F, B and W.
+    """
+    work = np.array([c.forward_ms + c.backward_input_ms + c.backward_weight_ms for c in layers])
+    held = np.array([float(c.activation_bytes) for c in layers])
+    upto, holds = (np.concatenate(([0.0], np.cumsum(x))) for x in (work, held))
+    lasts = upto - upto[:, None]  # [i, j]: a stage of layers i to j - 1
+    lasts[np.tril_indices(len(upto))] = np.inf  # no stage without a layer
+    fits = [holds - holds[:, None] <= size for size in memory]
+    punished = 1.0 + upto[-1]  # longer than anything that fits
+    tables = [np.where(fit, lasts, lasts + punished) for fit in fits]
+    heaviest, _ = _best_cuts(tables, np.maximum)
+    even = [np.where(table <= heaviest * (1 + 1e-9), table**2, np.inf) for table in tables]
+    return _best_cuts(even, np.add)[1]
+
+
+def _best_cuts(tables: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """The least `join` of one entry of each table, [i, j] followed by [j, k], from 0 to the end; and the differences j
+    - i."""
+    value = np.full(len(tables[0]), np.inf)
+    value[0] = 0.0
+    cuts = []
+    for table in tables:
+        options = join(value[:, None], table)
+        cuts.append(options.argmin(axis=0))
+        value = options.min(axis=0)
+    at, counts = len(value) - 1, []
+    for cut in reversed(cuts):
+        counts.append(at - int(cut[at]))
+        at = int(cut[at])
+    return float(value[-1]), tuple(reversed(counts))
+
+
+def _only_route(problem: Problem) -> tuple[int, ...]:
+    if len(problem.all_routes) > 1:
+        raise InputError(f"routes: there are {len(problem.all_routes)}, a placement is for one route only")
+    return problem.all_routes[0]

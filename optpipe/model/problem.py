@@ -1,0 +1,313 @@
+"""`Problem`: what is to be scheduled. Times are milliseconds (float), sizes are bytes (int); file format
+`optpipe.problem/2`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from optpipe.errors import InputError, input_error
+from optpipe.model.costs import Costs
+
+if TYPE_CHECKING:
+    from optpipe.model.placement import Shape
+
+Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
+TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: no limit but being a number
+Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
+Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+T = TypeVar("T")
+Items = Annotated[
+    tuple[T, ...], Field(fail_fast=True)
+]  # told is the first wrong one: all of a hostile file's take a minute
+
+OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
+EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")
+
+MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
+MAX_PARTS = 2**24  # the same times offload_parts: tables of that size are made even for a short schedule
+
+
+class Record(BaseModel):
+    """Strict and frozen: unknown fields, NaN, infinity and negative numbers are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Device(Record):
+    """A GPU: its activation budget, the host link it shares, its share of pinned host memory, and the device to which
+    it may evict."""
+
+    activation_budget_bytes: Bytes
+    link: Name | None = None
+    host_memory_bytes: Bytes | None = None
+    peer: Index | None = None
+
+
+class StageCosts(Record):
+    """What one stage (or one layer) costs per micro-batch. Only with `offload_ms` can its activation leave for the
+    host, only with `evict_ms` for its device's peer, only with `recompute_ms` be dropped. With `update_ms` its
+    optimizer can run on the host, once an iteration; what that saves is model state, no activation memory, and so no
+    part of any device's `activation_budget_bytes`."""
+
+    forward_ms: Ms
+    backward_input_ms: Ms
+    backward_weight_ms: Ms
+    activation_bytes: Bytes
+    saved_for_weight_bytes: Bytes
+    offload_ms: Ms | None = None
+    reload_ms: Ms | None = None
+    offload_bytes: Bytes | None = None
+    offload_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    recompute_ms: Ms | None = None
+    checkpoint_bytes: Bytes | None = None
+    evict_ms: Ms | None = None
+    load_ms: Ms | None = None
+    evict_bytes: Bytes | None = None
+    gradient_out_ms: Ms | None = None
+    update_ms: Ms | None = None
+    parameters_in_ms: Ms | None = None
+
+    @property
+    def can_offload(self) -> bool:
+        return self.offload_ms is not None
+
+    @property
+    def can_recompute(self) -> bool:
+        return self.recompute_ms is not None
+
+    @property
+    def can_evict(self) -> bool:
+        return self.evict_ms is not None
+
+    @property
+    def can_update(self) -> bool:
+        return self.update_ms is not None
+
+    def complaint(self) -> str | None:
+        """The first thing wrong between the fields, as `field = value: what would be right`."""
+        for group in (OFFLOAD, RECOMPUTE, EVICTION, UPDATE):  # all of a group or none of it
+            missing = [name for name in group if getattr(self, name) is None]
+            if 0 < len(missing) < len(group):
+                given = next(name for name in group if name not in missing)
+                return f"{missing[0]} is missing: a stage with {given} needs {' and '.join(missing)}, too"
+        if self.offload_parts > 1 and not self.can_offload:
+            return f"offload_parts = {self.offload_parts}: only a stage with offload_ms can leave in parts"
+        for name in ("offload_bytes", "checkpoint_bytes", "evict_bytes"):
+            value = getattr(self, name)
+            if value is not None and value > self.activation_bytes:
+                return f"{name} = {value}: must be at most activation_bytes = {self.activation_bytes}"
+        return None
+
+
+class Stage(StageCosts):
+    """A piece of the model on one device."""
+
+    device: Index
+
+
+class Problem(Record):
+    """The pipeline to schedule. Read one with `Problem.load(path)` or `Problem.from_json(text)`; both raise
+    `InputError`."""
+
+    format: Literal["optpipe.problem/2"] = "optpipe.problem/2"
+    name: Annotated[str, Field(max_length=200)] = ""
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
+    p2p_ms: Ms = 0.0
+    transfer_mode: Literal["half_duplex", "full_duplex"] = "half_duplex"
+    devices: Annotated[Items[Device], Field(min_length=1, max_length=4096)]
+    stages: Annotated[Items[Stage], Field(min_length=1, max_length=4096)]
+    routes: Annotated[Items[Items[Index]], Field(min_length=1, max_length=256)] | None = None
+    microbatch_routes: Items[Index] | None = None
+    overlap_factor: Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)] | None = None
+    layers: Annotated[Items[StageCosts], Field(min_length=1, max_length=4096)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Problem:
+        for message in (self._stage_complaint(), self._route_complaint(), self._size_complaint()):
+            if message:
+                raise ValueError(message)
+        return self
+
+    def _stage_complaint(self) -> str | None:
+        for d, device in enumerate(self.devices):
+            if device.peer is not None and device.peer >= len(self.devices):
+                return f"devices[{d}].peer = {device.peer}: there are {len(self.devices)} devices, numbered from 0"
+            if device.peer == d:
+                return f"devices[{d}].peer = {d}: a device evicts to another one"
+        for s, stage in enumerate(self.stages):
+            if stage.device >= len(self.devices):
+                return f"stages[{s}].device = {stage.device}: there are {len(self.devices)} devices, numbered from 0"
+        for name, records in (("stages", self.stages), ("layers", self.layers or ())):
+            for i, record in enumerate(records):
+                if complaint := record.complaint():
+                    return f"{name}[{i}].{complaint}"
+        for s, stage in enumerate(self.stages):
+            if stage.can_evict and self.devices[stage.device].peer is None:
+                return f"stages[{s}].evict_ms = {stage.evict_ms}: its device {stage.device} needs a peer to evict to"
+        return None
+
+    def _route_complaint(self) -> str | None:
+        for r, route in enumerate(self.all_routes):
+            if not route:
+                return f"routes[{r}] is empty: a micro-batch passes at least one stage"
+            for k, s in enumerate(route):
+                if s >= len(self.stages):
+                    return f"routes[{r}][{k}] = {s}: there are {len(self.stages)} stages, numbered from 0"
+            if len(set(route)) < len(route):
+                k = next(k for k, s in enumerate(route) if s in route[:k])
+                return f"routes[{r}][{k}] = {route[k]}: a stage stands on a route once"
+        on_a_route = {s for route in self.all_routes for s in route}
+        for s in range(len(self.stages)):
+            if s not in on_a_route:
+                return f"stages[{s}] is on no route: routes name every stage"
+        chosen = self.microbatch_routes
+        if chosen is None:
+            if len(self.all_routes) > 1:
+                return (
+                    f"microbatch_routes is missing: with {len(self.all_routes)} routes every micro-batch says "
+                    "which one it takes"
+                )
+            return None
+        if len(chosen) != self.microbatches:
+            return f"microbatch_routes has {len(chosen)} entries: there are {self.microbatches} microbatches"
+        for j, r in enumerate(chosen):
+            if r >= len(self.all_routes):
+                return f"microbatch_routes[{j}] = {r}: there are {len(self.all_routes)} routes, numbered from 0"
+        return None
+
+    def _size_complaint(self) -> str | None:
+        if len(self.stages) * self.microbatches > MAX_FORWARDS:
+            return (
+                f"microbatches = {self.microbatches}: times {len(self.stages)} stages, at most {MAX_FORWARDS} "
+                "forward passes"
+            )
+        parts = max(stage.offload_parts for stage in self.stages)
+        if len(self.stages) * self.microbatches * parts > MAX_PARTS:
+            return (
+                f"offload_parts = {parts}: times {len(self.stages)} stages and {self.microbatches} "
+                f"microbatches, at most {MAX_PARTS} parts"
+            )
+        total = sum(stage.activation_bytes + stage.saved_for_weight_bytes for stage in self.stages) * self.microbatches
+        if total >= 2**62:
+            return f"stages: {total} bytes of activations over all micro-batches, more than can be counted (2^62)"
+        return None
+
+    @property
+    def all_routes(self) -> tuple[tuple[int, ...], ...]:
+        """The routes; by default one, over all stages in order."""
+        return self.routes if self.routes is not None else (tuple(range(len(self.stages))),)
+
+    def route(self, microbatch: int) -> tuple[int, ...]:
+        """The stages that a micro-batch passes, in order."""
+        return self.all_routes[self.microbatch_routes[microbatch] if self.microbatch_routes else 0]
+
+    def stages_on(self, device: int) -> list[int]:
+        """The stages that a device runs."""
+        return [s for s, stage in enumerate(self.stages) if stage.device == device]
+
+    def with_memory_for(self, activations: float) -> Problem:
+        """The problem with room on every device for so many activations of all its stages, each for one micro-batch."""
+        whole = [sum(self.stages[s].activation_bytes for s in self.stages_on(d)) for d in range(len(self.devices))]
+        budgets = [{"activation_budget_bytes": int(activations * nbytes)} for nbytes in whole]
+        return self.replace(
+            devices=[device.model_copy(update=own) for device, own in zip(self.devices, budgets, strict=True)]
+        )
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The same figures as numpy arrays."""
+        return Costs.of(self)
+
+    @cached_property
+    def shared_links(self) -> dict[str, tuple[int, ...]]:
+        """Links that more than one device shares, with those devices."""
+        members: dict[str, tuple[int, ...]] = {}
+        for d, device in enumerate(self.devices):
+            if device.link is not None:
+                members[device.link] = (*members.get(device.link, ()), d)
+        return {link: devices for link, devices in members.items() if len(devices) > 1}
+
+    def __copy__(self) -> Problem:
+        """A copy derives its arrays and its hash anew: `model_copy(update=...)` changes fields after this."""
+        copied = super().__copy__()
+        for name in ("costs", "shared_links", "sha256"):
+            copied.__dict__.pop(name, None)
+        return copied
+
+    def rechunk(self, chunks: int, shape: Shape = "looped") -> Problem:
+        """The same model on the same devices as `chunks` stages a device, as even as can be; see
+        `optpipe.model.placement`."""
+        from optpipe.model.placement import Placement
+
+        return Placement.balanced(self, chunks, shape).apply(self)
+
+    def replace(self, **changes: Any) -> Problem:
+        """The same problem with other fields, validated again."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return Problem.from_dict(fields | changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The problem file's content; what is not set is left out."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of what is to be scheduled, in canonical JSON; the name is only a label and stays out."""
+        content = {key: value for key, value in self.to_dict().items() if key != "name"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str | bytes, what: str = "problem") -> Problem:
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+
+    @classmethod
+    def from_dict(cls, content: Any, what: str = "problem") -> Problem:
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Problem:
+        """Reads a problem file."""
+        return cls.from_json(read_file(path), str(path))
+
+    def save(self, path: str | Path) -> None:
+        write_file(path, self.to_json() + "\n")
+
+
+def read_file(path: str | Path) -> bytes:
+    """A file's bytes; `InputError` where it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Writes a file, UTF-8 wherever it runs, whole or not at all; `InputError` where it cannot be written."""
+    final = Path(path).resolve()
+    special = final.exists() and not final.is_file()  # a pipe or a terminal is written to, not replaced
+    draft = final if special else final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        if not special:
+            draft.replace(final)
+    except OSError as error:
+        if not special:
+            draft.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,1 @@
+"""Solvers as child processes: the protocol, the child, its process group."""

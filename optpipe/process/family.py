@@ -1,0 +1,122 @@
+"""Families of processes: what a child started, and all that these started, by a mark in their environment.
+
+A mark is inherited whatever becomes of parents, groups and sessions, so a family is known to its last process. On
+Linux, by `/proc`.
+
+`python -m optpipe.process.family MARK` is the last will of the process that starts it: it ends the family as soon as
+its standard input closes without a word, which happens when that process dies, however it dies. Stopped processes do
+not hear of it in any other way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from itertools import count
+from uuid import uuid4
+
+VARIABLE = "OPTPIPE_FAMILY"
+ENDING_S = 5.0  # for how long a family is looked for, that begets while it is ended
+_numbers = count()
+
+
+OWN: str  # what the marks of all children of this process begin with
+
+
+def _begin() -> None:
+    """Gives this process marks of its own; again after a fork, whose two processes would end each other's children
+    else."""
+    global OWN
+    OWN = f"/{uuid4().hex}."
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
+
+
+def new_mark() -> str:
+    return f"{OWN}{next(_numbers)}/"
+
+
+def environment(mark: str) -> dict[str, str]:
+    """This process's environment, with the mark added to those that it has inherited."""
+    return {**os.environ, VARIABLE: os.environ.get(VARIABLE, "") + mark}
+
+
+def members(mark: str) -> list[int]:
+    """The ids of the processes that have the mark, or one that begins with it."""
+    return [pid for pid in processes() if mark in marks(pid)]
+
+
+def processes() -> list[int]:
+    """The ids of all processes that can be seen; none where there is no `/proc`."""
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except FileNotFoundError:
+        return []
+
+
+def marks(pid: int) -> str:
+    """The marks of a process, one after the other; none where it is over, or another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return ""
+    name = f"{VARIABLE}=".encode()
+    return next((text.removeprefix(name).decode(errors="replace") for text in variables if text.startswith(name)), "")
+
+
+def end(mark: str) -> int:
+    """Kills every process of the family, stopped ones too; returns how many there were."""
+    ended: set[int] = set()
+    until = time.monotonic() + ENDING_S
+    while (there := members(mark)) and time.monotonic() < until:
+        for pid in there:
+            _kill(pid, mark)
+        ended.update(there)
+        time.sleep(0.01)
+    return len(ended)
+
+
+def _kill(pid: int, mark: str) -> None:
+    """Kills the process if it has the mark; never another one that got its number meanwhile."""
+    with suppress(OSError):
+        process = os.pidfd_open(pid)
+        try:
+            if mark in marks(pid):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
+
+
+class LastWill:
+    """As long as it is not revoked, all children of this process (`OWN`) end when this process does."""
+
+    def __init__(self) -> None:
+        self._executor = subprocess.Popen(
+            [sys.executable, "-m", "optpipe.process.family", OWN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def revoke(self) -> None:
+        """Its process ends, the children stay."""
+        if self._executor.poll() is None:
+            self._executor.communicate(b"revoked")
+
+
+def main() -> None:
+    for unheard in (signal.SIGINT, signal.SIGTERM):  # meant for all of a service: this one outlives the others
+        signal.signal(unheard, signal.SIG_IGN)
+    if not os.read(0, 1):
+        end(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

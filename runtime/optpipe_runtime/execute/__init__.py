@@ -1,0 +1,1 @@
+"""Runs one rank's program: lowering, the executor, a stage's ops."""

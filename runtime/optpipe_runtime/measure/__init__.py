@@ -1,0 +1,1 @@
+"""Measures op times, bytes and messages on the user's own stages."""

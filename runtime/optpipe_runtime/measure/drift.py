@@ -1,0 +1,110 @@
+"""`Profiler`: op times of real steps, while training goes on; and how far they are from what was profiled.
+
+    profiler = Profiler(pipe)
+    for inputs, targets in batches:
+        profiler.add(pipe.step(inputs, targets, trace=True))
+    problem = profiler.problem()                        # the profiled one, with the times of the last steps
+
+Times are moving medians by stage and kind: of the micro-batches of a step, and of those of the last steps, so that
+neither single ops nor single steps count. Bytes, and times of what did not run, stay as they were profiled; a recompute
+that did not run changes as its forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optpipe.errors import InputError
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem, Stage
+from optpipe_runtime.execute.executor import StepReport
+
+if TYPE_CHECKING:
+    from optpipe_runtime.pipeline import Pipeline
+
+FIELDS = {
+    Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms", Kind.C: "recompute_ms",
+    Kind.O: "offload_ms", Kind.R: "reload_ms", Kind.E: "evict_ms", Kind.L: "load_ms",
+    Kind.G: "gradient_out_ms", Kind.U: "update_ms", Kind.P: "parameters_in_ms",
+}  # fmt: skip
+WINDOW = 16  # steps
+
+Times = dict[tuple[int, Kind], float]  # ms of one op by stage and kind; O and R of one part
+
+
+class Profiler:
+    """Moving medians over the last `window` steps of this rank."""
+
+    def __init__(self, pipe: Pipeline, window: int = WINDOW) -> None:
+        if window < 1:
+            raise InputError(f"window = {window}: must be at least 1 step")
+        self._pipe = pipe
+        self._seen: defaultdict[tuple[int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=window))
+
+    def add(self, report: StepReport) -> None:
+        """Takes a step's trace; `InputError` for a step that was not traced."""
+        if not report.trace:
+            raise InputError("Profiler.add was given a report without a trace: call step with trace=True")
+        recomputed = {
+            (op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C
+        }  # their forward saves nothing
+        found = defaultdict(list)
+        for op, start_ms, end_ms, *_ in report.trace:
+            if op.kind != Kind.F or (op.stage, op.microbatch) not in recomputed:
+                found[op.stage, op.kind].append(end_ms - start_ms)
+        for key, times in found.items():
+            self._seen[key].append(median(times))
+
+    @property
+    def times(self) -> Times:
+        """The medians of this rank's ops."""
+        return {key: median(steps) for key, steps in self._seen.items()}
+
+    def problem(self) -> Problem:
+        """Collective: the pipeline's problem with the times of all ranks' last steps; `InputError` where it has not
+        been profiled."""
+        if self._pipe.problem is None:
+            raise InputError("problem was called before pipe.profile: steps show times, bytes are profiled")
+        return retimed(self._pipe.problem, self._pipe.gather(self.times))
+
+
+def retimed(problem: Problem, found: list[Times]) -> Problem:
+    """The problem with these times, one entry a rank."""
+    own: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
+    for times in found:
+        for (s, kind), ms in times.items():
+            own[s][kind] = ms
+    return problem.replace(
+        stages=[stage.model_copy(update=_fields(stage, own[s])) for s, stage in enumerate(problem.stages)]
+    )
+
+
+def _fields(stage: Stage, ms: Mapping[Kind, float]) -> dict[str, float]:
+    """What changes of a stage, of which these kinds have run."""
+    new: dict[Kind, float] = {kind: ms[kind] for kind in ms.keys() & FIELDS.keys()}
+    for kind in new.keys() & {Kind.O, Kind.R}:
+        new[kind] *= stage.offload_parts
+    fused = stage.backward_input_ms + stage.backward_weight_ms
+    if Kind.BW in ms and Kind.B not in ms:
+        share = stage.backward_input_ms / fused if fused else 1.0
+        new |= {Kind.B: share * ms[Kind.BW], Kind.W: (1 - share) * ms[Kind.BW]}
+    if stage.recompute_ms is not None and Kind.C not in ms and Kind.F in ms and stage.forward_ms:
+        new[Kind.C] = stage.recompute_ms * ms[Kind.F] / stage.forward_ms
+    return {FIELDS[kind]: round(value, 4) for kind, value in new.items()}
+
+
+def drift(old: Problem, new: Problem) -> float:
+    """How far costs are apart: the largest change of any time of a stage, or of its F + B + W, in parts of its F + B +
+    W before."""
+    before, after = old.costs, new.costs
+    change: Any = (after.ms - before.ms) * np.where(
+        np.isin(np.arange(len(Kind)), (Kind.O, Kind.R))[:, None], before.parts, 1
+    )
+    work = before.ms[Kind.F] + before.ms[Kind.BW]
+    together = change[Kind.F] + change[Kind.BW]
+    return float((np.abs(np.vstack((change, together))) / np.maximum(work, 1e-9)).max())

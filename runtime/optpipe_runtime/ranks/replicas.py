@@ -1,0 +1,239 @@
+"""Stages under data parallelism: modules in `DistributedDataParallel` or `fully_shard` (FSDP2), the same stage on
+several pipelines.
+
+W adds weight gradients outside autograd, so the wrappers' hooks do not see when one is complete. To them a step is
+therefore what gradient accumulation is: all micro-batches without communication, then one reduction in the wrapper's
+own manner, with its buckets, types and hooks.
+
+    with replicas.whole():     FSDP gathers the parameters, once
+        every F, B and W
+        replicas.reduce()      DDP's reducer averages the gradients, FSDP reduces and scatters them
+                               and FSDP's parameters are shards again
+
+All that passes between replicas passes at the two ends of a step, stage by stage, never inside an op: replicas may run
+different schedules. Between them stand whole parameters and gradients of each stage, which are no activations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.ranks.team import Team
+
+log = logging.getLogger("optpipe.runtime")
+
+
+class Replicas:
+    """This rank's stages that have copies on other pipelines. `modules` are what its stages run."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], team: Team) -> None:
+        self._team = team
+        self.modules: dict[int, nn.Module] = {}
+        self._copied: list[_Copied] = []
+        self._sharded: list[_Sharded] = []
+        for s, module in sorted(stages.items()):
+            inner = module
+            if isinstance(module, DistributedDataParallel):
+                self._copied.append(_Copied(s, module, team))
+                inner = module.module
+            if any(isinstance(part, DistributedDataParallel) for part in inner.modules()):
+                raise InputError(
+                    f"stage {s} has a DistributedDataParallel inside: wrap the stage as a whole, and outside of "
+                    "torch.compile"
+                )
+            if any(isinstance(part, FSDPModule) for part in inner.modules()):
+                self._sharded.append(_Sharded(s, inner, team))
+            self.modules[s] = inner
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Collective over the replicas: in here FSDP's parameters are whole. Gradients that are not reduced by the end
+        are forgotten."""
+        with self._exchanging():
+            for stage in self._sharded:
+                stage.gather()
+        try:
+            yield
+        finally:
+            for stage in self._sharded:
+                stage.shard()
+
+    def forget(self) -> None:
+        """What a step, or a part of one, has added to whole gradients of sharded parameters."""
+        for stage in self._sharded:
+            stage.forget()
+
+    def reduce(self) -> None:
+        """Collective over the replicas, when the last W is done: `.grad` becomes the mean over them."""
+        with self._exchanging(), torch.enable_grad():
+            if self._copied:
+                torch.autograd.backward([stage.complete() for stage in self._copied])
+            for stage in self._sharded:
+                stage.reduce()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """What goes wrong in here ends this rank's pipeline."""
+        with self._team.alone():
+            try:
+                yield
+            except RuntimeError as error:
+                raise OptPipeError(f"another replica has failed, or the exchange with it: {error}") from error
+
+
+class _Copied:
+    """A stage in DistributedDataParallel. The wrapper's own forward and backward run once a step, when all gradients
+    are there."""
+
+    def __init__(self, s: int, wrapper: DistributedDataParallel, team: Team) -> None:
+        _require_apart(
+            s, "DistributedDataParallel", dist.get_process_group_ranks(wrapper.process_group), team, "process_group"
+        )
+        delayed = wrapper._delay_all_reduce_params
+        for option, value in {"static_graph": wrapper.static_graph, "delay_all_reduce_named_params": delayed}.items():
+            if value:
+                raise InputError(
+                    f"stage {s}: DistributedDataParallel with {option} counts on one backward a step: leave it out"
+                )
+        self._stage, self._wrapper = s, wrapper
+        self._trained = {
+            name: parameter for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad
+        }
+
+    def complete(self) -> Tensor:
+        """DDP's forward; its backward finds every gradient complete and lets the reducer run."""
+        wrapper = self._wrapper
+        found = [parameter for parameter in self._trained.values() if parameter.grad is not None]
+        if not found or (len(found) < len(self._trained) and not wrapper.find_unused_parameters):
+            names = [name for name, parameter in self._trained.items() if parameter.grad is None]
+            raise InputError(
+                f"stage {self._stage}: {names[0]} and {len(names) - 1} other parameters got no gradient in this "
+                "step: make its "
+                "DistributedDataParallel with find_unused_parameters=True"
+            )
+        module, wrapper.module = wrapper.module, _Complete(wrapper.module, found)
+        try:
+            signal: Tensor = wrapper(found[0].new_empty(0))
+        finally:
+            wrapper.module = module
+        return signal
+
+
+class _Complete(nn.Module):
+    """Stands in for a module whose gradients are there already; its buffers are still the module's, DDP keeps them
+    alike."""
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._module, self._found = module, parameters
+
+    def forward(self, _: Tensor) -> Any:
+        return _AddsNothing.apply(*self._found)  # type: ignore[no-untyped-call]
+
+
+class _AddsNothing(torch.autograd.Function):
+    """A number of some parameters, whose backward reaches each and adds nothing to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return (None,) * ctx.count
+
+
+class _Sharded:
+    """A stage with `fully_shard`ed modules, which gather and reduce when told to, not in their own forwards and
+    backwards."""
+
+    def __init__(self, s: int, module: nn.Module, team: Team) -> None:
+        sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        for parameter in sharded.values():
+            mesh = parameter.device_mesh
+            _require_apart(s, "fully_shard", mesh.mesh.flatten().tolist(), team, "mesh")
+            if parameter.device.type != mesh.device_type:
+                raise InputError(
+                    f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on "
+                    f"{mesh.device_type}: leave "
+                    "out offload_policy, a pipeline's parameters are where it computes"
+                )
+        if apart := [name for name, p in module.named_parameters() if p.requires_grad and name not in sharded]:
+            log.warning(
+                "stage %d: %s and %d others are in no fully_shard: no mean over the replicas",
+                s,
+                apart[0],
+                len(apart) - 1,
+            )
+        self._shards = any(
+            place.is_shard() for p in sharded.values() for place in p.placements
+        )  # not where it is `replicate`
+        self._whole = False
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        inside = {id(below) for part in self._parts for below in part.modules() if below is not part}
+        self._roots = [part for part in self._parts if id(part) not in inside]
+
+    def gather(self) -> None:
+        self._set(reducing=False)
+        for part in self._parts:
+            part.unshard()
+        self._whole = True
+
+    def reduce(self) -> None:
+        self._set(reducing=True)
+        for root in self._roots:
+            # what FSDP itself calls when a backward has ended
+            root._get_fsdp_state()._root_post_backward_final_callback()
+        self._whole = False
+
+    def shard(self) -> None:
+        """Where nothing was reduced: after an evaluation, a profile, a failure. No communication."""
+        if not self._whole:
+            return
+        self.forget()
+        for part in self._parts:
+            part.reshard()
+        self._whole = False
+
+    def forget(self) -> None:
+        for group in (group for part in self._parts for group in _groups(part)):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+
+    def _set(self, reducing: bool) -> None:
+        for root in self._roots:
+            root.set_is_last_backward(reducing)
+            root.set_requires_gradient_sync(reducing)
+            root.set_reshard_after_backward(reducing)
+            if self._shards:
+                root.set_reshard_after_forward(False)
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    """The module's parameter groups: several, or, in older releases of torch, one or none."""
+    state = part._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
+
+
+def _require_apart(s: int, wrapper: str, ranks: list[int], team: Team, option: str) -> None:
+    """A wrapper's ranks are those of the same stage on several pipelines."""
+    here = sorted(set(ranks) & set(team.ranks))
+    if len(here) > 1:
+        raise InputError(
+            f"stage {s}: its {wrapper} spans ranks {sorted(ranks)}, of which {here} are in the same pipeline: "
+            f"give it the {option} of this "
+            "stage's rank on every replica, and the Pipeline the group of its own ranks"
+        )

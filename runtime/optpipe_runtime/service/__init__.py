@@ -1,0 +1,1 @@
+"""What a training sees of the service."""
