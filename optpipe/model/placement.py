@@ -12,7 +12,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from optpipe.errors import InputError, input_error
 from optpipe.model.arrays import Floats
-from optpipe.model.problem import EVICTION, UPDATE, Items, Problem, Record, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import EVICTION, UPDATE, Items, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {
@@ -122,6 +123,14 @@ class Placement(Record):
         if sum(self.layers) != there:
             raise InputError(f"placement.layers add up to {sum(self.layers)}: the problem has {there} layers")
         return self.layers
+
+
+def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:
+    """The same model on the same devices as `chunks` stages a device, as even as can be.
+
+    Raises InputError if the problem has several routes or too few layers.
+    """
+    return Placement.balanced(problem, chunks, shape).apply(problem)
 
 
 def _on(problem: Problem, device: int, costs: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from support.chain import chain, gpipe, one_by_one
 
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check, comparison
+from optpipe.model.placement import rechunk
 from optpipe_solver.compare import EVERY
 
 TESTS = Path(__file__).parents[1]
@@ -103,7 +104,7 @@ def test_stages_that_are_kept_are_not_for_every_system():
 
 
 def test_parameters_make_another_row():
-    rows = optpipe.compare(pipeline(memory=100).rechunk(2), ["gis:group=2", "gis:group=4"]).rows
+    rows = optpipe.compare(rechunk(pipeline(memory=100), 2), ["gis:group=2", "gis:group=4"]).rows
     assert all(row.fits for row in rows)
     peaks = {row.method: row.peak[1].bytes for row in rows}
     assert peaks["gis:group=2"] < peaks["gis:group=4"]
