@@ -227,9 +227,9 @@ def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
             model = PatternModel(Grid(problem.model_copy(update={"devices": devices}), grid.tick, grid.exact), 1, T)
             for op, at in pattern.starts.items():
                 model.model.add(model.start[op] == at)
-            for (s, k, p), leaves in model.leaves.items():
+            for (s, k, p), leaves in model.offloaded.items():
                 model.model.add(leaves == (Op(Kind.O, s, k, p) in pattern.starts))
-            for (s, k), again in model.again.items():
+            for (s, k), again in model.recomputed.items():
                 model.model.add(again == (Op(Kind.C, s, k) in pattern.starts))
             assert (model.solve(Budget(60.0, 1), 0).pattern is not None) == possible
 

@@ -69,7 +69,7 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     assert memory_bound(problem) <= schedule.makespan_ms == 9.5
     assert infeasibility(problem) is None
     assert cpsat.ENGINE.unsupported(problem, alone=True) == "the model has no evictions"
-    assert not milp.improves(problem)
+    assert milp.ENGINE.unsupported(problem, alone=True) == "the model has no evictions"
 
 
 @pytest.mark.parametrize("search", [Portfolio, PlacementSearch])

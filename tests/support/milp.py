@@ -21,11 +21,11 @@ from support.enumeration import length
 DRIVER = """
 import json, sys
 from optpipe.process.child import End, Request, write_frame
-from optpipe_solver import milp
+from optpipe_solver.milp.solve import solve
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:
     asked = json.loads(line)
-    milp.run(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
+    solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)
