@@ -11,10 +11,10 @@ from math import ceil, inf
 
 import numpy as np
 
-from optpipe.evaluate.graph import Flags, Floats
+from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem, Stage
-from optpipe.process.child import Objective
 from optpipe_solver.floor import part_bytes, without_evictions
 
 

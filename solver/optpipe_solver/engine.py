@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from optpipe.process.child import End, read_request, write_frame
+from optpipe.process.protocol import End, read_request, write_frame
 from optpipe_solver.methods import ENGINES, ROBUST
 
 

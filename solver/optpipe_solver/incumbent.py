@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError
-from optpipe.evaluate.validity import check
-from optpipe.process.child import Frame, Incumbent, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
 from optpipe_solver.cpsat.grid_schedule import is_expressible, split_dispensable
 from optpipe_solver.heuristics import generate, value
 from optpipe_solver.methods import WITHIN_MEMORY

@@ -11,10 +11,10 @@ from itertools import accumulate, islice, permutations
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.model.costs import Floats
+from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem, StageCosts
-from optpipe.process.child import Objective
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.floor import infeasibility, without_evictions
 from optpipe_solver.heuristics import STREAMS, value

@@ -17,7 +17,7 @@ from itertools import chain
 from optpipe.errors import InputError
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem, Stage
-from optpipe.process.child import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.methods import ENGINES
 from optpipe_solver.partitions import SHAPES, Climb, given, mismatch, no_partition_fits, partition_bound

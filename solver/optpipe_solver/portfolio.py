@@ -12,10 +12,9 @@ from itertools import count
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.jitter import Noise
-from optpipe.evaluate.validity import check
 from optpipe.model.program import JOINED
-from optpipe.process.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
+from optpipe.schedule import Schedule, check
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility

@@ -16,23 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from optpipe.errors import OptPipeError
-from optpipe.evaluate.graph import (
-    ACROSS,
-    ISSUED,
-    Ints,
-    Table,
-    dependencies,
-    flatten,
-    on_host_link,
-    require_known,
-    second_of_pair,
-)
+from optpipe.evaluate.graph import ACROSS, ISSUED, dependencies, flatten, on_host_link, require_known, second_of_pair
 from optpipe.evaluate.memory import device_bytes, host_bytes
-from optpipe.evaluate.validity import check
+from optpipe.model.arrays import Ints, Table
 from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, PART, STAGE, Program
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_solver.floor import part_bytes
 
 EARLY = 1.5  # a reload stands this many reload times before its backward, where memory admits it

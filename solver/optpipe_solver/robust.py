@@ -18,11 +18,10 @@ import numpy as np
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.graph import ISSUED
 from optpipe.evaluate.jitter import PERCENTILE, Noise, waits_for
-from optpipe.evaluate.validity import check
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, MICROBATCH, STAGE, Program
-from optpipe.process.child import Frame, Incumbent, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
 from optpipe_solver.heuristics import value
 from optpipe_solver.prune import prune
 

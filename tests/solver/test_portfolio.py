@@ -14,7 +14,8 @@ import pytest
 
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check
-from optpipe.process.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import crew, plan, portfolio, systems
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import LARGE, Portfolio

@@ -11,7 +11,8 @@ import pytest
 from support.chain import chain
 
 from optpipe import Problem, Schedule
-from optpipe.process.child import Child, Frame, Note, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Frame, Note, Request
 from optpipe_solver import crew, plan
 from optpipe_solver.crew import Worker
 from optpipe_solver.heuristics import generate

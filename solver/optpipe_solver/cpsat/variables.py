@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 
 from ortools.sat.python import cp_model
 
+from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import COMPUTE, Kind, Op
-from optpipe.process.child import Objective
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import GridSchedule
 

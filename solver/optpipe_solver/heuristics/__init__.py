@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
 from optpipe_solver.heuristics.generators import STREAMS
 from optpipe_solver.heuristics.search import value

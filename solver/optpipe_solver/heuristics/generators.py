@@ -11,11 +11,10 @@ from time import monotonic
 from typing import Protocol
 
 from optpipe.errors import InputError
-from optpipe.evaluate.memory import certify
+from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 from optpipe_solver import systems
 from optpipe_solver.heuristics.listed import MANY
 from optpipe_solver.heuristics.naive import in_turn

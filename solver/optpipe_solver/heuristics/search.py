@@ -9,8 +9,8 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
 from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.pairs import paired

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.process.child import Frame, Request
+from optpipe.process.protocol import Frame, Request
 
 # Compute ops. In a minute on one core HiGHS still improves a good start for 4x8 (96), but not for 6x8 or 4x12 (144).
 MOST_OPS = 100

@@ -6,8 +6,8 @@ from itertools import product
 
 import numpy as np
 
+from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import Kind, Op
-from optpipe.process.child import Objective
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.precedences import microbatches_by_route
 from optpipe_solver.milp.rows import TRUE, Precedence

@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe.model.ops import Op
 from optpipe.model.problem import Problem
 from optpipe_solver.milp.precedences import (

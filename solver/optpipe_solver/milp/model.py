@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats
+from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe_solver.milp import compute, memory, transfers
 from optpipe_solver.milp.longest_paths import LongestPaths
 from optpipe_solver.milp.precedences import COMPUTE

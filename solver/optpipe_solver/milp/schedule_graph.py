@@ -7,10 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from optpipe.evaluate.graph import ACROSS, Flags, Floats, Ints, dependencies, streams
-from optpipe.evaluate.validity import check
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import JOINED, KIND
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_solver.milp.precedences import COMPUTE, microbatches_by_route
 from optpipe_solver.paths import allocation_times, split_backwards, tails
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.process.child import Bound, Frame, Note, Request
+from optpipe.process.protocol import Bound, Frame, Note, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
