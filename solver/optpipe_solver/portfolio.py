@@ -20,7 +20,7 @@ from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
 from optpipe_solver.floor import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 from optpipe_solver.methods import ENGINES, HEURISTICS, ON_CPSAT, ROBUST, WITHIN_MEMORY
-from optpipe_solver.paths import familiar
+from optpipe_solver.paths import has_only_known_ops
 from optpipe_solver.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
 from optpipe_solver.repair import repair
 from optpipe_solver.seeds import is_system, seeds
@@ -371,4 +371,4 @@ class Portfolio:
 
 def is_plain(schedule: Schedule) -> bool:
     """Whether engines know all its ops, and none run in pairs."""
-    return familiar(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
+    return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
