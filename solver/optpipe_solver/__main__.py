@@ -8,8 +8,8 @@ import threading
 
 from optpipe.errors import InputError
 from optpipe.process.child import End, Refused, read_request, write_frame
-from optpipe_solver.placements import PlacementSearch
 from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio.placements import PlacementSearch
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, PART, STAGE, Program
 from optpipe.schedule import Schedule
-from optpipe_solver.floor import part_bytes
+from optpipe_solver.bounds.least_memory import part_bytes
 
 EARLY = 1.5  # a reload stands this many reload times before its backward, where memory admits it
 

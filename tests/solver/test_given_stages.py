@@ -12,9 +12,9 @@ import optpipe
 from optpipe import InputError, Problem, Schedule
 from optpipe.errors import ScheduleError
 from optpipe.process.child import Frame, Note, Request
-from optpipe_solver import portfolio
-from optpipe_solver.partitions import mismatch
-from optpipe_solver.placements import PlacementSearch
+from optpipe_solver.portfolio import portfolio
+from optpipe_solver.portfolio.partitions import mismatch
+from optpipe_solver.portfolio.placements import PlacementSearch
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "problems").glob("*.json"))
 LAYER = {

@@ -14,7 +14,7 @@ from support.strategies import looped, problems
 from optpipe import Device, InputError, Problem, Stage, certify, check
 from optpipe_solver import systems
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.floor import infeasibility
+from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import GENERATORS, STREAMS, generate, value
 from optpipe_solver.methods import HEURISTICS, WITHIN_MEMORY
 

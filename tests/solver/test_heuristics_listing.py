@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.strategies import problems
 
 from optpipe import Device, Kind, Problem, Stage, certify, check
-from optpipe_solver.floor import least_memory
-from optpipe_solver.heuristics import listed as module
-from optpipe_solver.heuristics.listed import listed
+from optpipe_solver.bounds.least_memory import least_memory
+from optpipe_solver.heuristics import policy_schedules as module
 from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import listed
 
 COSTS = {
     "forward_ms": 10.0,

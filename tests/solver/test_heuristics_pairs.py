@@ -7,9 +7,9 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Stage, check
 from optpipe_solver.heuristics import generate
-from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.pairs import paired
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import listed
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:

@@ -10,11 +10,11 @@ from support.strategies import problems
 
 from optpipe import Device, Problem, Stage, check
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.heuristics import listed as module
-from optpipe_solver.heuristics.listed import listed
-from optpipe_solver.heuristics.listing import Listing
+from optpipe_solver.heuristics import policy_schedules as module
+from optpipe_solver.heuristics.list_scheduling import Listing
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import listed
 from optpipe_solver.lift import lift_table
 
 OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}

@@ -9,8 +9,8 @@ from support.strategies import problems
 from support.units import units
 
 from optpipe import Kind, Problem, check
-from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import listed
 from optpipe_solver.heuristics.tolerance import tolerated
 
 

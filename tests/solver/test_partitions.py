@@ -14,9 +14,9 @@ from support.strategies import AMPLE, schedules, stages, times
 from optpipe import Device, Problem, certify
 from optpipe.model.placement import Placement
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.floor import infeasibility
-from optpipe_solver.partitions import Climb, no_partition_fits, partition_bound
-from optpipe_solver.partitions import given as partition_given
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.portfolio.partitions import Climb, no_partition_fits, partition_bound
+from optpipe_solver.portfolio.partitions import given as partition_given
 
 
 def costs(fields: dict[str, Any]) -> dict[str, Any]:

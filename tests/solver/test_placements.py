@@ -18,10 +18,9 @@ from optpipe import Device, InputError, Problem, Schedule, Stage, check, simulat
 from optpipe.model.placement import Placement
 from optpipe.process.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_cli import main as cli
-from optpipe_solver import placements
 from optpipe_solver.heuristics import generate
-from optpipe_solver.placements import PlacementSearch
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import Portfolio, placements
+from optpipe_solver.portfolio.placements import PlacementSearch
 
 FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.chain import chain
 
-from optpipe_solver import plan
 from optpipe_solver.methods import ENGINES, HEURISTICS
-from optpipe_solver.plan import Turn, turns
+from optpipe_solver.portfolio import plan
+from optpipe_solver.portfolio.plan import Turn, turns
 
 PROBLEM = chain(m=10)  # 20 passes of a micro-batch through a stage
 

@@ -15,9 +15,10 @@ import pytest
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check
 from optpipe.process.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
-from optpipe_solver import crew, plan, portfolio, systems
+from optpipe_solver import systems
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import LARGE, Portfolio
+from optpipe_solver.portfolio import engine_processes, plan, portfolio
+from optpipe_solver.portfolio.portfolio import LARGE, Portfolio
 
 TESTS = Path(__file__).parents[1]
 PLANNED = (1 - plan.heuristics_share(19.7)) * plan.COUNTED_SHARE  # of the time of 20 s, for engines on one thread
@@ -45,7 +46,7 @@ def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 20, **change
 def engines(monkeypatch):
     """Two engines, each behaving as told."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.5), plan.Turn("milp", 0.5)))
     monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
 

@@ -8,8 +8,8 @@ from functools import partial
 from optpipe.model.problem import Problem
 from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
+from optpipe_solver.heuristics.descent import value
 from optpipe_solver.heuristics.generators import STREAMS
-from optpipe_solver.heuristics.search import value
 
 __all__ = ["GENERATORS", "STREAMS", "generate", "value"]
 

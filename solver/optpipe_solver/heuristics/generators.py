@@ -17,10 +17,10 @@ from optpipe.model.problem import Problem
 from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
 from optpipe_solver import systems
-from optpipe_solver.heuristics.listed import MANY
+from optpipe_solver.heuristics.descent import descend, value
 from optpipe_solver.heuristics.naive import in_turn
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.search import descend, value
+from optpipe_solver.heuristics.policy_schedules import MANY
 from optpipe_solver.heuristics.tolerance import tolerated
 
 Shares = tuple[float, ...]

@@ -10,7 +10,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE, Program
 from optpipe.schedule import Schedule
-from optpipe_solver.floor import Relief, reliefs
+from optpipe_solver.bounds.least_memory import Relief, reliefs
 
 
 def in_turn(problem: Problem, method: str) -> Schedule:

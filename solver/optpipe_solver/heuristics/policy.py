@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optpipe_solver.floor import Relief
+from optpipe_solver.bounds.least_memory import Relief
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ activation settles at: its offloads drain and its weight gradient runs without a
 from __future__ import annotations
 
 from optpipe.model.problem import Problem
-from optpipe_solver.floor import Relief, part_bytes
+from optpipe_solver.bounds.least_memory import Relief, part_bytes
 
 
 class Reserve:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from optpipe.evaluate.graph import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.floor import used_routes
+from optpipe_solver.bounds.least_memory import used_routes
 from optpipe_solver.milp.switches import Order
 
 if TYPE_CHECKING:

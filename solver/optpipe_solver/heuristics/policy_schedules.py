@@ -12,7 +12,7 @@ from optpipe.evaluate.validity import check
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.heuristics.listing import Listing
+from optpipe_solver.heuristics.list_scheduling import Listing
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.lift import lift_table

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from optpipe.model.ops import Kind
-from optpipe_solver.floor import part_bytes
+from optpipe_solver.bounds.least_memory import part_bytes
 
 if TYPE_CHECKING:
-    from optpipe_solver.heuristics.listing import Listing
+    from optpipe_solver.heuristics.list_scheduling import Listing
 
 LOOK = 200  # code of the event that a link looks for something to do
 O, R = Kind.O, Kind.R

@@ -15,7 +15,7 @@ from optpipe.evaluate.graph import Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem, Stage
 from optpipe.process.child import Objective
-from optpipe_solver.floor import part_bytes, without_evictions
+from optpipe_solver.bounds.least_memory import part_bytes, without_evictions
 
 
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:

@@ -17,10 +17,10 @@ import numpy as np
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe_solver.floor import Relief, reliefs
-from optpipe_solver.heuristics.links import LOOK, Links
+from optpipe_solver.bounds.least_memory import Relief, reliefs
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.reserve import Reserve, settled
+from optpipe_solver.heuristics.transfers import LOOK, Links
 from optpipe_solver.lift import grain
 
 SAME_MOMENT = 1e-9  # ms; sums of the same durations in another order differ by less

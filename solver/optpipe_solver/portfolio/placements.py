@@ -20,10 +20,10 @@ from optpipe.model.problem import Problem, Stage
 from optpipe.process.child import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.methods import ENGINES
-from optpipe_solver.partitions import SHAPES, Climb, given, mismatch, no_partition_fits, partition_bound
-from optpipe_solver.portfolio import OPS_PER_S, WORTHWHILE_S, Emit, Portfolio
-from optpipe_solver.seeds import is_system
+from optpipe_solver.portfolio.partitions import SHAPES, Climb, given, mismatch, no_partition_fits, partition_bound
+from optpipe_solver.portfolio.portfolio import OPS_PER_S, WORTHWHILE_S, Emit, Portfolio
 from optpipe_solver.systems import SYSTEMS, parse
+from optpipe_solver.systems.variants import is_system
 
 MOST_CHUNKS = 4  # a device
 FIRST_LOOK = 0.06  # of the time: a heuristic for every placement

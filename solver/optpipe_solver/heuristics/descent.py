@@ -12,9 +12,9 @@ from typing import Any
 from optpipe.model.problem import Problem
 from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
-from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.pairs import paired
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import listed
 
 VAIN = 120  # policies that may be tried without one of them being better
 SHARES = (

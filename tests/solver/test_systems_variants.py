@@ -15,10 +15,11 @@ from support.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
 from optpipe.process.child import Bound, Incumbent, Note, Request
-from optpipe_solver import plan, portfolio, seeds, systems
-from optpipe_solver.placements import PlacementSearch
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver import systems
+from optpipe_solver.portfolio import Portfolio, plan, portfolio
+from optpipe_solver.portfolio.placements import PlacementSearch
 from optpipe_solver.systems import SYSTEMS, System
+from optpipe_solver.systems.variants import MOST, variants
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
@@ -55,7 +56,7 @@ def fitting(problem: Problem, placements: str) -> list[Schedule]:
             plain = systems.generate(name, problem, placements)
         except OptPipeError:
             continue
-        for method in seeds.seeds(plain.problem):
+        for method in variants(plain.problem):
             if method.partition(":")[0] == name:
                 try:
                     found.append(systems.generate(method, problem, placements))
@@ -109,21 +110,21 @@ def test_nor_on_any_problem(problem):
 
 def test_each_runs_on_the_stages_it_is_for_with_its_parameters():
     row, looped, back = units(4, 8), units(4, 8, v=2), units(4, 8, v=2, shape="v")
-    assert {"gpipe", "1f1b", "zb-h1", "zb-h2"} <= set(seeds.seeds(row))
-    assert "interleaved" not in set(seeds.seeds(row))
-    assert {"interleaved", "chronos", "gis", "gis:group=2", "gis:group=3", "gis:group=4"} <= set(seeds.seeds(looped))
-    assert {"zb-v", "v-half", "v-min", "dualpipe-v"} <= set(seeds.seeds(back))
-    assert not {"zb-v", "gpipe"} & set(seeds.seeds(looped))
+    assert {"gpipe", "1f1b", "zb-h1", "zb-h2"} <= set(variants(row))
+    assert "interleaved" not in set(variants(row))
+    assert {"interleaved", "chronos", "gis", "gis:group=2", "gis:group=3", "gis:group=4"} <= set(variants(looped))
+    assert {"zb-v", "v-half", "v-min", "dualpipe-v"} <= set(variants(back))
+    assert not {"zb-v", "gpipe"} & set(variants(looped))
     for problem in (row, looped, back):
-        for method in seeds.seeds(problem):
+        for method in variants(problem):
             systems.parse(method)
 
 
 def test_of_many_choices_some_are_tried():
-    groups = [method for method in seeds.seeds(units(32, 8, v=2)) if method.startswith("gis:")]
+    groups = [method for method in variants(units(32, 8, v=2)) if method.startswith("gis:")]
     assert groups[0] == "gis:group=16"
     assert groups[-1] == "gis:group=32"
-    assert len(groups) <= seeds.MOST
+    assert len(groups) <= MOST
 
 
 def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():
@@ -164,7 +165,7 @@ def test_what_does_not_fit_is_no_news_but_what_breaks_is(monkeypatch):
 
 def test_a_named_method_is_not_joined_by_others(monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(portfolio, "seeds", lambda problem: asked.append("") or iter(()))
+    monkeypatch.setattr(portfolio, "variants", lambda problem: asked.append("") or iter(()))
     monkeypatch.setattr(Portfolio, "applies", lambda self, engine: False)
     for method in ("naive", "1f1b", "lns"):
         Portfolio(Request(problem=tight(), method=method), lambda frame: None).run()

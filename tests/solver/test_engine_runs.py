@@ -12,11 +12,10 @@ from support.chain import chain
 
 from optpipe import Problem, Schedule
 from optpipe.process.child import Child, Frame, Note, Request
-from optpipe_solver import crew, plan
-from optpipe_solver.crew import Worker
 from optpipe_solver.heuristics import generate
-from optpipe_solver.plan import Turn
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import Portfolio, engine_processes, plan
+from optpipe_solver.portfolio.engine_processes import Worker
+from optpipe_solver.portfolio.plan import Turn
 
 PROBLEM: Problem = chain(m=6)
 NAIVE, BETTER = generate("naive", PROBLEM), generate("adaoffload", PROBLEM)
@@ -46,7 +45,7 @@ def test_a_turn_that_begins_anew_is_given_no_start(search: Portfolio, monkeypatc
 
 def test_the_engine_of_such_a_turn_hears_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
     monkeypatch.setattr(plan, "AUTO", (Turn("cyclic", 0.5, anew=True), Turn("milp", 0.5)))
     monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
     for engine in ("cyclic", "milp"):
@@ -55,7 +54,7 @@ def test_the_engine_of_such_a_turn_hears_of_none(monkeypatch: pytest.MonkeyPatch
         devices=[{"activation_budget_bytes": device.activation_budget_bytes // 2} for device in PROBLEM.devices]
     )
     frames: list[Frame] = []
-    Portfolio(Request(problem=tight, threads=1, time_limit_s=10.0), frames.append).run()
+    Portfolio(Request(problem=tight, threads=1, time_limit_s=60.0), frames.append).run()
     told = [frame.text.split(",")[0] for frame in frames if isinstance(frame, Note)]
     assert told == ["start False", "start True"]
 

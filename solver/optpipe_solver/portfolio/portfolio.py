@@ -1,5 +1,5 @@
-"""The search for one request: heuristics in this process, engines in processes of their own (`plan`, `crew`), the best
-of all of them."""
+"""The search for one request: heuristics in this process, engines in processes of their own (`engine_processes`), by
+`plan`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from optpipe.model.program import JOINED
 from optpipe.process.child import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
-from optpipe_solver.crew import MIB, Crew, Worker, own_bytes
-from optpipe_solver.floor import infeasibility
+from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.heuristics import STREAMS, value
 from optpipe_solver.methods import ENGINES, HEURISTICS, ON_CPSAT, ROBUST, WITHIN_MEMORY
 from optpipe_solver.paths import familiar
-from optpipe_solver.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
+from optpipe_solver.portfolio.engine_processes import MIB, Crew, Worker, own_bytes
+from optpipe_solver.portfolio.plan import COUNTED_SHARE, LANES, Turn, heuristics_share, turns
 from optpipe_solver.repair import repair
-from optpipe_solver.seeds import is_system, seeds
 from optpipe_solver.systems import generate
+from optpipe_solver.systems.variants import is_system, variants
 
 MARGIN_S = 0.3  # kept for stopping the engines and writing the last frames
 WORTHWHILE_S = 0.5  # an engine needs that long to start
@@ -253,7 +253,7 @@ class Portfolio:
     def published(self) -> Iterator[None]:
         """Each system for these stages, once, so that none that fits is better than the answer. That one does not fit,
         or is not for the problem, is no news."""
-        for method in seeds(self.request.problem):
+        for method in variants(self.request.problem):
             try:
                 self.offer(generate(method, self.request.problem))
             except OptPipeError:

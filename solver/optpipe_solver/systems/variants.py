@@ -32,7 +32,7 @@ def is_system(method: str) -> bool:
     return True
 
 
-def seeds(problem: Problem) -> Iterator[str]:
+def variants(problem: Problem) -> Iterator[str]:
     """The systems that run on the problem's own stages, as they are and with other choices of their parameters."""
     devices = len({stage.device for stage in problem.stages})
     for name, system in SYSTEMS.items():

@@ -16,7 +16,7 @@ from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem, StageCosts
 from optpipe.process.child import Objective
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.floor import infeasibility, without_evictions
+from optpipe_solver.bounds.least_memory import infeasibility, without_evictions
 from optpipe_solver.heuristics import STREAMS, value
 
 POLICIES = 6  # of AdaOffload that judge a partition
