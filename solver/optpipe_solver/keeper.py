@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import length_ms
 from optpipe.evaluate.validity import check
 from optpipe.process.child import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.timed import covers, split
-from optpipe_solver.heuristics import generate, value
-from optpipe_solver.methods import WITHIN_MEMORY
+from optpipe_solver.heuristics import generate
+from optpipe_solver.methods import HEURISTICS
 from optpipe_solver.paths import familiar
 
 
@@ -25,7 +26,7 @@ class Keeper:
         self.value = float("inf")
         warm = self._warm(request.warm_start) if request.warm_start else None
         if warm is not None:
-            self.best, self.value = warm, value(warm, request.objective)
+            self.best, self.value = warm, length_ms(warm, request.objective)
 
     def _warm(self, programs: Programs) -> Schedule | None:
         try:
@@ -36,7 +37,7 @@ class Keeper:
 
     def offer(self, schedule: Schedule) -> bool:
         """Keeps and tells the schedule if it is better than all before, and holds. Says if it is."""
-        found = value(schedule, self.request.objective)
+        found = length_ms(schedule, self.request.objective)
         if found >= self.value * (1 - 1e-9) or check(self.request.problem, schedule):
             return False
         self.best, self.value = schedule, found
@@ -58,7 +59,7 @@ class TimedKeeper(Keeper):
         """Where there is nothing to start from yet, takes what a heuristic finds."""
         problem = self.request.problem
         alone = problem.model_copy(update={"overlap_factor": None})  # the models know no pairs
-        for name in WITHIN_MEMORY:
+        for name in reversed(HEURISTICS):
             if self.start is None:
                 self.offer(split(replace(generate(name, alone, self.request.objective), problem=problem)))
 

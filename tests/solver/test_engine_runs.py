@@ -1,9 +1,8 @@
-"""From where an engine's turn starts, and when it gets no other."""
+"""From which schedule an engine run starts, and when an engine does not run again."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from pathlib import Path
 from typing import cast
 
@@ -12,42 +11,56 @@ from support.chain import chain
 
 from optpipe import Problem, Schedule
 from optpipe.process.child import Child, Frame, Note, Request
+from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import Portfolio, engine_processes, plan
-from optpipe_solver.portfolio.engine_processes import Worker
-from optpipe_solver.portfolio.plan import Turn
+from optpipe_solver.plan import EngineRun
+from optpipe_solver.portfolio import Portfolio, engine_processes
+from optpipe_solver.portfolio.engine_processes import EngineProcess
+from optpipe_solver.portfolio.engine_runs import EngineRuns
+from optpipe_solver.portfolio.search_state import SearchState
+from optpipe_solver.portfolio.time_limit import TimeLimit
 
 PROBLEM: Problem = chain(m=6)
 NAIVE, BETTER = generate("naive", PROBLEM), generate("adaoffload", PROBLEM)
 
 
 @pytest.fixture
-def search() -> Portfolio:
-    """One that has found what naive finds."""
-    found = Portfolio(Request(problem=PROBLEM), lambda frame: None)
+def state() -> SearchState:
+    """What is known when `naive` has run."""
+    found = SearchState(Request(problem=PROBLEM), lambda frame: None)
     assert found.offer(NAIVE) is None
     return found
 
 
-def ended(search: Portfolio, start: Schedule | None, spent_s: float) -> None:
+@pytest.fixture
+def runs(state: SearchState) -> EngineRuns:
+    request = Request(problem=PROBLEM)
+    return EngineRuns(request, [], state, TimeLimit(request), lambda frame: None)
+
+
+def end(runs: EngineRuns, start: Schedule | None, spent_s: float) -> None:
     """As if lns had ended by itself, by its own count after so much of ten seconds."""
-    worker = Worker("lns", cast(Child, None), 1, start, until=time.monotonic() + 60, given_s=10.0, spent_s=spent_s)
-    search.hear(worker, None, deque())
+    process = EngineProcess("lns", cast(Child, None), 1, start, time.monotonic() + 60, allotted_s=10.0, spent_s=spent_s)
+    runs.handle(process, None)
 
 
-def test_a_turn_that_begins_anew_is_given_no_start(search: Portfolio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_from_scratch_has_no_warm_start(runs: EngineRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[Schedule | None] = []
-    monkeypatch.setattr(search.crew, "start", lambda request, start, until, given_s: starts.append(start))
-    for turn in (Turn("lns"), Turn("lns", anew=True)):
-        search.start(turn, 5.0, 1)
+    monkeypatch.setattr(
+        engine_processes.EngineProcesses,
+        "start",
+        lambda self, request, start, deadline, allotted_s: starts.append(start),
+    )
+    for run in (EngineRun("lns"), EngineRun("lns", from_scratch=True)):
+        runs.start(run, 5.0, 1)
     assert starts == [NAIVE, None]
 
 
-def test_the_engine_of_such_a_turn_hears_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_is_the_engine_sent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (Turn("cyclic", 0.5, anew=True), Turn("milp", 0.5)))
-    monkeypatch.setattr(Portfolio, "applies", lambda self, engine: True)
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.5, from_scratch=True), EngineRun("milp", 0.5)))
+    monkeypatch.setattr(Portfolio, "supports", lambda self, engine: True)
     for engine in ("cyclic", "milp"):
         monkeypatch.setenv(engine, "tells")
     tight = PROBLEM.replace(
@@ -60,26 +73,26 @@ def test_the_engine_of_such_a_turn_hears_of_none(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("start", [NAIVE, None])
-def test_who_gave_its_time_back_gets_a_turn_only_from_a_better_schedule(
-    search: Portfolio, start: Schedule | None
+def test_an_engine_that_ended_early_runs_again_only_from_a_better_schedule(
+    runs: EngineRuns, state: SearchState, start: Schedule | None
 ) -> None:
-    """Also where it began anew: from the best schedule there was nothing to gain before, or another turn would have."""
-    assert search.may_gain("lns")
-    ended(search, start, spent_s=1.0)
-    assert not search.may_gain("lns")
-    assert search.may_gain("cyclic")
-    search.offer(BETTER)
-    assert search.may_gain("lns")
+    """Also if it ran from scratch: there was nothing to gain from the best schedule before, or it would have run."""
+    assert runs.may_gain("lns")
+    end(runs, start, spent_s=1.0)
+    assert not runs.may_gain("lns")
+    assert runs.may_gain("cyclic")
+    state.offer(BETTER)
+    assert runs.may_gain("lns")
 
 
-def test_what_was_found_while_it_ran_is_a_better_schedule(search: Portfolio) -> None:
-    search.offer(BETTER)
-    ended(search, NAIVE, spent_s=1.0)
-    assert search.may_gain("lns")
-    ended(search, None, spent_s=1.0)  # anew, and no better than what is known
-    assert not search.may_gain("lns")
+def test_what_was_found_while_it_ran_is_a_better_schedule(runs: EngineRuns, state: SearchState) -> None:
+    state.offer(BETTER)
+    end(runs, NAIVE, spent_s=1.0)
+    assert runs.may_gain("lns")
+    end(runs, None, spent_s=1.0)  # from scratch, and no better than what is known
+    assert not runs.may_gain("lns")
 
 
-def test_who_used_its_time_gets_another_turn(search: Portfolio) -> None:
-    ended(search, NAIVE, spent_s=9.0)
-    assert search.may_gain("lns")
+def test_an_engine_that_used_its_time_runs_again(runs: EngineRuns) -> None:
+    end(runs, NAIVE, spent_s=9.0)
+    assert runs.may_gain("lns")

@@ -19,8 +19,7 @@ from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.cpsat.timed import covers
 from optpipe_solver.paths import familiar, stands, tails
-from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.portfolio.placements import PlacementSearch
+from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.prune import prune
 from optpipe_solver.repair import repair
 

@@ -111,7 +111,7 @@ def test_what_fails_in_one_request_is_not_the_next_ones(monkeypatch):
 
     told: list[Frame] = []
     with monkeypatch.context() as patched:
-        patched.setattr(Portfolio, "begun", broken)
+        patched.setattr(Portfolio, "begin", broken)
         first.answer(Request(problem=chain()), told.append)
     assert told == [Note(text="no first schedule: MemoryError: too much"), End()]
     told.clear()
@@ -139,7 +139,7 @@ def test_a_line_that_is_no_request_is_refused_and_the_next_one_answered():
             assert b'"bound"' in lines[3]
         finally:
             process.stdin.close()
-            assert process.wait(10) == -signal.SIGKILL  # ends itself, with its group, when its input closes
+            assert process.wait(60) == -signal.SIGKILL  # ends itself, with its group, when its input closes
 
 
 def test_it_ends_with_its_parent():
@@ -151,7 +151,7 @@ def test_it_ends_with_its_parent():
         assert parent.stdout
         maker = int(parent.stdout.readline())
         parent.kill()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not over(maker):
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -11,8 +11,10 @@ import pytest
 
 from optpipe import Problem
 from optpipe.process.child import Child, End, Incumbent, Programs, Request
+from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import Portfolio, engine_processes, plan, portfolio
+from optpipe_solver.plan import EngineRun
+from optpipe_solver.portfolio import Portfolio, engine_processes, heuristic_runs, time_limit
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples" / "problems"
@@ -25,13 +27,14 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setenv("cyclic", "seed")
     monkeypatch.setenv("milp", "tells")
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.6)))
-    monkeypatch.setattr(plan, "ROBUST", plan.Turn("milp", 0.5))
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.4), EngineRun("milp", 0.6)))
+    monkeypatch.setattr(plan, "JITTER_RUN", EngineRun("milp", 0.5))
     request = Request(
         problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=40.0, threads=1, seed=2, jitter=jitter
     )
     quiet = run(request)
-    monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
+    for module in (heuristic_runs, time_limit):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
     assert run(request) == quiet
     assert any(isinstance(frame, Incumbent) for frame in quiet)
 

@@ -1,5 +1,4 @@
-"""Better and better policies: one aspect after the other is changed, and kept where the simulated schedule is
-shorter."""
+"""Coordinate descent over policies: one aspect after the other is changed, and kept if the schedule becomes shorter."""
 
 from __future__ import annotations
 
@@ -9,28 +8,13 @@ from random import Random
 from time import monotonic
 from typing import Any
 
+from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
-from optpipe_solver.heuristics.pairs import paired
+from optpipe_solver import plan
+from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.policy_schedules import listed
-
-VAIN = 120  # policies that may be tried without one of them being better
-SHARES = (
-    0.0,
-    1 / 4,
-    1 / 3,
-    1 / 2,
-    2 / 3,
-    3 / 4,
-    1.0,
-)  # of the activations that leave, or of those that are computed again
-
-
-def value(schedule: Schedule, objective: Objective) -> float:
-    """What is to be small, in ms."""
-    return schedule.makespan_ms if objective == "makespan" else schedule.span_ms
+from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 
 
 def descend(
@@ -39,49 +23,58 @@ def descend(
     starts: Sequence[Policy],
     aspects: Mapping[str, Sequence[Any]],
     method: str,
-    deadline: float = float("inf"),
+    deadline: float = NEVER,
 ) -> Iterator[Schedule]:
-    """Coordinate descent over the policies' fields, from each start, then stage by stage; a schedule is yielded for
-    every policy tried.
+    """Change the policies' fields one by one, from each start, then stage by stage; yield a schedule of every policy.
 
-    Whoever iterates decides when it is enough. It ends where nothing has made the schedule shorter for long, and soon
-    after the deadline (a moment of `time.monotonic`), be it in the middle of a schedule.
+    Parameters
+    ----------
+    starts
+        The policies to begin with.
+    aspects
+        The choices for each field of a policy.
+    method
+        The name that the schedules bear.
+    deadline
+        A moment of `time.monotonic`. The descent ends soon after it, be it in the middle of a schedule, or when
+        nothing has made the schedule shorter for long. Whoever iterates decides when it is enough.
     """
-    known: dict[Policy, float] = {}
+    lengths_ms: dict[Policy, float] = {}
 
-    def tried(policy: Policy) -> Iterator[Schedule]:
-        if policy not in known:
-            schedule = listed(problem, policy, method, deadline)
-            known[policy] = value(schedule, objective) if schedule else float("inf")
-            if schedule:
-                yield schedule
-                if (together := paired(schedule)) is not None and value(together, objective) < known[policy]:
-                    known[policy] = value(together, objective)
-                    yield together
+    def schedules(policy: Policy) -> Iterator[Schedule]:
+        if policy in lengths_ms:
+            return
+        schedule = schedule_by_policy(problem, policy, method, deadline)
+        lengths_ms[policy] = length_ms(schedule, objective)
+        if schedule:
+            yield schedule
+            if (joined := join_pairs(schedule)) is not None and length_ms(joined, objective) < lengths_ms[policy]:
+                lengths_ms[policy] = length_ms(joined, objective)
+                yield joined
 
     for start in starts:
-        yield from tried(start)
-    for best in sorted(starts, key=lambda start: known[start]):
+        yield from schedules(start)
+    for best in sorted(starts, key=lambda start: lengths_ms[start]):
         improves = True
         while improves and monotonic() < deadline:
             improves = False
             for aspect, choices in aspects.items():
                 for choice in choices:
                     policy = replace(best, **{aspect: choice})
-                    yield from tried(policy)
-                    if known[policy] < known[best]:
+                    yield from schedules(policy)
+                    if lengths_ms[policy] < lengths_ms[best]:
                         best, improves = policy, True
-    best, random, in_vain = min(known, key=lambda policy: known[policy]), Random(0), 0
-    while in_vain < VAIN and monotonic() < deadline:
-        policy = _mixed(best, aspects, problem, random)
-        yield from tried(policy)
-        in_vain = 0 if known[policy] < known[best] else in_vain + 1
-        if known[policy] <= known[best]:  # what is as good may lead on
+    best, random, failures = min(lengths_ms, key=lambda policy: lengths_ms[policy]), Random(0), 0
+    while failures < plan.DESCENT_FAILURES and monotonic() < deadline:
+        policy = _neighbour(best, aspects, problem, random)
+        yield from schedules(policy)
+        failures = 0 if lengths_ms[policy] < lengths_ms[best] else failures + 1
+        if lengths_ms[policy] <= lengths_ms[best]:  # what is as good may lead on
             best = policy
 
 
-def _mixed(policy: Policy, aspects: Mapping[str, Sequence[Any]], problem: Problem, random: Random) -> Policy:
-    """Another choice of one aspect; of what differs from stage to stage, a step for some neighbouring stages."""
+def _neighbour(policy: Policy, aspects: Mapping[str, Sequence[Any]], problem: Problem, random: Random) -> Policy:
+    """Another choice of one aspect; if it differs from stage to stage, a step for some neighbouring stages."""
     aspect = random.choice([name for name, choices in aspects.items() if len(choices) > 1])
     stages = len(problem.stages)
     begin, end = sorted(random.sample(range(stages + 1), 2))
@@ -91,7 +84,7 @@ def _mixed(policy: Policy, aspects: Mapping[str, Sequence[Any]], problem: Proble
         return replace(policy, in_flight=tuple(max(1, n + step) if begin <= s < end else n for s, n in enumerate(most)))
     if aspect in ("offload", "recompute"):
         can = problem.costs.can_offload if aspect == "offload" else problem.costs.can_recompute
-        shares, share = getattr(policy, aspect) or [0.0] * stages, random.choice(SHARES)
+        shares, share = getattr(policy, aspect) or [0.0] * stages, random.choice(plan.DESCENT_SHARES)
         mixed = tuple(share * bool(can[s]) if begin <= s < end else old for s, old in enumerate(shares))
         change: dict[str, Any] = {aspect: mixed}
         return replace(policy, **change)

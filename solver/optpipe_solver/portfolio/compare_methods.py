@@ -1,8 +1,7 @@
-"""`python -m optpipe_solver.compare`: the schedule of every published system and every heuristic, side by side, whether
-it fits or not.
+"""Comparison: the schedule of every published system and every heuristic, whether it fits or not.
 
-Reads one request, whose method names those that are asked for, with a space between them, or is `auto` for all. For
-each it writes the bound for its stages and its schedule or, where it is not for the problem, a note that says why.
+Reads one request, whose method names those that are asked for, separated by spaces, or is `auto` for all. For each of
+them it writes the bound for its stages and its schedule or, if it does not apply to the problem, a note that says why.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
 def main() -> None:
     request = read_request()
     try:
-        names = asked(request.method)
+        names = named(request.method)
     except InputError as error:
         write_frame(Refused(reason=str(error)))
         return
-    bounds: dict[str, float] = {}
+    bounds_ms: dict[str, float] = {}
     for name in names:
-        for frame in made(name, request, bounds):
+        for frame in frames_of(name, request, bounds_ms):
             write_frame(frame)
     write_frame(End())
 
 
-def asked(methods: str) -> tuple[str, ...]:
-    """Raises `InputError` for a name that is neither a system's nor a heuristic's."""
+def named(methods: str) -> tuple[str, ...]:
+    """Return the methods to compare. Raises InputError for a name that is neither a system's nor a heuristic's."""
     if methods == "auto":
         return EVERY
     for name in methods.split():
@@ -56,25 +55,27 @@ def asked(methods: str) -> tuple[str, ...]:
     return tuple(methods.split())
 
 
-def made(name: str, request: Request, bounds: dict[str, float]) -> list[Frame]:
-    """What there is to tell of one method; `bounds` keeps those of the stages seen so far."""
+def frames_of(name: str, request: Request, bounds_ms: dict[str, float]) -> list[Frame]:
+    """Return the frames about one method. `bounds_ms` keeps the bounds of the placed problems seen so far."""
     try:
         schedule = _schedule(name, request)
     except OptPipeError as error:
         return [Note(method=name, text=str(error))]
-    except Exception as error:  # one method's fault is not the others' end
+    except Exception as error:  # one method's fault does not end the comparison
         return [Note(method=name, text=f"{type(error).__name__}: {error}")]
     placed = schedule.problem
-    if placed.sha256 not in bounds:
-        bounds[placed.sha256] = max(trivial_bound(placed, request.objective), memory_bound(placed, request.objective))
+    if placed.sha256 not in bounds_ms:
+        bounds_ms[placed.sha256] = max(
+            trivial_bound(placed, request.objective), memory_bound(placed, request.objective)
+        )
     return [
-        Bound(method=name, lower_bound_ms=bounds[placed.sha256]),
+        Bound(method=name, lower_bound_ms=bounds_ms[placed.sha256]),
         Incumbent(method=name, schedule=Programs.of(schedule)),
     ]
 
 
 def _schedule(name: str, request: Request) -> Schedule:
-    """A heuristic stays on the problem's own stages and within memory, a system asks for neither."""
+    """A heuristic stays on the problem's own stages and within memory; a system does not ask for either."""
     if name not in HEURISTICS:
         return systems.generate(name, request.problem, request.placements)
     if reason := infeasibility(request.problem):

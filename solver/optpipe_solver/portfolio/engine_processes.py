@@ -1,4 +1,4 @@
-"""The engines that run at the moment: processes, what they tell, and what they hold together."""
+"""The engines' processes: started, listened to, stopped, and how much memory they hold."""
 
 from __future__ import annotations
 
@@ -15,91 +15,94 @@ from optpipe.process.child import Child, Frame, Programs, Request
 from optpipe.schedule import Schedule
 
 ENGINE = "optpipe_solver.engine"
-MIB = 2**20
+STOPPED = float("inf")
 
-Word = Frame | OptPipeError | None  # what an engine says; None is its end, however it came
+Message = Frame | OptPipeError | None  # what an engine's process says; None is its end, however it came
 
 
 @dataclass(eq=False)
-class Worker:
+class EngineProcess:
     """One engine's process."""
 
     engine: str
     child: Child
     threads: int
-    start: Schedule | None  # from where it goes on
-    until: float  # monotonic clock: then it is ended; infinity once it is
-    given_s: float
+    start: Schedule | None  # the warm start
+    deadline: float  # a moment of `time.monotonic` at which it is stopped; `STOPPED` from then on
+    allotted_s: float
     began: float = field(default_factory=time.monotonic)
-    spent_s: float | None = None  # of it, by its own count
-    listener: threading.Thread | None = None
+    spent_s: float | None = None  # of its time, by its own count
 
     @property
-    def gave_back(self) -> bool:
+    def ended_early(self) -> bool:
         """Whether it ended by itself with more than half of its time left: it knew nothing more to do."""
         spent_s = time.monotonic() - self.began if self.spent_s is None else self.spent_s
-        return self.until < float("inf") and spent_s < self.given_s / 2
+        return self.deadline < STOPPED and spent_s < self.allotted_s / 2
 
 
-class Crew:
-    """Starts engines, hears them, ends them. Used from one thread."""
+class EngineProcesses:
+    """All engine processes of one search. Used from one thread."""
 
     def __init__(self) -> None:
-        self.workers: list[Worker] = []
-        self._inbox: queue.Queue[tuple[Worker, Word]] = queue.Queue()
+        self.running: list[EngineProcess] = []
+        self._inbox: queue.Queue[tuple[EngineProcess, Message]] = queue.Queue()
 
-    def start(self, request: Request, start: Schedule | None, until: float, given_s: float) -> None:
-        """Starts the engine that the request's method names, from a schedule."""
+    def start(self, request: Request, start: Schedule | None, deadline: float, allotted_s: float) -> None:
+        """Start the engine that the request's method names, from a schedule."""
         asked = request.model_copy(update={"warm_start": Programs.of(start) if start else None})
-        worker = Worker(request.method, Child(ENGINE, asked), request.threads, start, until, given_s)
-        worker.listener = threading.Thread(target=self._listen, args=(worker,), daemon=True)
-        worker.listener.start()
-        self.workers.append(worker)
+        process = EngineProcess(request.method, Child(ENGINE, asked), request.threads, start, deadline, allotted_s)
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        self.running.append(process)
 
-    def _listen(self, worker: Worker) -> None:
+    def _listen(self, process: EngineProcess) -> None:
         try:
-            for frame in worker.child.frames():
-                self._inbox.put((worker, frame))
+            for frame in process.child.frames():
+                self._inbox.put((process, frame))
         except OptPipeError as error:
-            self._inbox.put((worker, error))
+            self._inbox.put((process, error))
         finally:
-            self._inbox.put((worker, None))
+            self._inbox.put((process, None))
 
-    def dismiss(self, worker: Worker) -> None:
-        """Ends an engine; what it told before is still in the news."""
-        if worker.until < float("inf"):
-            worker.until = float("inf")
-            worker.child.stop()
+    def stop(self, process: EngineProcess) -> None:
+        """Stop an engine; `messages` still gives what it said before."""
+        if process.deadline < STOPPED:
+            process.deadline = STOPPED
+            process.child.stop()
 
-    def news(self, wait_s: float = 0.0) -> Iterator[tuple[Worker, Word]]:
-        """What engines have told since; where that is nothing, waits for the first word, `wait_s` at most."""
-        for worker in self.workers:
-            if time.monotonic() > worker.until:
-                self.dismiss(worker)
+    def messages(self, wait_s: float = 0.0) -> Iterator[tuple[EngineProcess, Message]]:
+        """Yield what engines have said since the last call; wait for a first message, `wait_s` at most.
+
+        Stops engines whose time is up.
+        """
+        for process in self.running:
+            if time.monotonic() > process.deadline:
+                self.stop(process)
         while True:
             try:
-                worker, word = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
+                process, message = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if word is None:
-                self.workers.remove(worker)
-            yield worker, word
+            if message is None:
+                self.running.remove(process)
+            yield process, message
             wait_s = 0.0
 
-    def end(self) -> Iterator[tuple[Worker, Word]]:
-        """Ends all engines; what they told before is told."""
-        for worker in self.workers:
-            self.dismiss(worker)
-        while self.workers:
-            yield from self.news(1.0)
+    def stop_all(self) -> Iterator[tuple[EngineProcess, Message]]:
+        """Stop all engines, and yield what they said before."""
+        for process in self.running:
+            self.stop(process)
+        while self.running:
+            yield from self.messages(1.0)
 
-    def held_bytes(self) -> dict[Worker, int]:
-        """Resident memory of each engine that is not dismissed, with all that it started; shared pages count for each
-        process."""
-        return {worker: _resident(worker.child.pid) for worker in self.workers if worker.until < float("inf")}
+    def memory_bytes(self) -> dict[EngineProcess, int]:
+        """Resident memory of each engine that is not stopped, with all processes that it started.
+
+        Pages that processes share count for each of them.
+        """
+        return {process: _resident(process.child.pid) for process in self.running if process.deadline < STOPPED}
 
 
-def own_bytes() -> int:
+def own_memory_bytes() -> int:
     """Resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
@@ -108,10 +111,10 @@ def _resident(pid: int) -> int:
     total = 0
     try:
         parent = psutil.Process(pid)
-        family = [parent, *parent.children(recursive=True)]
+        processes = [parent, *parent.children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    for process in family:
+    for process in processes:
         try:
             total += process.memory_info().rss
         except psutil.NoSuchProcess:

@@ -1,9 +1,8 @@
-"""`python -m optpipe_solver.first`: what is known of a problem at once, for one request after the other
-(`optpipe.process.child.requests`).
+"""First schedules: what is known of a problem at once, in a process that answers one request after the other.
 
-An answer is the beginning of the real search (`optpipe_solver.portfolio`): the bounds, the warm start and the first of
-the heuristics, in a process that has paid for its imports. It ends with `End`, or with `Refused` for a method that is
-none or none for the problem.
+An answer is the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics. The
+process has paid for its imports before. An answer ends with `End`, or with `Refused` if the method is unknown or does
+not apply.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.process.child import End, Note, Refused, Request, requests, write_frame
 from optpipe.process.heap import settle
-from optpipe_solver.portfolio.portfolio import OPS_PER_S, Emit, Portfolio
-
-WORTHWHILE_S = 0.5  # for one schedule by list scheduling
-MOST_BYTES = 2**32  # of this process; what needs more is no first schedule
+from optpipe_solver import plan
+from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.portfolio.search_state import Emit
 
 
 def main() -> None:
     asked = requests()
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (plan.FIRST_MAX_BYTES, plan.FIRST_MAX_BYTES))
     compile_at_once()
     answer(Request(problem=_small()), lambda _: None)  # so that nobody waits for imports and compiled code
     settle()
@@ -38,24 +36,28 @@ def main() -> None:
 
 
 def answer(request: Request, emit: Emit) -> None:
-    """Tells the frames of one answer. What list scheduling finds first is enough; where it would take too long there is
-    naive at once, and what is published is tried for the request's time limit."""
-    large = 3 * len(request.problem.stages) * request.problem.microbatches / OPS_PER_S > WORTHWHILE_S
-    enough = time.monotonic() + (min(request.time_limit_s, WORTHWHILE_S) if large else 0.0)
+    """Emit the frames of one answer.
+
+    The first schedules of list scheduling are enough. Where that would take too long, `naive` comes at once, and
+    published systems are tried for the request's time limit.
+    """
+    ops = 3 * len(request.problem.stages) * request.problem.microbatches
+    large = ops / plan.OPS_PER_S > plan.FIRST_LIST_S
+    enough = time.monotonic() + (min(request.time_limit_s, plan.FIRST_LIST_S) if large else 0.0)
     try:
-        search = Portfolio(request.model_copy(update={"time_limit_s": 2 * WORTHWHILE_S}), emit)
+        search = Portfolio(request.model_copy(update={"time_limit_s": 2 * plan.FIRST_LIST_S}), emit)
     except InputError as error:
         emit(Refused(reason=str(error)))
         return
     try:
-        if search.begun():
-            streams = search.streams()
+        if search.begin():
+            streams = search.heuristics.streams()
             if large and "naive" in streams:
                 streams = {"naive": streams["naive"]}
-            for _ in search.heuristics(streams, share=1.0):
-                if search.optimal or (search.best and time.monotonic() > enough):
+            for _ in search.heuristics.run(streams, share=1.0):
+                if search.state.optimal or (search.state.best and time.monotonic() > enough):
                     break
-    except Exception as error:  # this request's fault, not the next one's
+    except Exception as error:  # one request's fault does not end the process
         emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
     emit(End())
 

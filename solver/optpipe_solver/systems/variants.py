@@ -8,10 +8,9 @@ from math import ceil
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe_solver import plan
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import SYSTEMS, parse
-
-MOST = 10  # choices of one parameter, evenly spread where there are more
 
 CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
     "gis": ("group", lambda p, _: range(ceil(p / 2), p + 1)),
@@ -42,4 +41,5 @@ def variants(problem: Problem) -> Iterator[str]:
             if name in CHOICES:
                 parameter, values = CHOICES[name]
                 choices = list(values(devices, len(problem.stages) // devices))
-                yield from (f"{name}:{parameter}={value}" for value in choices[:: -(-len(choices) // MOST) or 1])
+                step = -(-len(choices) // plan.VARIANTS) or 1
+                yield from (f"{name}:{parameter}={value}" for value in choices[::step])
