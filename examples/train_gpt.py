@@ -14,6 +14,7 @@ from optpipe_runtime.demo import gpt, text  # a model and a text; here stand you
 
 MICROBATCHES = 8
 SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)
+BATCH = MICROBATCHES * SIZE.sequences
 
 
 def main() -> None:
@@ -29,13 +30,11 @@ def main() -> None:
     corpus = text.corpus()
 
     pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
-    problem = pipe.profile(
-        *text.batch(corpus, 0, MICROBATCHES * SIZE.sequences, SIZE.context), activation_budget_bytes=16 * 2**20
-    )
+    problem = pipe.profile(*text.batch(corpus, 0, BATCH, SIZE.context), activation_budget_bytes=16 * 2**20)
     pipe.load(optpipe.solve(problem, time_limit=10).schedule if rank == 0 else None)
     train = Follower(pipe, arguments.service) if arguments.service else pipe
     for step in range(arguments.steps):
-        inputs, targets = text.batch(corpus, step, MICROBATCHES * SIZE.sequences, SIZE.context)
+        inputs, targets = text.batch(corpus, step, BATCH, SIZE.context)
         optimizer.zero_grad()
         losses = train.step(inputs, targets).losses
         optimizer.step()

@@ -13,6 +13,7 @@ from optpipe_runtime.demo import gpt, text  # a model and a text; here stand you
 
 MICROBATCHES = 8
 SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)
+BATCH = MICROBATCHES * SIZE.sequences
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
 
     pipe = Schedule1F1B(PipelineStage(module, rank, ranks, torch.device("cpu")), MICROBATCHES, gpt.loss)
     for step in range(arguments.steps):
-        inputs, targets = text.batch(corpus, step, MICROBATCHES * SIZE.sequences, SIZE.context)
+        inputs, targets = text.batch(corpus, step, BATCH, SIZE.context)
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         pipe.step(*[inputs] * (rank == 0), target=targets if rank == ranks - 1 else None, losses=losses)

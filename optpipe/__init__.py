@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from optpipe.comparison import Comparison, compare
     from optpipe.errors import InputError, OptPipeError, ScheduleError, SolverError
     from optpipe.evaluate.deadlock import DeadlockError
-    from optpipe.evaluate.memory import Certificate, certify
-    from optpipe.evaluate.timeline import Timeline, simulate
-    from optpipe.evaluate.validity import check
-    from optpipe.files import ScheduleFile
+    from optpipe.evaluate.memory import Certificate
+    from optpipe.evaluate.timeline import Timeline
     from optpipe.model.offload import estimated_offload_ratio, offload_ratio
     from optpipe.model.ops import Kind, Op, Pair
     from optpipe.model.problem import Device, Problem, Stage
     from optpipe.model.program import Program
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Schedule, ScheduleFile, certify, check, simulate
 
 # Each name with its module: imported when first used, so that `optpipe --help` does not wait for numpy.
 _HOME = {
@@ -43,17 +41,17 @@ _HOME = {
     "Result": "anytime",
     "Schedule": "schedule",
     "ScheduleError": "errors",
-    "ScheduleFile": "files",
+    "ScheduleFile": "schedule",
     "SolverError": "errors",
     "Stage": "model.problem",
     "Timeline": "evaluate.timeline",
-    "certify": "evaluate.memory",
-    "check": "evaluate.validity",
+    "certify": "schedule",
+    "check": "schedule",
     "compare": "comparison",
     "estimated_offload_ratio": "model.offload",
     "improve": "anytime",
     "offload_ratio": "model.offload",
-    "simulate": "evaluate.timeline",
+    "simulate": "schedule",
     "solve": "anytime",
 }
 __all__ = [

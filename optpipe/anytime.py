@@ -1,5 +1,4 @@
-"""`improve` and `solve`: better and better schedules from a solver in a process of its own, each verified before anyone
-sees it."""
+"""`improve` and `solve`: better and better schedules from a solver process, each verified before the caller sees it."""
 
 from __future__ import annotations
 
@@ -15,34 +14,20 @@ from pydantic import ValidationError
 
 from optpipe.errors import FrameError, InputError, SolverError, input_error
 from optpipe.evaluate.jitter import percentile_ms
-from optpipe.evaluate.validity import check
-from optpipe.files import Status
+from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
-from optpipe.process.child import (
-    Bound,
-    Child,
-    Frame,
-    Incumbent,
-    Infeasible,
-    Note,
-    Objective,
-    Placements,
-    Programs,
-    Refused,
-    Request,
-)
-from optpipe.schedule import Schedule
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Placements, Programs, Refused, Request
+from optpipe.schedule import Schedule, Status
 
-GRACE_S = 3.0  # a solver that has not ended this long after its time limit is ended
-MOST_NOTES = 200  # a solver that tells more is not heard
-PROVEN = 1e-9  # a gap that is rounding
+GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
+MOST_NOTES = 200  # further notes of a solver are dropped
 SOLVER = "optpipe_solver"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One incumbent: when it came, whose it is, what counts of it, and the best bound by then. `time_s` in s, the rest
-    in ms."""
+    """One incumbent of a search: after how many seconds it came, its method, its value, and the best bound by then."""
 
     time_s: float
     method: str
@@ -52,23 +37,20 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known at some moment: the best schedule and the best lower bound so far. Times in ms, `time_s` since the
-    search began."""
+    """What is known at some moment of a search: the best schedule and the best lower bound so far. Times in ms."""
 
     status: Status
     schedule: Schedule | None = None
     objective: Objective = "makespan"
     lower_bound_ms: float | None = None
     method: str = ""
-    time_s: float = 0.0
+    time_s: float = 0.0  # since the search began
     reason: str | None = None  # why there is no schedule
     notes: tuple[str, ...] = ()  # what went wrong on the way, such as an engine that crashed
-    percentile_ms: float | None = (
-        None  # where there is jitter: the objective's 95th percentile under that noise (`optpipe.evaluate.jitter`)
-    )
+    percentile_ms: float | None = None  # with jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`)
     history: tuple[Step, ...] = ()  # the incumbents so far, this one last
-    rejected: int = 0  # what the solver wrote that was no valid schedule, no better than one before, or no frame
-    failure: str | None = None  # what the solver's process did instead of ending its search; also the last of the notes
+    rejected: int = 0  # frames of the solver that were no valid schedule, no better than one before, or unreadable
+    failure: str | None = None  # how the solver's process failed; also the last of the notes
 
     @property
     def makespan_ms(self) -> float | None:
@@ -80,40 +62,41 @@ class Result:
 
     @property
     def objective_ms(self) -> float | None:
-        return self.makespan_ms if self.objective == "makespan" else self.span_ms
+        return length_ms(self.schedule, self.objective) if self.schedule else None
 
     @property
     def value_ms(self) -> float | None:
-        """What the search makes small: the percentile where there is jitter, else the objective."""
+        """What the search minimizes: the percentile if there is jitter, else the objective."""
         return self.objective_ms if self.percentile_ms is None else self.percentile_ms
 
     @property
     def gap(self) -> float | None:
-        """How much shorter a schedule could at most be by its nominal times, as a share of this one; 0 is proven
-        optimal, jitter aside."""
-        value = self.objective_ms
-        if value is None or self.lower_bound_ms is None:
-            return None
-        return max(0.0, 1.0 - self.lower_bound_ms / value) if value else 0.0
+        """How much shorter a schedule could at most be, as a share of this one; 0 is proven optimal.
+
+        It speaks of nominal times, also where there is jitter.
+        """
+        return gap(self.objective_ms, self.lower_bound_ms)
 
 
 def merged(best: Result, new: Result) -> Result:
-    """The better schedule of two results for one problem, with the better bound that it does not disprove; the rest is
-    the new one's."""
-    value, other = best.objective_ms, new.objective_ms
-    kept = best if other is None or (value is not None and value <= other) else new
-    most = float("inf") if kept.objective_ms is None else kept.objective_ms * (1 + PROVEN) + PROVEN
-    bounds = [b.lower_bound_ms for b in (best, new) if b.lower_bound_ms is not None and b.lower_bound_ms <= most]
+    """The better schedule of two results for one problem, with the better bound; everything else is the new one's.
+
+    A bound above the schedule's length is wrong and is dropped.
+    """
+    kept = min((best, new), key=lambda result: length_ms(result.schedule, result.objective))
+    if kept.schedule is None:
+        kept = new
+    longest = length_ms(kept.schedule, kept.objective)
+    told = (result.lower_bound_ms for result in (best, new))
+    bounds = [bound for bound in told if bound is not None and reaches(bound, longest)]
     result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=max(bounds, default=None))
     if result.schedule is None:
         return result
-    proven = result.gap is not None and result.gap <= PROVEN
-    return replace(result, status="optimal" if proven else "feasible", reason=None)
+    return replace(result, status="optimal" if result.gap == 0 else "feasible", reason=None)
 
 
 class Search:
-    """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it with the best
-    so far."""
+    """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
     def __init__(self, request: Request, gap: float = 0.0, admit: Callable[[int], None] | None = None) -> None:
         self._child = Child(SOLVER, request, admit)
@@ -121,9 +104,8 @@ class Search:
         self._deadline.daemon = True
         self._deadline.start()
         self._results = _results(request, self._child, self._deadline, gap)
-        weakref.finalize(
-            self, _abandon, self._deadline, self._child
-        )  # not __del__: in a cycle the child's files would be finalized first
+        # Not __del__: in a reference cycle the child's files would be finalized before it.
+        weakref.finalize(self, _abandon, self._deadline, self._child)
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -137,6 +119,7 @@ class Search:
         return self._child.family
 
     def cancel(self) -> None:
+        """Ends the search; the results end with the best so far."""
         self._child.stop()
 
 
@@ -156,10 +139,8 @@ def _results(request: Request, child: Child, deadline: threading.Timer, gap: flo
                 raise InputError(frame.reason)
             now = replace(_after(best, frame, request), time_s=time.monotonic() - began)
             best = now if now.schedule is best.schedule else _with_step(now)
-            if isinstance(frame, Incumbent | Infeasible) and (best.schedule, best.status) != (
-                shown.schedule,
-                shown.status,
-            ):
+            news = (best.schedule, best.status) != (shown.schedule, shown.status)
+            if isinstance(frame, Incumbent | Infeasible) and news:
                 yield best
                 shown = best
             if gap and best.gap is not None and best.gap <= gap:
@@ -180,37 +161,37 @@ def _after(best: Result, frame: Frame, request: Request) -> Result:
     if isinstance(frame, Incumbent):
         return _with_incumbent(best, frame, request)
     if isinstance(frame, Bound) and (best.lower_bound_ms is None or frame.lower_bound_ms > best.lower_bound_ms):
-        return _judged(replace(best, lower_bound_ms=frame.lower_bound_ms))
+        return _with_status(replace(best, lower_bound_ms=frame.lower_bound_ms))
     if isinstance(frame, Infeasible) and best.schedule is None:
         return replace(best, status="infeasible", reason=frame.reason)
     if isinstance(frame, Note):
-        return _noted(best, frame.text)
+        return _with_note(best, frame.text)
     return best
 
 
-def _noted(best: Result, text: str) -> Result:
+def _with_note(best: Result, text: str) -> Result:
     return replace(best, notes=(*best.notes, text)) if len(best.notes) < MOST_NOTES else best
 
 
 def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
+    """Takes an incumbent that is valid on the exact problem and better: here it leaves the solver's process."""
     try:
         schedule = frame.schedule.schedule(request.problem, frame.method)
-        wrong = check(schedule.problem, schedule)  # this problem, or the one that the placement makes of it
+        wrong = schedule.compiled.complaints  # on the problem that was asked about, or its placement
         if schedule.placement and request.placements == "keep":
             wrong = [f"{schedule.placement}: the stages were to be kept"]
     except InputError as error:
         wrong = [str(error)]
     if wrong:
-        return _noted(
-            replace(best, rejected=best.rejected + 1), f"a schedule of {frame.method} was rejected: {wrong[0]}"
-        )
+        best = replace(best, rejected=best.rejected + 1)
+        return _with_note(best, f"a schedule of {frame.method} was rejected: {wrong[0]}")
     percentile = percentile_ms(schedule, request.jitter, request.objective, request.seed) if request.jitter else None
     better = replace(
         best, schedule=schedule, method=frame.method, status="feasible", reason=None, percentile_ms=percentile
     )
     if best.value_ms is not None and better.value_ms is not None and better.value_ms >= best.value_ms:
         return replace(best, rejected=best.rejected + 1)
-    return _judged(better)
+    return _with_status(better)
 
 
 def _with_step(result: Result) -> Result:
@@ -220,17 +201,13 @@ def _with_step(result: Result) -> Result:
     )
 
 
-def _judged(result: Result) -> Result:
-    """`optimal` only where the bound proves it, which says nothing of a percentile."""
-    if result.percentile_ms is not None:
-        return result
-    value, bound = result.objective_ms, result.lower_bound_ms
-    proven = value is not None and bound is not None and value <= bound * (1 + 1e-9) + 1e-9
-    return replace(result, status="optimal") if proven else result
+def _with_status(result: Result) -> Result:
+    """`optimal` only where the bound proves it; a bound on nominal times says nothing about a percentile."""
+    return replace(result, status="optimal") if result.gap == 0 and result.percentile_ms is None else result
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of `improve`, for whoever passes them on."""
+    """The keyword arguments of `improve`, for callers that pass them on."""
 
     method: str
     time_limit: float
@@ -261,21 +238,52 @@ def improve(
     gap: float = 0.0,
     admit: Callable[[int], None] | None = None,
 ) -> Search:
-    """Better and better schedules: the first within moments, from a heuristic, then what the engines find until
-    `time_limit` (seconds).
+    """Searches in the background: the first schedule comes within moments from a heuristic, better ones from engines.
 
-    Iterate over the `Result`s; the last one is final. `warm_start` may be any schedule, also one for costs that have
-    since changed. `solver` is the MILP's (auto, highs, gurobi, pulp or pulp:NAME). With `placements="all"` the devices'
-    work may be split into other stages, and the schedule is one of `schedule.problem`. With `jitter` the 95th
-    percentile of the objective counts, each op's time varying by that share (standard deviation). `memory_mib` limits
-    what the solver's processes hold together. The search ends once the gap is `gap` or less. `admit` is called with the
-    id of the solver's process before that is asked, to set limits of the caller's own. Raises `InputError` for an
-    argument out of range; an unknown method is known to be one when the first result is asked for.
+    Parameters
+    ----------
+    problem
+        What is to be scheduled.
+    method
+        `auto`, an engine, a heuristic or a published schedule.
+    time_limit
+        Seconds.
+    threads
+        For all solver processes together; by default the machine's cores.
+    objective
+        `makespan`, or `span` (OptPipe, Eq. 3).
+    warm_start
+        Any schedule to start from, also one for costs that have since changed.
+    seed
+        Of everything random.
+    solver
+        The MILP's backend: auto, highs, gurobi, pulp or pulp:NAME.
+    placements
+        `keep` the stages as given, or search `all` splits of the devices' work; the schedule is then one of
+        `schedule.problem`.
+    jitter
+        Standard deviation of op times as a share of them. If it is not 0, the 95th percentile of the objective counts.
+    memory_mib
+        A limit on what the solver's processes hold together.
+    gap
+        The search ends once the gap is this small.
+    admit
+        Called with the id of the solver's process before it is asked anything, to set limits of the caller's own.
+
+    Returns
+    -------
+    Search
+        An iterator of `Result`s; the last one is final.
+
+    Raises
+    ------
+    InputError
+        If an argument is out of range. An unknown method is reported when the first result is asked for.
     """
     if warm_start is not None and not isinstance(warm_start, Schedule):
         raise InputError(
-            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected (Schedule.load "
-            "reads a file)"
+            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
+            "(Schedule.load reads a file)"
         )
     try:
         request = Request(
@@ -292,14 +300,15 @@ def improve(
             memory_mib=memory_mib,
         )
     except ValidationError as error:
-        raise InputError(
-            str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)
-        ) from None  # as it was given
+        # The field under the name that the caller gave it.
+        raise InputError(str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)) from None
     return Search(request, gap, admit)
 
 
 def solve(problem: Problem, **options: Unpack[Options]) -> Result:
-    """The best schedule within the time; arguments as `improve`. A problem without one ends with status `infeasible`
-    and the reason."""
+    """The best schedule within the time limit; arguments as for `improve`.
+
+    A problem that no schedule fits ends with status `infeasible` and the reason.
+    """
     *_, last = improve(problem, **options)
     return last

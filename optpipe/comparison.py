@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from optpipe.anytime import solve
 from optpipe.errors import InputError, OptPipeError, input_error
-from optpipe.evaluate.memory import Certificate, Peak, certify
-from optpipe.evaluate.validity import check
+from optpipe.evaluate.memory import Certificate, Peak
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
-from optpipe.process.child import Bound, Child, Incumbent, Note, Placements, Refused, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, Incumbent, Note, Placements, Refused, Request
 from optpipe.schedule import Schedule
 
 MAKER = "optpipe_solver.compare"
@@ -62,7 +62,7 @@ class Row:
 
     @cached_property
     def certificate(self) -> Certificate | None:
-        return certify(self.schedule.problem, self.schedule) if self.schedule else None
+        return self.schedule.compiled.certificate if self.schedule else None
 
     @property
     def peak(self) -> tuple[int, Peak] | None:
@@ -193,7 +193,7 @@ def _made(request: Request) -> Iterator[Row]:
 def _verified(found: Incumbent, problem: Problem, placements: Placements, lower_bound_ms: float | None) -> Row:
     try:
         schedule = found.schedule.schedule(problem, found.method)
-        wrong, certificate = check(schedule.problem, schedule), certify(schedule.problem, schedule)
+        wrong, certificate = schedule.compiled.complaints, schedule.compiled.certificate
     except OptPipeError as error:
         return Row(found.method, placements, reason=f"is no schedule: {error}")
     if wrong != certificate.complaints():

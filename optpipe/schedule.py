@@ -1,24 +1,40 @@
-"""`Schedule`: who does what in which order, one program a device, for one problem. When it happens is
-`schedule.timeline`."""
+"""`Schedule`: who does what in which order, one program a device, for one problem; what follows from it; and its file.
+
+`simulate`, `certify` and `check` judge a schedule for a problem. They stand here, above `optpipe.evaluate`, because a
+schedule knows its own times and memory.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from optpipe.evaluate.timeline import Timeline, simulate
+import numpy as np
+from pydantic import Field, ValidationError
+
+from optpipe.errors import InputError, input_error
+from optpipe.evaluate.compiled import CompiledSchedule
+from optpipe.evaluate.memory import Certificate
+from optpipe.evaluate.timeline import Timeline
+from optpipe.model.ops import MARKS, Kind
 from optpipe.model.placement import Placement
-from optpipe.model.problem import Problem
+from optpipe.model.problem import Items, Problem, Record, TotalMs, read_file, write_file
 from optpipe.model.program import Program, parse_programs
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Found = Literal["optimal", "feasible"]
+Texts = Items[str]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Programs by device and, for links that several devices share, the order of all transfers on them.
 
-    `placement` says how `problem` came from the one that was asked about, where its stages are others.
+    `placement` says how `problem` came from the problem that was asked about, where its stages are others.
     """
 
     problem: Problem
@@ -36,31 +52,171 @@ class Schedule:
         method: str = "",
         placement: Placement | None = None,
     ) -> Schedule:
-        """From op texts, e.g. `Schedule.parse(problem, [["0F0", "0BW0"]])`; raises `InputError` for what is no op."""
+        """A schedule from op texts, such as `Schedule.parse(problem, [["0F0", "0BW0"]])`.
+
+        Raises InputError for a text that is no op.
+        """
         orders = {link: parse_programs([texts], f"links[{link!r}]")[0] for link, texts in (links or {}).items()}
         return cls(problem, parse_programs(programs, "programs"), orders, method, placement)
 
     @cached_property
+    def compiled(self) -> CompiledSchedule:
+        """Everything that follows from the problem and the programs, computed once."""
+        return CompiledSchedule(self.problem, self.programs, self.links)
+
+    def on(self, problem: Problem) -> Schedule:
+        """The same programs for another problem; itself where it is the same."""
+        return self if problem is self.problem else replace(self, problem=problem)
+
+    @property
     def timeline(self) -> Timeline:
-        """`simulate(self.problem, self)`, kept."""
-        return simulate(self.problem, self)
+        """When each op runs. Raises as `simulate` does."""
+        return self.compiled.timeline
 
     @property
     def makespan_ms(self) -> float:
+        """First start to last end."""
         return self.timeline.makespan_ms
 
     @property
     def span_ms(self) -> float:
+        """The longest first-start-to-last-end of one device (OptPipe, Eq. 3)."""
         return self.timeline.span_ms
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
-        """Reads a schedule file; see `optpipe.files` for all that stands in one."""
-        from optpipe.files import ScheduleFile
-
+        """Reads a schedule file. Raises InputError if it cannot be read or a field is wrong."""
         return ScheduleFile.load(path).schedule()
 
     def save(self, path: str | Path) -> None:
-        from optpipe.files import ScheduleFile
-
+        """Writes a schedule file, whole or not at all."""
         ScheduleFile.of(self).save(path)
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """Times every op as early as the schedule allows.
+
+    What is left out or stands twice without anyone waiting for it is timed as it stands: `check` finds it.
+
+    Raises
+    ------
+    ScheduleError
+        If an op is not of this problem, or one that another op needs is missing.
+    DeadlockError
+        If ops wait for each other.
+    """
+    return schedule.on(problem).compiled.timeline
+
+
+def certify(problem: Problem, schedule: Schedule) -> Certificate:
+    """The peaks of device and host memory, whatever the clock does.
+
+    Raises ScheduleError if the programs are not of this problem.
+    """
+    return schedule.on(problem).compiled.certificate
+
+
+def check(problem: Problem, schedule: Schedule) -> list[str]:
+    """Everything that is wrong with a schedule for a problem, one sentence each; empty if it runs and fits."""
+    return schedule.on(problem).compiled.complaints
+
+
+class DeviceProgram(Record):
+    program: Texts
+
+
+class TimedOp(Record):
+    """One op that takes time, on the nominal timeline; drops, accepts and vacates take none and are left out."""
+
+    kind: Literal["F", "B", "W", "BW", "C", "O", "R", "E", "L", "G", "U", "P"]
+    stage: Annotated[int, Field(strict=True, ge=0)]
+    microbatch: Annotated[int, Field(strict=True, ge=0)]
+    part: Annotated[int, Field(strict=True, ge=0)] | None = None
+    start_ms: TotalMs
+    end_ms: TotalMs
+
+
+class ScheduleFile(Record):
+    """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before
+    anyone uses them.
+
+    Where `placement` is there, `problem` is the problem that was asked about with this placement.
+    """
+
+    format: Literal["optpipe.schedule/2"] = "optpipe.schedule/2"
+    problem: Problem
+    problem_sha256: Annotated[str, Field(max_length=64)] | None = None
+    placement: Placement | None = None
+    method: Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")] = ""
+    status: Found = "feasible"
+    makespan_ms: TotalMs | None = None
+    span_ms: TotalMs | None = None
+    lower_bound_ms: TotalMs | None = None
+    devices: Items[DeviceProgram]
+    links: dict[str, Texts] | None = None
+    ops: Items[TimedOp] | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule, status: Found = "feasible", lower_bound_ms: float | None = None) -> ScheduleFile:
+        """Simulates the schedule and writes down all of it."""
+        return cls(
+            problem=schedule.problem,
+            problem_sha256=schedule.problem.sha256,
+            placement=schedule.placement,
+            method=schedule.method,
+            status=status,
+            makespan_ms=schedule.makespan_ms,
+            span_ms=schedule.span_ms,
+            lower_bound_ms=lower_bound_ms,
+            devices=tuple(DeviceProgram(program=tuple(program.texts())) for program in schedule.programs),
+            links={link: tuple(order.texts()) for link, order in schedule.links.items()} or None,
+            ops=tuple(TimedOp.model_construct(**op) for op in timed_ops(schedule)),
+        )
+
+    def schedule(self) -> Schedule:
+        """The schedule in it; raises `InputError` for an op that cannot be read."""
+        return Schedule.parse(
+            self.problem, (device.program for device in self.devices), self.links, self.method, self.placement
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
+
+    def save(self, path: str | Path) -> None:
+        write_file(path, self.to_json() + "\n")
+
+    @classmethod
+    def from_json(cls, text: str | bytes, what: str = "schedule") -> ScheduleFile:
+        """Reads a document; raises `InputError` for a wrong field and for a hash that is not the problem's."""
+        try:
+            file = cls.model_validate_json(text)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+        if file.problem_sha256 not in (None, file.problem.sha256):
+            raise InputError(
+                f"{what}: problem_sha256 = {file.problem_sha256!r}: the problem in the file has {file.problem.sha256!r}"
+            )
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path) -> ScheduleFile:
+        return cls.from_json(read_file(path), str(path))
+
+
+def timed_ops(schedule: Schedule) -> list[dict[str, Any]]:
+    """Every op that takes time with its nominal start and end, ordered by start; `part` where the stage has several."""
+    timeline, parts = schedule.timeline, schedule.problem.costs.parts
+    shown = np.flatnonzero(~timeline.rows.of_kinds(*MARKS))
+    shown = shown[np.argsort(timeline.start[shown], kind="stable")]
+    times = timeline.start[shown].tolist(), timeline.end[shown].tolist()
+    return [
+        {
+            "kind": Kind(kind).name,
+            "stage": stage,
+            "microbatch": microbatch,
+            **({"part": part} if kind in (Kind.O, Kind.R) and parts[stage] > 1 else {}),
+            "start_ms": start,
+            "end_ms": end,
+        }
+        for (kind, stage, microbatch, part, _), start, end in zip(timeline.table[shown].tolist(), *times, strict=True)
+    ]

@@ -13,11 +13,10 @@ from typing import Literal
 from pydantic import ValidationError
 
 from optpipe.errors import InputError, ScheduleError, input_error
-from optpipe.evaluate.validity import check
-from optpipe.files import Found
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem, Record, TotalMs
-from optpipe.process.child import Objective, Programs
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Programs
+from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import Features, distance, features, shape
 from optpipe_cache.shelf import FileShelf, Kept, Shelf
 

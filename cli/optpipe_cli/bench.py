@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,17 +47,15 @@ def core(
     json: Json = False,
 ) -> None:
     """Time `simulate`, `certify` and `check` on a pipeline that offloads every activation, after warm-up."""
-    from optpipe.evaluate.memory import certify
-    from optpipe.evaluate.timeline import simulate
-    from optpipe.evaluate.validity import check
+    from optpipe.schedule import certify, check, simulate
 
     schedule = _everything_offloaded(devices, microbatches)
     problem = schedule.problem
     texts = [program.texts() for program in schedule.programs]
     steps: dict[str, Callable[[], object]] = {
-        "simulate": lambda: simulate(problem, schedule),
-        "certify": lambda: certify(problem, schedule),
-        "check": lambda: check(problem, schedule),
+        "simulate": lambda: simulate(problem, replace(schedule)),  # a copy: a schedule keeps what it has computed
+        "certify": lambda: certify(problem, replace(schedule)),
+        "check": lambda: check(problem, replace(schedule)),
         "parse": lambda: [type(program).parse(text) for program, text in zip(schedule.programs, texts, strict=True)],
     }
     ops = sum(len(program) for program in schedule.programs)
@@ -87,7 +86,7 @@ def first(
 ) -> None:
     """Time each heuristic's first schedule, checked, on a pipeline with memory for three activations; without the start
     of a process."""
-    from optpipe.evaluate.validity import check
+    from optpipe.schedule import check
     from optpipe_solver.bounds import memory_bound
     from optpipe_solver.heuristics import STREAMS
     from optpipe_solver.methods import HEURISTICS

@@ -27,8 +27,8 @@ def lookup(
     json: Json = False,
 ) -> None:
     """Find the schedule of this problem or of the nearest one that fits it; exit code 1 where there is none."""
-    from optpipe.files import ScheduleFile
     from optpipe.model.problem import Problem
+    from optpipe.schedule import ScheduleFile
 
     require_writable(output)
     hit = _open(cache).lookup(Problem.load(problem))
@@ -58,8 +58,7 @@ def add(
 ) -> None:
     """Put schedules into the cache; each is checked first, and the better one of a problem is kept."""
     from optpipe.errors import InputError
-    from optpipe.evaluate.validity import check
-    from optpipe.files import ScheduleFile
+    from optpipe.schedule import ScheduleFile, check
 
     files = [ScheduleFile.load(path) for path in schedules]
     for path, file in zip(schedules, files, strict=True):

@@ -11,9 +11,8 @@ import typer
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
-    from optpipe.files import ScheduleFile
     from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Schedule, ScheduleFile
 
 ProblemFile = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A problem file.")]
 ScheduleFilePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A schedule file.")]
@@ -21,8 +20,8 @@ ScheduleFilePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A sc
 
 def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
     """Say everything that is wrong with a schedule for a problem: exit code 1, or 0 where it runs and fits."""
-    from optpipe.evaluate.memory import certify
-    from optpipe.evaluate.validity import check as complaints
+    from optpipe.schedule import certify
+    from optpipe.schedule import check as complaints
 
     what, file, found = _read(problem, schedule)
     wrong = _misplaced(file, what) + complaints(what, found)
@@ -87,8 +86,8 @@ def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
 
 def simulate(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
     """Time a schedule anew, for the problem given."""
-    from optpipe.evaluate.timeline import simulate as times
-    from optpipe.files import timed_ops
+    from optpipe.schedule import simulate as times
+    from optpipe.schedule import timed_ops
 
     what, _, found = _read(problem, schedule)
     timeline = times(what, found)
@@ -109,8 +108,8 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a schedule: in the terminal, as a page, a picture, or a trace."""
-    from optpipe.files import ScheduleFile, timed_ops
     from optpipe.model.problem import write_file
+    from optpipe.schedule import ScheduleFile, timed_ops
     from optpipe.show.page import page
     from optpipe.show.svg import gantt
     from optpipe.show.trace import trace as trace_text
@@ -153,9 +152,8 @@ def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedul
     Where the file has a placement, the problem is returned with that placement, unless it is the one in the file
     already.
     """
-    from optpipe.files import ScheduleFile
     from optpipe.model.problem import Problem
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Schedule, ScheduleFile
 
     what, file = Problem.load(problem), ScheduleFile.load(schedule)
     own = file.schedule()

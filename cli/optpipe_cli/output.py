@@ -53,7 +53,7 @@ def figures(result: Result) -> dict[str, Any]:
         "time_s": round(result.time_s, 3),
     }
     if schedule:
-        from optpipe.evaluate.memory import certify
+        from optpipe.schedule import certify
 
         content["placement"] = (
             schedule.placement.model_dump(mode="json", exclude_none=True) if schedule.placement else None

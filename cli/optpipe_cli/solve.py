@@ -17,8 +17,7 @@ from optpipe_cli.output import INFEASIBLE, Json, figures, print_json, require_wr
 
 if TYPE_CHECKING:
     from optpipe.anytime import Result, Search
-    from optpipe.files import Found
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Found, Schedule
     from optpipe_cache import Cache
 
 T = TypeVar("T")
@@ -183,8 +182,8 @@ def _tell(result: Result, json: bool) -> None:
 
 
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
-    from optpipe.files import ScheduleFile
     from optpipe.model.problem import write_file
+    from optpipe.schedule import ScheduleFile
     from optpipe.show.page import page
 
     if output:

@@ -1,250 +1,248 @@
-"""Who waits for whom: a schedule's ops as rows of one table, the streams they stand on, and what each needs besides its
-stream's order.
+"""Who waits for whom: the stream that each op stands on, and what it needs besides its place in that stream.
 
-Compute ops, drops, accepts and vacates stand on their device's compute stream, offloads and reloads on their host link:
-one stream a link where it is half duplex, one a direction where it is full duplex. Evictions and loads stand on a
-stream of their own for each device that evicts: its link to its peer, one transfer at a time. Of optimizers on the
-host, gradients and parameters take the host link, updates a stream of their own for each device, one at a time. The
-second op of a pair stands on no stream of its own: it starts and ends with the first.
+Compute ops, drops, accepts and vacates stand on their device's compute stream. Offloads and reloads stand on their host
+link: one stream a link where it is half duplex, one a direction where it is full duplex. Evictions and loads stand on a
+stream of their own for each device that evicts, one transfer at a time. Of optimizers on the host, gradients and
+parameters take the host link, and updates a stream of their own for each device. The second op of a pair stands on no
+stream: it starts and ends with the first.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optpipe.errors import ScheduleError
-from optpipe.model.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, TRANSFERS, Kind, Op
+from optpipe.evaluate.rows import Index, Rows
+from optpipe.model.arrays import NONE, Flags, Floats, Ints, Table
+from optpipe.model.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, TRANSFERS, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, of_kinds
+from optpipe.model.program import Program, of_kinds
 
-if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
-
-Table = NDArray[np.int32]
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
-# What an op needs besides the op before it on its stream: the columns of `dependencies`.
+# What an op needs besides the op before it on its stream: the columns of `Needs.rows`.
 OWN = 0  # the step before of the same stage and micro-batch
 ACROSS = 1  # the neighbour stage's forward or backward; of an eviction the room on the peer
-RESTORED = (
-    2  # the reload, load or recompute that brings a backward's activation back; of a forward its stage's parameters
-)
+RESTORED = 2  # the reload, load or recompute that brings a backward's activation back; of a forward its parameters
 ISSUED = 3  # the op on the compute stream after which a transfer stands in its program
 
 
-def flatten(schedule: Schedule) -> tuple[Table, Ints]:
-    """All programs' rows one below the other, and the device of each row."""
-    tables = [program.table for program in schedule.programs]
-    device = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    return np.concatenate(tables) if tables else np.empty((0, 5), np.int32), device
+class Needs(NamedTuple):
+    """What each op needs."""
+
+    rows: Ints  # (n, 4) or (n, k) rows, `NONE` for nothing
+    delay_ms: Floats  # (n,) how long ago the one in column `ACROSS` must have ended
 
 
-def describe(row: Table) -> str:
-    kind, stage, microbatch, part, _ = row.tolist()
-    return str(Op(Kind(kind), stage, microbatch, part))
+class Streams(NamedTuple):
+    """The ops of each stream in their order."""
+
+    order: Ints  # rows, stream after stream
+    begins: Ints  # where each stream begins in `order`, and last its length
+
+    def before(self, n: int) -> Ints:
+        """(n,) the row before each row on its stream, `NONE` for the first."""
+        before = np.full(n, NONE)
+        before[self.order[1:]] = self.order[:-1]
+        first = self.begins[self.begins < len(self.order)]
+        before[self.order[first]] = NONE
+        return before
 
 
-def require_known(problem: Problem, table: Table, device: Ints) -> None:
-    """Every op is of a stage on its device (A and V: on a device whose peer it is), of a micro-batch that passes it and
-    of a part that it has; no pair without a factor."""
-    costs, kind, stage, microbatch = problem.costs, table[:, KIND], table[:, STAGE], table[:, MICROBATCH]
+def durations(problem: Problem, rows: Rows, ms: Floats | None = None) -> Floats:
+    """(n, ...) each op's time in ms; a pair's stands on its first op.
 
-    def refuse(wrong: Flags, why: str) -> None:
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
-            raise ScheduleError(f"{describe(table[i])} in the program of device {device[i]}: {why}")
-
-    if len(table) == 0:
-        return
-    if int(device[-1]) >= len(problem.devices):
-        raise ScheduleError(
-            f"there is a program for device {device[-1]}, but the problem has {len(problem.devices)} devices"
-        )
-    refuse(stage >= len(problem.stages), f"there are {len(problem.stages)} stages")
-    refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
-    accepting, optimizer = of_kinds(table, Kind.A, Kind.V), of_kinds(table, *OPTIMIZER)
-    refuse(of_kinds(table, *EVICTION) & ~costs.can_evict[stage], "the stage has no evict_ms")
-    refuse(accepting & (costs.peer[costs.device[stage]] != device), "the stage's device has another peer")
-    refuse(~accepting & (costs.device[stage] != device), "the stage is on another device")
-    refuse(optimizer & (microbatch > 0), "what happens once an iteration is written with micro-batch 0")
-    refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
-    refuse(
-        ~optimizer & (costs.before[costs.route[microbatch], stage] == -2), "the micro-batch does not pass this stage"
-    )
-    refuse(of_kinds(table, Kind.O, Kind.R) & ~costs.can_offload[stage], "the stage has no offload_ms")
-    refuse(
-        (kind == Kind.D) & ~costs.can_offload[stage] & ~costs.can_evict[stage],
-        "the stage has neither offload_ms nor evict_ms",
-    )
-    refuse(table[:, PART] >= costs.parts[stage], "the stage has fewer parts")
-    refuse((kind == Kind.C) & ~costs.can_recompute[stage], "the stage has no recompute_ms")
-    joined = table[:, JOINED] == 1
-    refuse(joined & (problem.overlap_factor is None), "ops run together only where the problem has overlap_factor")
-
-
-def durations(problem: Problem, table: Table) -> Floats:
-    """Each op's nominal time; a pair's stands on its first op."""
-    ms = problem.costs.ms[table[:, KIND], table[:, STAGE]]
-    first = np.flatnonzero(table[:, JOINED] == 1)
-    ms[first] = (problem.overlap_factor or 1.0) * (ms[first] + ms[first + 1])
+    `ms` are the ops' times alone, by default the nominal ones; they may have further dimensions, such as samples.
+    """
+    rows = rows if isinstance(rows, Rows) else Rows(rows, np.zeros(len(rows), np.int64))
+    if ms is None:
+        ms = problem.costs.ms[rows.kind, rows.stage]
+    ms[rows.first] = (problem.overlap_factor or 1.0) * (ms[rows.first] + ms[rows.first + 1])
     return ms
 
 
-class Where:
-    """Finds ops: row numbers by stage and micro-batch for each kind, -1 where there is none; the last one where it
-    stands in parts."""
+def needs_of(problem: Problem, rows: Rows, index: Index) -> Needs:
+    """What each op needs. Raises ScheduleError where that is in no program."""
+    stage, microbatch, part = rows.stage, rows.microbatch, rows.part
+    needs = np.full((len(rows), 4), NONE)
+    delay = np.zeros(len(rows))
+    forward, backward = index.of(Kind.F), index.of(Kind.B, Kind.BW)
+    offload, drop = index.parts(Kind.O), index.parts(Kind.D)
+    restored = index.of(Kind.R, Kind.C, Kind.L)  # one of them at most; all parts' reloads stand on one stream, in order
 
-    def __init__(self, problem: Problem, table: Table) -> None:
-        self._table = table
-        self._shape = (len(problem.stages), problem.microbatches)
-        self._parts = int(problem.costs.parts.max())
+    def where(*kinds: Kind) -> Ints:
+        return np.flatnonzero(rows.of_kinds(*kinds))
 
-    def of(self, *kinds: Kind) -> Ints:
-        """(S, m) row numbers of these kinds' ops."""
-        rows = np.flatnonzero(of_kinds(self._table, *kinds))
-        found = np.full(self._shape, -1)
-        found[self._table[rows, STAGE], self._table[rows, MICROBATCH]] = rows
-        return found
-
-    def of_part(self, kind: Kind) -> Ints:
-        """(S, m, parts) row numbers of O, D or R."""
-        rows = np.flatnonzero(self._table[:, KIND] == kind)
-        found = np.full((*self._shape, self._parts), -1)
-        found[self._table[rows, STAGE], self._table[rows, MICROBATCH], self._table[rows, PART]] = rows
-        return found
-
-
-def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Floats]:
-    """What each op needs: (n, 4) row numbers, -1 for nothing, and the delay in ms after the one in column `ACROSS`."""
-    stage, microbatch, part = table[:, STAGE], table[:, MICROBATCH], table[:, PART]
-    needs = np.full((len(table), 4), -1)
-    delay = np.zeros(len(table))
-    where = Where(problem, table)
-    forward, backward = where.of(Kind.F), where.of(Kind.B, Kind.BW)
-    offload, drop = where.of_part(Kind.O), where.of_part(Kind.D)
-    restored = where.of(Kind.R, Kind.C, Kind.L)  # one of them at most; all parts' reloads stand on one stream, in order
-
-    def rows_of(*kinds: Kind) -> Ints:
-        return np.flatnonzero(of_kinds(table, *kinds))
-
-    def put(rows: Ints, column: int, targets: Ints, what: str) -> None:
+    def put(waiting: Ints, column: int, targets: Ints, what: str) -> None:
         if (targets < 0).any():
-            i = rows[np.flatnonzero(targets < 0)[0]]
-            raise ScheduleError(f"{describe(table[i])} in the program of device {device[i]} has no {what}")
-        needs[rows, column] = targets
+            row = int(waiting[np.flatnonzero(targets < 0)[0]])
+            raise ScheduleError(f"{rows.op(row)} in the program of device {rows.device[row]} has no {what}")
+        needs[waiting, column] = targets
 
-    after_forward, after_input = rows_of(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), rows_of(Kind.W)
+    after_forward, after_input = where(Kind.B, Kind.BW, Kind.C, Kind.O, Kind.E), where(Kind.W)
     put(after_forward, OWN, forward[stage[after_forward], microbatch[after_forward]], "forward")
     put(after_input, OWN, backward[stage[after_input], microbatch[after_input]], "input gradient")
-    if of_kinds(table, *EVICTION).any():
-        evicted, vacated = rows_of(Kind.E), rows_of(Kind.V)
-        put(evicted, ACROSS, where.of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
-        put(vacated, OWN, where.of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
-        offload[:, :, 0] = np.maximum(offload[:, :, 0], where.of(Kind.E))
-    dropped, brought = rows_of(Kind.D), rows_of(Kind.R, Kind.L)
+    if rows.of_kinds(*EVICTION).any():
+        evicted, vacated = where(Kind.E), where(Kind.V)
+        put(evicted, ACROSS, index.of(Kind.A)[stage[evicted], microbatch[evicted]], "room on the peer")
+        put(vacated, OWN, index.of(Kind.L)[stage[vacated], microbatch[vacated]], "load")
+        offload = offload.copy()
+        offload[:, :, 0] = np.maximum(offload[:, :, 0], index.of(Kind.E))
+    dropped, brought = where(Kind.D), where(Kind.R, Kind.L)
     put(dropped, OWN, offload[stage[dropped], microbatch[dropped], part[dropped]], "offload or eviction")
     put(brought, OWN, drop[stage[brought], microbatch[brought], part[brought]], "drop")
-    if of_kinds(table, *OPTIMIZER).any():
-        sent, updated, forwards = rows_of(Kind.G), rows_of(Kind.U), rows_of(Kind.F)
-        put(sent, OWN, where.of(Kind.W, Kind.BW).max(axis=1)[stage[sent]], "weight gradient")
-        put(updated, OWN, where.of(Kind.G)[stage[updated], microbatch[updated]], "gradients")
-        needs[forwards, RESTORED] = where.of(Kind.P)[stage[forwards], 0]
+    if rows.of_kinds(*OPTIMIZER).any():
+        sent, updated, forwards = where(Kind.G), where(Kind.U), where(Kind.F)
+        put(sent, OWN, index.of(Kind.W, Kind.BW).max(axis=1)[stage[sent]], "weight gradient")
+        put(updated, OWN, index.of(Kind.G)[stage[updated], microbatch[updated]], "gradients")
+        needs[forwards, RESTORED] = index.of(Kind.P)[stage[forwards], 0]
 
     costs = problem.costs
-    for rows, neighbours, found in (
-        (rows_of(Kind.F), costs.before, forward),
-        (rows_of(Kind.B, Kind.BW), costs.after, backward),
+    for own, neighbours, found in (
+        (where(Kind.F), costs.before, forward),
+        (where(Kind.B, Kind.BW), costs.after, backward),
     ):
-        other = neighbours[costs.route[microbatch[rows]], stage[rows]]
-        rows, other = rows[other >= 0], other[other >= 0]
-        put(rows, ACROSS, found[other, microbatch[rows]], "neighbour stage's op to wait for")
-        delay[rows] = np.where(costs.device[other] == costs.device[stage[rows]], 0.0, problem.p2p_ms)
-    gradients = rows_of(Kind.B, Kind.BW)
+        other = neighbours[costs.route[microbatch[own]], stage[own]]
+        own, other = own[other >= 0], other[other >= 0]
+        put(own, ACROSS, found[other, microbatch[own]], "neighbour stage's op to wait for")
+        delay[own] = np.where(costs.device[other] == costs.device[stage[own]], 0.0, problem.p2p_ms)
+    gradients = where(Kind.B, Kind.BW)
     needs[gradients, RESTORED] = restored[stage[gradients], microbatch[gradients]]
 
-    leads = ~is_transfer(table) & ~second_of_pair(table)
-    last = np.maximum.accumulate(np.where(leads, np.arange(len(table)), -1))
-    issued = np.flatnonzero(is_transfer(table) & (last >= 0))
-    issued = issued[device[last[issued]] == device[issued]]
+    leads = ~rows.transfer & ~rows.second
+    last = np.maximum.accumulate(np.where(leads, np.arange(len(rows)), NONE))
+    issued = np.flatnonzero(rows.transfer & (last >= 0))
+    issued = issued[rows.device[last[issued]] == rows.device[issued]]
     needs[issued, ISSUED] = last[issued]
-    return needs, delay
+    return Needs(needs, delay)
 
 
-def second_of_pair(table: Table) -> Flags:
-    """Marks the second op of each pair."""
-    return np.r_[False, table[:-1, JOINED] == 1] if len(table) else np.zeros(0, np.bool_)
-
-
-def is_transfer(table: Table) -> Flags:
-    """Marks what runs beside compute."""
-    return of_kinds(table, *TRANSFERS)
-
-
-def on_host_link(table: Table) -> Flags:
-    """Marks the transfers that devices with one `link` share."""
-    return of_kinds(table, *HOST_LINK)
-
-
-def streams(problem: Problem, schedule: Schedule, table: Table, device: Ints) -> tuple[Ints, Ints]:
-    """Row numbers stream after stream, each in its order, and where each stream begins in that list (and, last, its
-    length)."""
-    devices, links = len(problem.devices), int(problem.costs.link.max()) + 1
-    inward = of_kinds(table, *INWARD) & (problem.transfer_mode == "full_duplex")
-    stream = np.where(on_host_link(table), devices + 2 * problem.costs.link[device] + inward, device)
-    stream += of_kinds(table, *PEER_LINK) * (devices + 2 * links) + of_kinds(table, Kind.U) * 2 * (devices + links)
-    position = np.arange(len(table))
+def streams_of(problem: Problem, links: Mapping[str, Program], rows: Rows, index: Index) -> Streams:
+    """The streams' ops in their order. Raises ScheduleError where the order of a shared link is missing or wrong."""
+    devices, host_links = len(problem.devices), int(problem.costs.link.max()) + 1
+    inward = rows.of_kinds(*INWARD) & (problem.transfer_mode == "full_duplex")
+    host_stream = devices + 2 * problem.costs.link[rows.device] + inward
+    stream = np.where(rows.on_host_link, host_stream, rows.device)
+    stream += rows.of_kinds(*PEER_LINK) * (devices + 2 * host_links)
+    stream += rows.of_kinds(Kind.U) * 2 * (devices + host_links)
+    position = np.arange(len(rows))
     for link in problem.shared_links:
-        ordered = _rows_on_link(problem, schedule, link, table, device)
+        ordered = _rows_on_link(problem, links, link, rows, index)
         position[ordered] = np.arange(len(ordered))
-    rows = np.flatnonzero(~second_of_pair(table))
-    order = rows[np.lexsort((position[rows], stream[rows]))]
-    return order, np.searchsorted(stream[order], np.arange(3 * devices + 2 * links + 1))
+    leads = np.flatnonzero(~rows.second)
+    order = leads[np.lexsort((position[leads], stream[leads]))]
+    return Streams(order, np.searchsorted(stream[order], np.arange(3 * devices + 2 * host_links + 1)))
 
 
-def _rows_on_link(problem: Problem, schedule: Schedule, link: str, table: Table, device: Ints) -> Ints:
-    """The rows of a shared link's transfers in the order that the schedule gives, which keeps each device's program
-    order."""
-    own = np.flatnonzero(on_host_link(table) & np.isin(device, problem.shared_links[link]))
-    if link not in schedule.links:
+def _rows_on_link(problem: Problem, links: Mapping[str, Program], link: str, rows: Rows, index: Index) -> Ints:
+    """The rows of a shared link's transfers in the order that the schedule gives, which keeps each program's order."""
+    own = np.flatnonzero(rows.on_host_link & np.isin(rows.device, problem.shared_links[link]))
+    if link not in links:
         if len(own) == 0:
             return own
         sharers = list(problem.shared_links[link])
         raise ScheduleError(
             f"links[{link!r}] is missing: devices {sharers} share it, so it needs the order of its transfers"
         )
-    named = schedule.links[link].table
-    where = Where(problem, table)
+    named = Rows.of([links[link]])
     known = (
-        on_host_link(named)
-        & (named[:, STAGE] < len(problem.stages))
-        & (named[:, MICROBATCH] < problem.microbatches)
-        & (named[:, PART] < int(problem.costs.parts.max()))
+        named.on_host_link
+        & (named.stage < len(problem.stages))
+        & (named.microbatch < problem.microbatches)
+        & (named.part < int(problem.costs.parts.max()))
     )
-    rows = np.full(len(named), -1)
+    found = np.full(len(named), NONE)
     for kind in HOST_LINK:
-        chosen = known & (named[:, KIND] == kind)
-        rows[chosen] = where.of_part(kind)[named[chosen, STAGE], named[chosen, MICROBATCH], named[chosen, PART]]
-    stray = ~np.isin(rows, own)
+        chosen = known & (named.kind == kind)
+        found[chosen] = index.parts(kind)[named.stage[chosen], named.microbatch[chosen], named.part[chosen]]
+    stray = ~np.isin(found, own)
     if stray.any():
+        op = named.op(int(np.flatnonzero(stray)[0]))
+        raise ScheduleError(f"links[{link!r}]: {op} is in no program of a device on this link")
+    if len(found) != len(own) or len(np.unique(found)) != len(found):
         raise ScheduleError(
-            f"links[{link!r}]: {describe(named[np.flatnonzero(stray)[0]])} is in no program of a device on this link"
-        )
-    if len(rows) != len(own) or len(np.unique(rows)) != len(rows):
-        raise ScheduleError(
-            f"links[{link!r}] has {len(rows)} entries: the programs have {len(own)} transfers on it, each to be "
-            "named once"
+            f"links[{link!r}] has {len(found)} entries: the programs have {len(own)} transfers on it, "
+            "each to be named once"
         )
     for d in problem.shared_links[link]:
-        mine = rows[device[rows] == d]
+        mine = found[rows.device[found] == d]
         late = np.flatnonzero(np.diff(mine) < 0)
         if len(late):
-            first, second = (describe(table[row]) for row in mine[late[0] : late[0] + 2])
+            first, second = (rows.op(row) for row in mine[late[0] : late[0] + 2].tolist())
             raise ScheduleError(
                 f"links[{link!r}]: {first} stands before {second}, in the program of device {d} after it"
             )
-    return rows
+    return found
+
+
+def waits_of(rows: Rows, needs: Needs, streams: Streams) -> tuple[Ints, Floats]:
+    """(n, k) the ops that each op waits for, `NONE` for none, and (n, k) how many ms ago they must have ended.
+
+    The columns are those of `Needs.rows`, then, where there are pairs, those of the second op on its first, and last
+    the op before on the stream. A pair is its first op: who needs the second waits for the first.
+    """
+    waits, delays = needs.rows, np.zeros(needs.rows.shape)
+    delays[:, ACROSS] = needs.delay_ms
+    first = rows.first
+    if len(first):
+        waits, delays = (
+            np.concatenate([of, np.full_like(of, blank)], axis=1) for of, blank in ((waits, NONE), (delays, 0))
+        )
+        waits[first, 4:], delays[first, 4:] = waits[first + 1, :4], delays[first + 1, :4]
+        lead = np.arange(len(rows)) - rows.second
+        waits = np.where(waits >= 0, lead[waits], NONE)
+    before = streams.before(len(rows))
+    return np.column_stack([waits, before]), np.column_stack([delays, np.zeros(len(rows))])
+
+
+# Functions on bare tables, until the solver's modules read compiled schedules.
+
+
+def flatten(schedule: Any) -> tuple[Table, Ints]:
+    rows = Rows.of(schedule.programs)
+    return rows.table, rows.device
+
+
+def require_known(problem: Problem, table: Table, device: Ints) -> None:
+    Rows(table, device).require_known(problem)
+
+
+def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Floats]:
+    rows = Rows(table, device)
+    return needs_of(problem, rows, Index(problem, rows))
+
+
+def streams(problem: Problem, schedule: Any, table: Table, device: Ints) -> tuple[Ints, Ints]:
+    rows = Rows(table, device)
+    return streams_of(problem, schedule.links, rows, Index(problem, rows))
+
+
+def is_transfer(table: Table) -> Flags:
+    return of_kinds(table, *TRANSFERS)
+
+
+def on_host_link(table: Table) -> Flags:
+    return of_kinds(table, *HOST_LINK)
+
+
+def second_of_pair(table: Table) -> Flags:
+    return Rows(table, np.zeros(len(table), np.int64)).second
+
+
+class Where:
+    def __init__(self, problem: Problem, table: Table) -> None:
+        self._index = Index(problem, Rows(table, np.zeros(len(table), np.int64)))
+
+    def of(self, *kinds: Kind) -> Ints:
+        return self._index.of(*kinds)
+
+    def of_part(self, kind: Kind) -> Ints:
+        return self._index.parts(kind)
+
+
+__all__ = [
+    "ACROSS", "ISSUED", "OWN", "RESTORED", "Flags", "Floats", "Ints", "Needs", "Streams", "Table", "Where",
+    "dependencies", "durations", "flatten", "is_transfer", "needs_of", "on_host_link", "require_known",
+    "second_of_pair", "streams", "streams_of", "waits_of",
+]  # fmt: skip

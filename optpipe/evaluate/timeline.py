@@ -1,4 +1,4 @@
-"""`simulate`: when every op runs. The longest path over data dependencies, program order, links and drops.
+"""When every op runs: the longest path over data dependencies, program order, links and drops.
 
 An op starts when the op before it on its stream and the ops that it needs (`optpipe.evaluate.graph`) have ended.
 """
@@ -7,39 +7,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from optpipe.evaluate.deadlock import deadlock_error
-from optpipe.evaluate.graph import (
-    Floats,
-    Ints,
-    Table,
-    dependencies,
-    durations,
-    flatten,
-    require_known,
-    second_of_pair,
-    streams,
-)
+from optpipe.evaluate.graph import Needs, Streams
 from optpipe.evaluate.jit import LazyJit
+from optpipe.evaluate.rows import Rows
+from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import COMPUTE, MARKS
-from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, of_kinds
-
-if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
+from optpipe.model.program import JOINED
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
 class Timeline:
     """When each op runs: arrays over all ops, device after device in program order, times in milliseconds."""
 
-    table: Table  # (n, 5) the programs' rows
-    device: Ints  # (n,)
+    rows: Rows
     start: Floats  # (n,)
     end: Floats  # (n,)
+
+    @property
+    def table(self) -> Table:
+        """(n, 5) the programs' rows."""
+        return self.rows.table
+
+    @property
+    def device(self) -> Ints:
+        """(n,) the device of each row."""
+        return self.rows.device
 
     @cached_property
     def makespan_ms(self) -> float:
@@ -48,12 +45,12 @@ class Timeline:
 
     @cached_property
     def span_ms(self) -> float:
-        """The longest first-start-to-last-end of one device (OptPipe Eq. 3)."""
+        """The longest first-start-to-last-end of one device (OptPipe, Eq. 3)."""
         return max((float(self.end[own].max() - self.start[own].min()) for own in self._by_device()), default=0.0)
 
     def busy_ms(self) -> list[float]:
         """Compute time of each device that has ops."""
-        alone = of_kinds(self.table, *COMPUTE) & ~second_of_pair(self.table)  # a pair's time counts once
+        alone = self.rows.of_kinds(*COMPUTE) & ~self.rows.second  # a pair's time counts once
         return [float((self.end - self.start)[own][alone[own]].sum()) for own in self._by_device()]
 
     @property
@@ -64,26 +61,29 @@ class Timeline:
 
     def _by_device(self) -> list[Ints]:
         """Rows of each device that has ops, without marks: room that is made for a peer is no part of its own time."""
-        lasting = np.flatnonzero(~of_kinds(self.table, *MARKS))
-        return np.split(lasting, np.flatnonzero(np.diff(self.device[lasting])) + 1) if len(lasting) else []
+        lasting, device = np.flatnonzero(~self.rows.of_kinds(*MARKS)), self.rows.device
+        return np.split(lasting, np.flatnonzero(np.diff(device[lasting])) + 1) if len(lasting) else []
 
 
-def simulate(problem: Problem, schedule: Schedule) -> Timeline:
-    """Times every op as early as the schedule allows.
-
-    Raises `ScheduleError` where an op that another one needs is missing, `DeadlockError` where ops wait for each other.
-    What is left out or stands twice without anyone waiting for it is timed as it stands: `check` finds it.
-    """
-    table, device = flatten(schedule)
-    require_known(problem, table, device)
-    needs, delay = dependencies(problem, table, device)
-    order, begins = streams(problem, schedule, table, device)
-    start, end, done = np.zeros(len(table)), np.zeros(len(table)), np.zeros(len(table), dtype=np.bool_)
-    joined = table[:, JOINED] == 1
-    _longest_path(len(table), order, begins, needs, delay, durations(problem, table), joined, start, end, done)
+def timed(rows: Rows, needs: Needs, streams: Streams, duration_ms: Floats) -> Timeline:
+    """Times every op as early as the schedule allows. Raises DeadlockError where ops wait for each other."""
+    n = len(rows)
+    start, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
+    joined = rows.table[:, JOINED] == 1
+    _longest_path(n, streams.order, streams.begins, needs.rows, needs.delay_ms, duration_ms, joined, start, end, done)
     if not done.all():
-        raise deadlock_error(table, device, order, begins, needs, done)
-    return Timeline(table, device, start, end)
+        raise deadlock_error(rows, needs, streams, done)
+    return Timeline(rows, start, end)
+
+
+def levels(waits: Ints, leads: Ints) -> list[Ints]:
+    """The rows in `leads`, in groups that wait for earlier groups only; `waits` as `waits_of` gives them."""
+    n = len(waits)
+    depth, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
+    alone, none = np.arange(len(leads) + 1), np.zeros(n, dtype=np.bool_)
+    _longest_path(n, leads, alone, waits, np.zeros(n), np.ones(n), none, depth, end, done)
+    ranked = leads[np.argsort(depth[leads], kind="stable")]
+    return np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1)
 
 
 def longest_path(
@@ -135,3 +135,7 @@ def longest_path(
 
 
 _longest_path = LazyJit(longest_path)
+
+
+def simulate(problem: Any, schedule: Any) -> Timeline:  # until all import it from `optpipe.schedule`
+    return schedule.on(problem).compiled.timeline  # type: ignore[no-any-return]

@@ -1,75 +1,50 @@
-"""`check`: everything that is wrong with a schedule for a problem, one sentence each. An empty list: it runs, and it
-fits."""
+"""What is wrong with programs, whatever the clock does: ops that are missing, doubled, or in the wrong order."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from optpipe.errors import ScheduleError
-from optpipe.evaluate.graph import Flags, Table, Where, describe, flatten, require_known
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.timeline import simulate
+from optpipe.evaluate.rows import Index, Rows
+from optpipe.model.arrays import OFF_ROUTE, Flags
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, MICROBATCH, of_kinds
-
-if TYPE_CHECKING:
-    from optpipe.schedule import Schedule
+from optpipe.model.program import Program
 
 MOST = 20  # sentences of one sort; a broken schedule of 200,000 ops is not listed in full
 
 
-def check(problem: Problem, schedule: Schedule) -> list[str]:
-    """Validates the programs, simulates them and certifies their memory; returns what is wrong."""
-    table, device = flatten(schedule)
-    try:
-        if len(schedule.programs) != len(problem.devices):
-            raise ScheduleError(
-                f"there are {len(schedule.programs)} programs: the problem has {len(problem.devices)} devices"
-            )
-        require_known(problem, table, device)
-    except ScheduleError as error:
-        return [str(error)]
-    wrong = [
-        *_twice(table),
-        *_missing(problem, table),
-        *_out_of_order(problem, table),
-        *_bad_pairs(table),
-        *_unknown_links(problem, schedule),
+def complaints(problem: Problem, links: Mapping[str, Program], rows: Rows, index: Index) -> list[str]:
+    """Everything that is wrong with the programs, one sentence each, for rows that the problem knows."""
+    return [
+        *_twice(rows),
+        *_missing(problem, index),
+        *_out_of_order(rows, index),
+        *_bad_pairs(rows),
+        *(f"links[{link!r}]: no two devices share such a link" for link in links if link not in problem.shared_links),
     ]
-    if wrong:
-        return wrong
-    try:
-        _ = (
-            schedule.timeline if schedule.problem is problem else simulate(problem, schedule)
-        )  # which whoever asks for its length keeps
-    except ScheduleError as error:
-        wrong.append(str(error))
-    return wrong + certify(problem, schedule).complaints()
 
 
-def _twice(table: Table) -> list[str]:
+def _twice(rows: Rows) -> list[str]:
+    table = rows.table
     if len(table) == 0:
         return []
-    ops = np.ravel_multi_index(
-        table[:, :4].T, table[:, :4].max(axis=0) + 1
-    )  # one number each: sorted much sooner than rows
+    shape = table[:, :4].max(axis=0) + 1
+    ops = np.ravel_multi_index(table[:, :4].T, shape)  # one number each: sorted much sooner than rows
     _, first, count = np.unique(ops, return_index=True, return_counts=True)
-    return [
-        f"{describe(table[i])} stands {n} times"
-        for i, n in zip(first[count > 1][:MOST], count[count > 1], strict=False)
-    ]
+    again = count > 1
+    return [f"{rows.op(i)} stands {n} times" for i, n in zip(first[again][:MOST], count[again], strict=False)]
 
 
-def _missing(problem: Problem, table: Table) -> list[str]:
+def _missing(problem: Problem, index: Index) -> list[str]:
     """Each micro-batch passes each stage of its route: one F, and B and W, or BW. O, D and R all or none; E, D, L, A
     and V all or none; of these and C one at most."""
-    costs, where = problem.costs, Where(problem, table)
-    passes = (costs.before[costs.route] != -2).T  # (S, m)
-    has = {kind: where.of(kind) >= 0 for kind in Kind}
-    offload, drop, reload = (where.of_part(kind) >= 0 for kind in (Kind.O, Kind.D, Kind.R))
+    costs = problem.costs
+    passes = (costs.before[costs.route] != OFF_ROUTE).T  # (S, m)
+    has = {kind: index.of(kind) >= 0 for kind in Kind}
+    offload, drop, reload = (index.parts(kind) >= 0 for kind in (Kind.O, Kind.D, Kind.R))
     left = offload.copy()
     left[:, :, 0] |= has[Kind.E]
     evicted = has[Kind.E]
@@ -110,24 +85,23 @@ def _missing(problem: Problem, table: Table) -> list[str]:
 
 def _half_an_optimizer(has: dict[Kind, Flags]) -> list[str]:
     """A stage's G, U and P, all or none; (S,) whether it has each."""
+    some, every = np.logical_or.reduce(list(has.values())), np.logical_and.reduce(list(has.values()))
     wrong = []
-    for s in np.flatnonzero(np.logical_or.reduce(list(has.values())) & ~np.logical_and.reduce(list(has.values())))[
-        :MOST
-    ].tolist():
+    for s in np.flatnonzero(some & ~every)[:MOST].tolist():
         there, lacking = (
-            [f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == found] for found in (True, False)
+            " and ".join(f"{s}{kind.name}0" for kind, stages in has.items() if stages[s] == found)
+            for found in (True, False)
         )
-        wrong.append(f"{' and '.join(there)} without {' and '.join(lacking)}: an optimizer on the host is G, U and P")
+        wrong.append(f"{there} without {lacking}: an optimizer on the host is G, U and P")
     return wrong
 
 
-def _out_of_order(problem: Problem, table: Table) -> list[str]:
+def _out_of_order(rows: Rows, index: Index) -> list[str]:
     """In each program F stands before O, E, D, R, L, C and these before B, B before W; on the peer A before V. Of an
     optimizer on the host, P before all F of its stage, G after all its gradients, U after G."""
-    where = Where(problem, table)
-    at = {kind: where.of(kind) for kind in Kind}
-    forward, backward = at[Kind.F], where.of(Kind.B, Kind.BW)
-    offload, drop, reload = (where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R))
+    at = {kind: index.of(kind) for kind in Kind}
+    forward, backward = at[Kind.F], index.of(Kind.B, Kind.BW)
+    offload, drop, reload = (index.parts(kind) for kind in (Kind.O, Kind.D, Kind.R))
     steps = [
         (forward, at[Kind.C]),
         (forward, backward),
@@ -148,28 +122,21 @@ def _out_of_order(problem: Problem, table: Table) -> list[str]:
     for first, second in steps:
         swapped = (first >= 0) & (second >= 0) & (first > second)
         wrong += [
-            f"{describe(table[a])} stands after {describe(table[b])}"
+            f"{rows.op(a)} stands after {rows.op(b)}"
             for a, b in zip(first[swapped][:MOST], second[swapped], strict=False)
         ]
     return wrong
 
 
-def _bad_pairs(table: Table) -> list[str]:
+def _bad_pairs(rows: Rows) -> list[str]:
     wrong = []
-    for i in np.flatnonzero(table[:, JOINED] == 1):
-        pair = table[i : i + 2]
-        forwards, backwards = pair[:, KIND] == Kind.F, of_kinds(pair, *BACKWARD)
-        if not (forwards.sum() == 1 and backwards.sum() == 1 and pair[0, MICROBATCH] != pair[1, MICROBATCH]):
-            wrong.append(
-                f"{describe(pair[0])}+{describe(pair[1])}: only a forward and a backward of another micro-batch "
-                "run together"
-            )
+    for row in rows.first.tolist():
+        ops = rows.op(row), rows.op(row + 1)
+        forwards, backwards = (sum(op.kind in kinds for op in ops) for kinds in ((Kind.F,), BACKWARD))
+        if (forwards, backwards) != (1, 1) or ops[0].microbatch == ops[1].microbatch:
+            wrong.append(f"{rows.item(row)}: only a forward and a backward of another micro-batch run together")
     return wrong[:MOST]
 
 
-def _unknown_links(problem: Problem, schedule: Schedule) -> list[str]:
-    return [
-        f"links[{link!r}]: no two devices share such a link"
-        for link in schedule.links
-        if link not in problem.shared_links
-    ]
+def check(problem: Problem, schedule: Any) -> list[str]:  # until all import it from `optpipe.schedule`
+    return schedule.on(problem).compiled.complaints  # type: ignore[no-any-return]

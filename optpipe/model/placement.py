@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from optpipe.errors import InputError, input_error
-from optpipe.model.costs import Floats
+from optpipe.model.arrays import Floats
 from optpipe.model.problem import EVICTION, UPDATE, Items, Problem, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
@@ -107,7 +107,7 @@ class Placement(Record):
             numbers = np.arange(len(order)).reshape(ways, -1).tolist()
             routes = {"routes": numbers, "microbatch_routes": [j % ways for j in range(problem.microbatches)]}
         placed = problem.replace(stages=stages, **routes)
-        return problem if placed.stages == problem.stages and route == tuple(range(len(route))) else placed
+        return problem if (placed.stages, placed.all_routes) == (problem.stages, problem.all_routes) else placed
 
     def _layers_of(self, problem: Problem, stages: int) -> tuple[int, ...]:
         there = len(problem.layers or ())

@@ -7,11 +7,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.graph import is_transfer, second_of_pair
-from optpipe.evaluate.memory import device_bytes
 from optpipe.model.ops import MARKS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import KIND
 from optpipe.schedule import Schedule
 
 # One colour a kind, used by every picture. Forward, backward and weight gradient must be told apart in grey, too.
@@ -63,8 +60,8 @@ class Block(NamedTuple):
 def blocks(schedule: Schedule) -> Iterator[Block]:
     """Every op that takes time, device after device."""
     timeline, depth = schedule.timeline, _depths(schedule.problem)
-    table = timeline.table
-    columns = (table, timeline.device, is_transfer(table), second_of_pair(table), timeline.start, timeline.end)
+    rows = timeline.rows
+    columns = (rows.table, rows.device, rows.transfer, rows.second, timeline.start, timeline.end)
     for (kind, stage, microbatch, part, joined), device, on_link, second, start, end in zip(
         *(c.tolist() for c in columns), strict=True
     ):
@@ -98,11 +95,10 @@ def _darker(colour: str, share: float) -> str:
 
 def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
     """Steps (ms, bytes held from then on) of one device at nominal times."""
-    timeline = schedule.timeline
+    timeline, effects = schedule.timeline, schedule.compiled.effects
     own = slice(*np.searchsorted(timeline.device, [device, device + 1]))
-    taken, freed = device_bytes(schedule.problem, timeline.table[own])
     moments = np.r_[timeline.end[own], timeline.start[own]]
-    amounts = np.r_[-freed, taken]
+    amounts = np.r_[-effects.frees[own], effects.takes[own]]
     order = np.argsort(moments, kind="stable")  # what is freed at a moment counts before what is taken then
     held = np.cumsum(amounts[order])
     last = np.r_[np.diff(moments[order]) > 0, True][: len(order)]
@@ -111,5 +107,5 @@ def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]
 
 def kinds_in(schedule: Schedule) -> list[Kind]:
     """The kinds that a legend has to name."""
-    found = set(np.unique(schedule.timeline.table[:, KIND]).tolist())
+    found = set(np.unique(schedule.compiled.rows.kind).tolist())
     return [kind for kind in COLOURS if kind in found]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-from optpipe.evaluate.memory import certify
 from optpipe.schedule import Schedule
 from optpipe.show.svg import bytes_text, gantt
 
@@ -19,7 +18,7 @@ td, th { padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px so
 def page(schedule: Schedule, lower_bound_ms: float | None = None) -> str:
     """The page as text."""
     timeline, problem = schedule.timeline, schedule.problem
-    certificate = certify(problem, schedule)
+    certificate = schedule.compiled.certificate
     name = escape(problem.name or "schedule")
     rows = {
         "method": escape(schedule.method or "not said"),

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from optpipe.evaluate.objective import reaches
+
 COLUMNS, WIDTH, HEIGHT, GAP = 3, 320, 150, 24
 LEFT, TOP, BOTTOM, RIGHT = 46, 40, 24, 14  # of a panel, around its axes
 SOONEST_S = 0.1  # where the time axis begins
@@ -84,7 +86,7 @@ def _figures(search: Progress) -> str:
     if not search.steps:
         return "no schedule"
     value = search.steps[-1][1]
-    proven = value <= search.bound_ms * (1 + 1e-9)
+    proven = reaches(value, search.bound_ms)
     return f"{value:.6g} ms, " + ("proven optimal" if proven else f"bound {search.bound_ms:.6g} ms")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from optpipe.evaluate.memory import certify
 from optpipe.schedule import Schedule
 from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time, several_stages
 
@@ -32,7 +31,7 @@ def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: floa
     for block in drawn:
         top = TOP + block.device * pitch + (COMPUTE + 2 if block.transfer else 0)
         body.append(_block(block, scale, top, titled=len(drawn) <= MOST_TITLES))
-    for device, peak in enumerate(certify(schedule.problem, schedule).device):
+    for device, peak in enumerate(schedule.compiled.certificate.device):
         top = TOP + device * pitch
         body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
         body += _memory(schedule, device, peak.bytes, scale, horizon, top + pitch - MEMORY - GAP + 4)

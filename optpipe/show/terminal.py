@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from optpipe.evaluate.memory import certify
 from optpipe.model.ops import COMPUTE
 from optpipe.schedule import Schedule
 from optpipe.show.lanes import COLOURS, NAMES, blocks, kinds_in
@@ -28,7 +27,7 @@ def chart(schedule: Schedule, width: int = 100) -> Text:
             if share > shares[block.device][column][0]:
                 shares[block.device][column] = (share, str(block.op.microbatch % 10), f"white on {block.colour}")
     text = Text(no_wrap=True)
-    peaks = certify(schedule.problem, schedule).device
+    peaks = schedule.compiled.certificate.device
     for device, row in enumerate(shares):
         text.append(f"device {device}".ljust(LABEL))
         for _, digit, style in row:

@@ -12,8 +12,8 @@ import os
 
 from optpipe.comparison import compare
 from optpipe.errors import InputError
-from optpipe.process.child import read_request
 from optpipe.process.niceness import NICER, group_as_nice
+from optpipe.process.protocol import read_request
 
 
 def main() -> None:

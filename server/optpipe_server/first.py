@@ -18,10 +18,11 @@ import structlog
 from optpipe.anytime import Result, merged
 from optpipe.errors import InputError, OptPipeError, SolverError
 from optpipe.evaluate.jit import compile_at_once
-from optpipe.evaluate.validity import check
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Device, Problem, Stage
-from optpipe.process.child import Bound, Child, Frame, Incumbent, Infeasible, Objective, Programs, Refused, Request
-from optpipe.schedule import Schedule
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Programs, Refused, Request
+from optpipe.schedule import Schedule, check
 from optpipe_server.caches import Caches
 from optpipe_server.database import Start
 from optpipe_server.database.tables import Source

@@ -6,7 +6,7 @@ import os
 import threading
 
 from optpipe.errors import InputError
-from optpipe.process.child import End, Refused, read_request, write_frame
+from optpipe.process.protocol import End, Refused, read_request, write_frame
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from optpipe.process.child import End, read_request, write_frame
+from optpipe.process.protocol import End, read_request, write_frame
 from optpipe_solver.engines import REGISTRY, load
 from optpipe_solver.methods import ENGINES
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Protocol
 
 from optpipe.model.problem import Problem
-from optpipe.process.child import Frame, Request
+from optpipe.process.protocol import Frame, Request
 
 
 class Engine(Protocol):

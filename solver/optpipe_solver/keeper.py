@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import length_ms
-from optpipe.evaluate.validity import check
-from optpipe.process.child import Frame, Incumbent, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
 from optpipe_solver.cpsat.timed import covers, split
 from optpipe_solver.heuristics import generate
 from optpipe_solver.methods import HEURISTICS

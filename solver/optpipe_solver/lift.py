@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.evaluate.graph import Flags, Floats, Ints, Table, Where, is_transfer
+from optpipe.evaluate.graph import Where, is_transfer
+from optpipe.model.arrays import Flags, Floats, Ints, Table
 from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program

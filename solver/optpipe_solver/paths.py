@@ -4,12 +4,12 @@ its W."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
-from optpipe.evaluate.graph import ACROSS, Flags, Floats, dependencies, durations, flatten, is_transfer, streams
+from optpipe.evaluate.graph import ACROSS, is_transfer
 from optpipe.evaluate.timeline import Timeline
+from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.program import KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
@@ -26,15 +26,11 @@ def familiar(schedule: Schedule) -> bool:
 def tails(schedule: Schedule) -> list[float]:
     """The longest path from each op's start to the end, in ms, by rows of the timeline: the same graph as `simulate`'s,
     backwards."""
-    table, device = flatten(schedule)
-    needs, delay = dependencies(schedule.problem, table, device)
-    order, begins = streams(schedule.problem, schedule, table, device)
-    before = np.full(len(table), -1)  # on the stream
-    for a, b in pairwise(begins.tolist()):
-        stream = order[a:b]
-        before[stream[1:]] = stream[:-1]
+    compiled = schedule.compiled
+    (needs, delay), before = compiled.needs, compiled.streams.before(len(compiled.rows))
+    table, lasts = compiled.rows.table, compiled.durations_ms.tolist()
     waits = [[j for j in (*row, prior) if j >= 0] for row, prior in zip(needs.tolist(), before.tolist(), strict=True)]
-    across, later, lasts = needs[:, ACROSS].tolist(), delay.tolist(), durations(schedule.problem, table).tolist()
+    across, later = needs[:, ACROSS].tolist(), delay.tolist()
     followers = [0] * len(table)
     for row in waits:
         for j in row:

@@ -19,11 +19,10 @@ from optpipe.errors import OptPipeError
 from optpipe.evaluate.graph import ISSUED
 from optpipe.evaluate.jitter import PERCENTILE, Noise, waits_for
 from optpipe.evaluate.objective import length_ms
-from optpipe.evaluate.validity import check
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, MICROBATCH, STAGE, Program
-from optpipe.process.child import Frame, Incumbent, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
 from optpipe_solver.prune import prune
 
 METHOD = "robust"

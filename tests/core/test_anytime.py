@@ -13,7 +13,7 @@ from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import InputError, Problem, Stage, anytime, improve, solve
 from optpipe.process import child
-from optpipe.process.child import Request
+from optpipe.process.protocol import Request
 
 TESTS = Path(__file__).parents[1]
 

@@ -10,10 +10,14 @@ from support.chain import chain, gpipe, one_by_one
 from support.strategies import problems_with_schedules
 
 from optpipe import DeadlockError, Op, Schedule
-from optpipe.evaluate.graph import flatten
 from optpipe.evaluate.jitter import CUT, MOST_SAMPLES, POSITIVE, Noise, percentile_ms
+from optpipe.evaluate.rows import Rows
 from optpipe.model.ops import Kind
 from optpipe.model.program import JOINED
+
+
+def all_ops(schedule: Schedule) -> list[Op]:
+    return [op for program in schedule.programs for op in program.ops()]
 
 
 @given(problems_with_schedules(beyond=True))
@@ -21,13 +25,13 @@ from optpipe.model.program import JOINED
 def test_every_sample_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     noise = Noise(problem, 0.2, seed=3)
-    table, _ = flatten(schedule)
-    alone = table.copy()
+    rows = schedule.compiled.rows
+    alone = rows.table.copy()
     alone[:, JOINED] = 0  # each op's own time: the clock makes pairs of them
-    ops = [op for program in schedule.programs for op in program.ops()]
+    ops = all_ops(schedule)
     makespans, spans = noise.lengths_ms(schedule), noise.lengths_ms(schedule, "span")
     for sample in (0, noise.samples - 1):
-        ms = dict(zip(ops, noise.durations(alone)[:, sample].tolist(), strict=True))
+        ms = dict(zip(ops, noise.durations_ms(Rows(alone, rows.device))[:, sample].tolist(), strict=True))
         seen = clock.run(problem, schedule, ms.__getitem__, lambda op: problem.p2p_ms)
         assert makespans[sample] == pytest.approx(seen.makespan)
         assert spans[sample] <= makespans[sample] + 1e-9
@@ -43,14 +47,15 @@ def test_without_noise_it_is_the_nominal_time(pair):
 
 def test_one_ops_time_is_normal_and_cut():
     problem = chain(m=40)
-    table, _ = flatten(gpipe(problem))
-    factors = Noise(problem, 0.05).durations(table) / problem.costs.ms[table[:, 0], table[:, 1], None]
-    assert factors.shape == (len(table), MOST_SAMPLES)
+    rows = gpipe(problem).compiled.rows
+    nominal = problem.costs.ms[rows.kind, rows.stage, None]
+    factors = Noise(problem, 0.05).durations_ms(rows) / nominal
+    assert factors.shape == (len(rows), MOST_SAMPLES)
     assert factors.mean() == pytest.approx(1.0, abs=0.001)
     assert factors.std() == pytest.approx(0.05, rel=0.02)
     assert np.percentile(factors, 95) == pytest.approx(1 + 0.05 * 1.645, rel=0.002)
     assert factors.min() == pytest.approx(1 - 0.05 * CUT)
-    wild = Noise(problem, 1.0).durations(table) / problem.costs.ms[table[:, 0], table[:, 1], None]
+    wild = Noise(problem, 1.0).durations_ms(rows) / nominal
     assert wild.min() == pytest.approx(1 - POSITIVE)
     assert wild.mean() == pytest.approx(1.0, abs=0.02)
 
@@ -59,7 +64,7 @@ def test_the_noise_belongs_to_the_op_and_not_to_its_place():
     problem = chain()
     noise = Noise(problem, 0.1, seed=1)
     of = [
-        dict(zip([op for p in schedule.programs for op in p.ops()], noise.durations(flatten(schedule)[0]), strict=True))
+        dict(zip(all_ops(schedule), noise.durations_ms(schedule.compiled.rows), strict=True))
         for schedule in (gpipe(problem), one_by_one(problem))
     ]
     same = of[0].keys() & of[1].keys()

@@ -17,7 +17,7 @@ from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, 
 from optpipe.anytime import Result, _with_incumbent
 from optpipe.model.placement import Placement, _even_cuts
 from optpipe.model.problem import StageCosts
-from optpipe.process.child import Incumbent, Programs, Request
+from optpipe.process.protocol import Incumbent, Programs, Request
 from optpipe_cache import Cache
 from optpipe_solver.heuristics import generate
 

@@ -7,7 +7,7 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
 from optpipe.model.ops import MARKS
-from optpipe.process.child import Bound
+from optpipe.process.protocol import Bound
 
 
 def items(schedule: Schedule) -> list[list[Op | Pair]]:

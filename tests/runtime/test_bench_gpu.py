@@ -25,11 +25,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from optpipe.errors import InputError
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.validity import check
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify, check
 from optpipe_cli.main import app
 from optpipe_runtime.bench import gpu, gpu_runs, paced
 from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals, emulate

@@ -23,9 +23,7 @@ from support.fake_service import by_path, fake_service
 from support.service import running, settings_in, use_fake_solver
 from support.strategies import arranged
 
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.validity import check
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify, check
 
 EACH, MICROBATCHES = 20, 4
 CASES = {  # ranks, the rank of each stage, to whom each rank evicts

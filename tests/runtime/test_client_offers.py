@@ -8,9 +8,8 @@ from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, by_path, fake_service, one_after_the_other
 from support.following import QUICK, until
 
-from optpipe.evaluate.validity import check
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_runtime.service.client import ScheduleClient
 
 SLOWER = chain(scale=1.5)

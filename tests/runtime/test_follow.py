@@ -17,10 +17,8 @@ from support.fake_service import Answer, Asked, fake_service
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.validity import check
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify, check
 from optpipe_runtime import Follower
 from optpipe_runtime.follow import one_at_a_time
 

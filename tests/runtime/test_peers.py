@@ -14,10 +14,9 @@ from support.strategies import schedules
 from test_executor import same
 
 from optpipe.errors import ScheduleError
-from optpipe.evaluate.memory import certify
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 from optpipe_runtime import Layout, prepare
 
 # rank 0 has two activations at most, two wait on rank 1, whose rooms are made in another order than they are used

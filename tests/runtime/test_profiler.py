@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from rank_worker import Ranks
 from support.strategies import schedules
 
-from optpipe.evaluate.memory import certify
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 
 M = 3
 

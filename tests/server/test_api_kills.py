@@ -14,8 +14,7 @@ from support.chain import chain
 from support.ports import free_port
 from support.serve_process import serve_process
 
-from optpipe.evaluate.validity import check
-from optpipe.files import ScheduleFile
+from optpipe.schedule import ScheduleFile, check
 
 CLIENTS = 2
 STARTS_S = 60.0

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.chain import chain, gpipe
 
 from optpipe.errors import InputError
-from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
+from optpipe.schedule import ScheduleFile
 from optpipe_server.http.bodies import Submission, parse
 from optpipe_server.http.limits import LONGEST_BODY
 from optpipe_server.http.replies import ReplyError

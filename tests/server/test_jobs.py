@@ -13,9 +13,8 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.rest import submit, until_cached, until_over, until_running
 
-from optpipe.evaluate.validity import check
-from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
+from optpipe.schedule import ScheduleFile, check
 from optpipe_server import Settings
 
 Serving = Callable[[Settings], httpx.Client]

@@ -13,9 +13,8 @@ from support.chain import chain, gpipe
 from support.rest import submit, until_cached, until_over, until_running
 
 from optpipe.anytime import Result
-from optpipe.evaluate.memory import certify
-from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
+from optpipe.schedule import ScheduleFile, certify
 from optpipe_server.database import NewJob, Start
 from optpipe_server.database.jobs import MOST_LISTED
 from optpipe_server.serve import Server

@@ -12,9 +12,8 @@ from support.chain import chain
 from support.rest import until_cached
 from support.service import events
 
-from optpipe.evaluate.validity import check
-from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
+from optpipe.schedule import ScheduleFile, check
 from optpipe_runtime.service.client import ScheduleClient
 from optpipe_server import Settings
 

@@ -13,7 +13,8 @@ from support.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, len
 from support.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, Stage, check
-from optpipe.process.child import Bound, Frame, Incumbent, Objective, Programs, Request
+from optpipe.evaluate.objective import Objective
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget

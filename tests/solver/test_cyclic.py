@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.validity import check
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Device, Problem, Stage
-from optpipe.process.child import Bound, Frame, Incumbent, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import budget, cyclic
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks

@@ -10,7 +10,7 @@ import pytest
 
 import optpipe
 from optpipe import Problem, Schedule, certify, check
-from optpipe.process.child import Incumbent, Note, Programs, Request
+from optpipe.process.protocol import Incumbent, Note, Programs, Request
 from optpipe_solver.portfolio import Portfolio
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"

@@ -12,7 +12,8 @@ import pytest
 
 from optpipe import Problem, SolverError, Stage, check
 from optpipe.model.problem import Device
-from optpipe.process.child import Child, End, Incumbent, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import End, Incumbent, Request
 
 
 def pipeline(devices: int, microbatches: int) -> Problem:
@@ -84,7 +85,7 @@ def test_an_unknown_method_is_one_sentence() -> None:
 
 def test_only_the_named_engine_is_loaded() -> None:
     code = (
-        "import sys; from optpipe.process.child import Request; from optpipe_solver import milp\n"
+        "import sys; from optpipe.process.protocol import Request; from optpipe_solver import milp\n"
         "request = Request.model_validate_json(sys.stdin.read())\n"
         "assert milp.applies(request.problem) and 'highspy' not in sys.modules\n"
         "milp.run(request, print)\n"

@@ -10,7 +10,8 @@ import pytest
 from support.chain import chain
 
 from optpipe import Problem, Schedule
-from optpipe.process.child import Child, Frame, Note, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Frame, Note, Request
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun

@@ -11,7 +11,7 @@ from support.strategies import problems_with_schedules
 from support.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
-from optpipe.process.child import Bound, Incumbent, Infeasible, Programs, Request
+from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request
 from optpipe_cache import Cache, distance, features
 from optpipe_cache.features import shape
 from optpipe_solver import cpsat, milp

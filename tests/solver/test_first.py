@@ -19,7 +19,8 @@ from support.strategies import problems
 
 from optpipe import Problem, check
 from optpipe.errors import InputError
-from optpipe.process.child import Bound, Child, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility

@@ -11,7 +11,7 @@ import pytest
 import optpipe
 from optpipe import InputError, Problem, Schedule
 from optpipe.errors import ScheduleError
-from optpipe.process.child import Frame, Note, Request
+from optpipe.process.protocol import Frame, Note, Request
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.portfolio import PlacementSearch
 from optpipe_solver.portfolio.partitions import mismatch

@@ -8,7 +8,7 @@ import pytest
 from support.enumeration import problem_of, stage
 
 from optpipe import Problem, Schedule, check
-from optpipe.process.child import Frame, Incumbent, Programs, Request
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe_solver import budget, lns
 from optpipe_solver.cpsat.ticks import Ticks
 from optpipe_solver.cpsat.timed import split, timed

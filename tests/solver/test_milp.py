@@ -14,7 +14,8 @@ from support.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all, probl
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
-from optpipe.process.child import Bound, End, Incumbent, Objective, Programs
+from optpipe.evaluate.objective import Objective
+from optpipe.process.protocol import Bound, End, Incumbent, Programs
 from optpipe_solver import milp
 from optpipe_solver.lift import lift
 from optpipe_solver.milp.model import Model

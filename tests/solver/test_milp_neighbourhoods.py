@@ -17,7 +17,7 @@ from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
-from optpipe.process.child import End, Incumbent, Note, Programs
+from optpipe.process.protocol import End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lift import lift

@@ -17,7 +17,7 @@ from support.enumeration import EXHAUSTIVE, SPAN, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
 from optpipe import InputError
-from optpipe.process.child import Incumbent, Note
+from optpipe.process.protocol import Incumbent, Note
 from optpipe_solver.milp.backend import UnavailableError, backend
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.switches import ALL, PLAIN, Switches

@@ -16,7 +16,8 @@ from support.enumeration import best_of_all, problem_of, stage
 import optpipe
 from optpipe import Device, InputError, Problem, Schedule, Stage, check, simulate
 from optpipe.model.placement import Placement
-from optpipe.process.child import Bound, Child, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_cli import main as cli
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate

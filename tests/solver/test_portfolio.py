@@ -17,7 +17,8 @@ from support.processes import over
 
 import optpipe
 from optpipe import InputError, Problem, check
-from optpipe.process.child import Bound, Child, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import engines as registry
 from optpipe_solver import plan, systems
 from optpipe_solver.heuristics import STREAMS, generate

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from optpipe import Problem
-from optpipe.process.child import Child, End, Incumbent, Programs, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import End, Incumbent, Programs, Request
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun

@@ -11,7 +11,7 @@ import pytest
 import optpipe
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.jitter import Noise, percentile_ms
-from optpipe.process.child import Bound, Incumbent, Note, Programs, Request
+from optpipe.process.protocol import Bound, Incumbent, Note, Programs, Request
 from optpipe_solver import plan, robust
 from optpipe_solver.heuristics import generate
 from optpipe_solver.portfolio import Portfolio, engine_processes

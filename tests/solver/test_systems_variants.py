@@ -14,7 +14,7 @@ from support.strategies import problems
 from support.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
-from optpipe.process.child import Bound, Incumbent, Note, Request
+from optpipe.process.protocol import Bound, Incumbent, Note, Request
 from optpipe_solver import plan, systems
 from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs, time_limit
 from optpipe_solver.systems import SYSTEMS, System

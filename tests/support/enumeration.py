@@ -10,10 +10,11 @@ from typing import Any
 
 from optpipe import Problem, Schedule, Stage, simulate
 from optpipe.errors import ScheduleError
-from optpipe.evaluate.memory import certify, device_bytes
+from optpipe.evaluate.memory import device_bytes
+from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import Program
-from optpipe.process.child import Objective
+from optpipe.schedule import certify
 
 
 def length(schedule: Schedule, objective: Objective) -> float:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from optpipe.process.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, read_request, write_frame
 from optpipe_solver.heuristics import generate
 
 

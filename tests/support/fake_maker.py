@@ -6,7 +6,7 @@ import time
 
 from pydantic import ValidationError
 
-from optpipe.process.child import End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
+from optpipe.process.protocol import End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
 from support.chain import one_by_one
 
 FINDS_NONE = ("silent", "crash", "invalid", "later")

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from optpipe.files import ScheduleFile
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, ScheduleFile
 
 
 class ResetError(Exception):

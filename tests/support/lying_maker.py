@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optpipe.process.child import Bound, End, Incumbent, Note, Programs, read_request, write_frame
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs, read_request, write_frame
 from support.chain import gpipe, one_by_one
 
 

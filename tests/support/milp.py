@@ -13,14 +13,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from optpipe import Problem, check
-from optpipe.process.child import Bound, End, Frame, Incumbent, Objective, Request
+from optpipe.evaluate.objective import Objective
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length
 
 DRIVER = """
 import json, sys
-from optpipe.process.child import End, Request, write_frame
+from optpipe.process.protocol import End, Request, write_frame
 from optpipe_solver import milp
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:

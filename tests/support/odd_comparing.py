@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from optpipe.process.child import read_request
+from optpipe.process.protocol import read_request
 
 
 def main() -> None:

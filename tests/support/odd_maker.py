@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from optpipe.model.problem import Problem
-from optpipe.process.child import Bound, End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
+from optpipe.process.protocol import Bound, End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
 from optpipe.schedule import Schedule
 from support.chain import chain, gpipe, one_by_one
 

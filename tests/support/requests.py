@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from optpipe.files import ScheduleFile
+from optpipe.schedule import ScheduleFile
 from support.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()

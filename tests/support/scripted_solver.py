@@ -7,7 +7,17 @@ import sys
 import time
 
 from optpipe import Problem, Schedule
-from optpipe.process.child import Bound, End, Incumbent, Infeasible, Note, Programs, Refused, read_request, write_frame
+from optpipe.process.protocol import (
+    Bound,
+    End,
+    Incumbent,
+    Infeasible,
+    Note,
+    Programs,
+    Refused,
+    read_request,
+    write_frame,
+)
 
 
 def one_at_a_time(problem: Problem) -> Schedule:

@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from optpipe import Problem, check
 from optpipe.process import family
-from optpipe.process.child import Programs
+from optpipe.process.protocol import Programs
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob, Start
 from optpipe_server.database.tables import incumbents, jobs, problems

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError
-from optpipe.evaluate.memory import certify
 from optpipe.model.ops import COMPUTE, Kind
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 from optpipe_runtime.bench.gpu_neighbours import emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
 from optpipe_runtime.bench.single import single_rank

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from optpipe.errors import ScheduleError
-from optpipe.evaluate.memory import Certificate, certify, held_bytes
-from optpipe.evaluate.validity import check
+from optpipe.evaluate.memory import Certificate, held_bytes
 from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, of_kinds
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify, check
 from optpipe_runtime.memory.turns import Turns, turns
 from optpipe_runtime.ranks.layout import Layout
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
 from optpipe_runtime.service.search import Search
 from optpipe_runtime.service.wire import (

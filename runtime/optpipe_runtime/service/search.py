@@ -13,11 +13,9 @@ from typing import Any
 from uuid import uuid4
 
 from optpipe.errors import InputError
-from optpipe.evaluate.validity import check
-from optpipe.files import ScheduleFile
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_runtime.service.wire import (
     LONGEST_REQUEST,
     AwayError,

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from optpipe.anytime import Result
 from optpipe.model.problem import Problem
-from optpipe.process.child import Programs
+from optpipe.process.protocol import Programs
 from optpipe_server.database.engine import now
 from optpipe_server.database.tables import Level, Source, incumbents, jobs, log, problems
 

@@ -11,8 +11,8 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, text
 
 from optpipe.anytime import Result
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe_server.database.engine import Database, now
 from optpipe_server.database.incumbents import append, change, known, note, plain, problem_text, written
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, log, problems

@@ -12,8 +12,9 @@ from sqlalchemy import Connection, Row, case, select, update
 
 from optpipe.anytime import Result
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective, Programs
+from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule
 from optpipe_server.database.engine import Database, clock_s, now
 from optpipe_server.database.incumbents import append, best_ms, change, known, note, plain, state_of_work, written

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from optpipe.errors import input_error
-from optpipe.files import ScheduleFile
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Ms, Problem, Record
-from optpipe.process.child import Objective
+from optpipe.schedule import ScheduleFile
 from optpipe_server.http.replies import ReplyError
 
 LONGEST_SOLVE_S = 3600.0

@@ -17,7 +17,7 @@ import structlog
 from fastapi import Request
 
 from optpipe.model.problem import Problem
-from optpipe.process import child, family
+from optpipe.process import family, protocol
 from optpipe_server.http.asked import hung_up
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import Settings
@@ -42,7 +42,7 @@ class Comparisons:
             raise ReplyError(503, f"{AT_ONCE} comparisons run already.", {"Retry-After": str(round(time_limit_s) + 1)})
         self._running += 1
         try:
-            asked = child.Request(
+            asked = protocol.Request(
                 problem=problem,
                 method=" ".join(methods),
                 time_limit_s=time_limit_s,
@@ -55,7 +55,7 @@ class Comparisons:
             self._running -= 1
 
 
-async def _answer(request: Request, asked: child.Request, longest_s: float) -> str:
+async def _answer(request: Request, asked: protocol.Request, longest_s: float) -> str:
     mark = family.new_mark()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", COMPARING),
@@ -86,7 +86,7 @@ async def _answer(request: Request, asked: child.Request, longest_s: float) -> s
             await process.wait()
 
 
-async def _told(process: asyncio.subprocess.Process, asked: child.Request) -> tuple[bytes, bytes]:
+async def _told(process: asyncio.subprocess.Process, asked: protocol.Request) -> tuple[bytes, bytes]:
     """What the process wrote. Its input stays open meanwhile: it ends when that closes."""
     assert process.stdin
     assert process.stdout

@@ -8,11 +8,9 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
 
-from optpipe.evaluate.memory import certify
-from optpipe.files import timed_ops
 from optpipe.model.problem import Problem
-from optpipe.process.child import Programs
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Programs
+from optpipe.schedule import Schedule, certify, timed_ops
 from optpipe.show.trace import trace
 from optpipe_server.http import examples, shapes
 from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, Tags, names

@@ -13,10 +13,9 @@ import anyio.to_thread
 from sqlalchemy import Row
 
 from optpipe.errors import InputError
-from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
-from optpipe.process.child import Programs
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Programs
+from optpipe.schedule import Schedule, ScheduleFile
 from optpipe_cache.features import shape
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optpipe.files import ScheduleFile, Status, TimedOp
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Record
-from optpipe.process.child import Objective
+from optpipe.schedule import ScheduleFile, Status, TimedOp
 from optpipe_server.database.tables import Level, Source, State
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]

@@ -9,12 +9,9 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from optpipe.errors import InputError, ScheduleError
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.validity import check
-from optpipe.files import ScheduleFile, TimedOp, timed_ops
+from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Items, Problem, Record
-from optpipe.process.child import Objective
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check, timed_ops
 from optpipe_cache import Hit
 from optpipe_server.first import LARGE, size
 from optpipe_server.http import examples, shapes

@@ -15,11 +15,11 @@ from typing import Literal, TypeVar
 
 import structlog
 
-from optpipe.anytime import PROVEN, Result, Search, improve, merged
+from optpipe.anytime import Result, Search, improve, merged
 from optpipe.errors import InputError, OptPipeError
-from optpipe.files import Found
 from optpipe.process import family
 from optpipe.process.niceness import NICER
+from optpipe.schedule import Found
 from optpipe_server import metrics
 from optpipe_server.caches import Caches
 from optpipe_server.database import Leases
@@ -220,7 +220,7 @@ class Solve:
     def _settled(self) -> bool:
         """Whether nothing is left to search for."""
         gap = self._best.gap
-        return gap is not None and gap <= max(PROVEN, self._held.gap)
+        return gap is not None and gap <= self._held.gap
 
     def _goes_on(self, last: Result) -> bool:
         """What becomes of the job after a search; False where it is no more this worker's."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from optpipe.evaluate.objective import NEVER, Objective
-from optpipe.model.costs import Floats
+from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem, Stage, StageCosts
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes

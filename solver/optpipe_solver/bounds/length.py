@@ -10,8 +10,8 @@ from math import ceil, inf
 
 import numpy as np
 
-from optpipe.evaluate.graph import Flags, Floats
 from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan

@@ -17,7 +17,7 @@ import numpy as np
 
 from optpipe.model.ops import Kind
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
-from optpipe.process.child import Bound, Frame, Request
+from optpipe.process.protocol import Bound, Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget

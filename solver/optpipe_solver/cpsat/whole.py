@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from ortools.sat.python import cp_model
 
+from optpipe.evaluate.objective import Objective
 from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat import memory, ranks, span, streams, symmetry
 from optpipe_solver.cpsat.ticks import Ticks

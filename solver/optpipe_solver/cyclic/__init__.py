@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optpipe.model.problem import Problem
-from optpipe.process.child import Frame, Request
+from optpipe.process.protocol import Frame, Request
 
 FEWEST = 2  # micro-batches that can repeat
 

@@ -9,7 +9,7 @@ from math import ceil
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND
-from optpipe.process.child import Frame, Request
+from optpipe.process.protocol import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks

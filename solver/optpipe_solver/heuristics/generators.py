@@ -11,11 +11,10 @@ from time import monotonic
 from typing import Protocol
 
 from optpipe.errors import InputError
-from optpipe.evaluate.memory import certify
 from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 from optpipe_solver import systems
 from optpipe_solver.heuristics.descent import descend
 from optpipe_solver.heuristics.naive import one_at_a_time

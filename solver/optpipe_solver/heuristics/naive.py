@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from optpipe.evaluate.graph import Table, is_transfer
+from optpipe.evaluate.graph import is_transfer
+from optpipe.model.arrays import Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE, Program

@@ -8,10 +8,9 @@ import numpy as np
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.memory import device_bytes
-from optpipe.evaluate.validity import check
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import JOINED, KIND, MICROBATCH, Program
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 
 AT_ONCE_MS = 1e-6  # between two ops that follow each other at once
 

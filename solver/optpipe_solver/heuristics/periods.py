@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats, Ints, Table
+from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe_solver import plan

@@ -7,11 +7,10 @@ from math import ceil
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats, Table
-from optpipe.evaluate.validity import check
+from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
 from optpipe_solver.heuristics.list_scheduling import ListScheduler
 from optpipe_solver.heuristics.periods import lengthened

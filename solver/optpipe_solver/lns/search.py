@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from optpipe.process.child import Frame, Request
+from optpipe.process.protocol import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.ticks import Ticks

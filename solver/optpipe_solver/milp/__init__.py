@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.process.child import Bound, Note, Request
+from optpipe.process.protocol import Bound, Note, Request
 from optpipe_solver.keeper import Keeper
 from optpipe_solver.milp.switches import ALL, Order, Switches
 
 if TYPE_CHECKING:
-    from optpipe.evaluate.graph import Floats
-    from optpipe.process.child import Frame
+    from optpipe.model.arrays import Floats
+    from optpipe.process.protocol import Frame
     from optpipe_solver.milp.backend import Limits
     from optpipe_solver.milp.model import Model
 

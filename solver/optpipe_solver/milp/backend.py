@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from optpipe.errors import InputError, SolverError
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Clause, Rows
 
 # of feasibility and of integrality: with times up to a thousand, what leaks through a big-M stays far below `MARGIN`

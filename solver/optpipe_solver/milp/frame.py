@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.graph import ACROSS, ISSUED, Flags, Floats, Ints, dependencies, is_transfer, streams
-from optpipe.evaluate.validity import check
+from optpipe.evaluate.graph import ACROSS, ISSUED, dependencies, is_transfer, streams
+from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import JOINED, KIND, STAGE
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.windows import Arc, passing
 from optpipe_solver.paths import apart, stands, tails

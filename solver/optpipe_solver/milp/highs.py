@@ -5,7 +5,7 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 from optpipe_solver.milp.rows import Rows
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats
+from optpipe.evaluate.objective import Objective
+from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.process.child import Objective
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.offload import Offload, Time
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows

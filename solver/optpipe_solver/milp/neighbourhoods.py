@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.lift import lift

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pulp
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe_solver.milp.backend import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
 from optpipe_solver.milp.rows import Rows
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats, Ints
+from optpipe.model.arrays import Floats, Ints
 
 
 class Literal(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Clause, Literal
 
 VIOLATED = 1e-6

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.evaluate.graph import Floats
+from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import used_routes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe.process.child import (
+from optpipe.process.protocol import (
     Bound,
     End,
     Frame,

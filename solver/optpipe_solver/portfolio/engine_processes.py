@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import psutil
 
 from optpipe.errors import OptPipeError
-from optpipe.process.child import Child, Frame, Programs, Request
+from optpipe.process.child import Child
+from optpipe.process.protocol import Frame, Programs, Request
 from optpipe.schedule import Schedule
 
 ENGINE = "optpipe_solver.engine"

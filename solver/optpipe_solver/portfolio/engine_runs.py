@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optpipe.errors import OptPipeError
-from optpipe.process.child import Bound, End, Incumbent, Note, Request
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
 from optpipe_solver.plan import EngineRun

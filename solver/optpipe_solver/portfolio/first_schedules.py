@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from optpipe.errors import InputError, input_error
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
-from optpipe.process.child import End, Note, Refused, Request, requests, write_frame
 from optpipe.process.heap import settle
+from optpipe.process.protocol import End, Note, Refused, Request, requests, write_frame
 from optpipe_solver import plan
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.portfolio.search_state import Emit

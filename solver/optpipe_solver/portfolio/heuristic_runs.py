@@ -8,7 +8,7 @@ from itertools import count
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER, length_ms
-from optpipe.process.child import Note, Request
+from optpipe.process.protocol import Note, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
 from optpipe_solver.heuristics import STREAMS

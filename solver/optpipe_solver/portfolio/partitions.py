@@ -10,7 +10,7 @@ import numpy as np
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER, Objective, length_ms, shorter
-from optpipe.model.costs import Floats
+from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem, StageCosts
 from optpipe_solver import plan

@@ -18,7 +18,7 @@ from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, raises, reaches, shorter
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem, Stage
-from optpipe.process.child import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver import plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound

@@ -7,7 +7,7 @@ bound of all of them are kept.
 from __future__ import annotations
 
 from optpipe.errors import OptPipeError
-from optpipe.process.child import Infeasible, Note, Request
+from optpipe.process.protocol import Infeasible, Note, Request
 from optpipe_solver import engines, plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility

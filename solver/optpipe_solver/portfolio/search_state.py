@@ -7,10 +7,9 @@ from collections.abc import Callable
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.jitter import Noise
 from optpipe.evaluate.objective import NEVER, length_ms, raises, reaches, shorter
-from optpipe.evaluate.validity import check
 from optpipe.model.program import JOINED
-from optpipe.process.child import Bound, Frame, Incumbent, Programs, Request
-from optpipe.schedule import Schedule
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
 from optpipe_solver.methods import ROBUST
 from optpipe_solver.paths import familiar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from optpipe.process.child import Request
+from optpipe.process.protocol import Request
 from optpipe_solver import plan
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
-from optpipe.process.child import Placements
+from optpipe.process.protocol import Placements
 from optpipe.schedule import Schedule
 from optpipe_solver.systems import (
     bpipe,

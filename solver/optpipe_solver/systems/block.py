@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats, Ints, Table
+from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from optpipe.evaluate.graph import Floats, Table
+from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Op, Pair
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE, Program

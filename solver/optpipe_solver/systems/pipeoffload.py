@@ -13,10 +13,9 @@ from math import ceil
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.evaluate.memory import certify
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, certify
 from optpipe_solver.lift import lift_table
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import in_order, visits, warmed_up

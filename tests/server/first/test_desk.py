@@ -22,9 +22,8 @@ from support.strategies import problems
 
 import optpipe_server.first
 from optpipe.errors import InputError
-from optpipe.evaluate.validity import check
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, check
 from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Start
 from optpipe_server.first import Desk

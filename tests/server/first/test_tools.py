@@ -17,11 +17,8 @@ from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
 
-from optpipe.evaluate.memory import certify
-from optpipe.evaluate.validity import check
-from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
+from optpipe.schedule import Schedule, ScheduleFile, certify, check
 from optpipe_server.http import comparisons, tools, turns
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.serve import Server

@@ -105,7 +105,7 @@ def test_source(file: Path) -> None:
 
 def test_there_is_something_to_look_at() -> None:
     names = {"/".join(file.parts[-2:]) for file in FILES}
-    assert {"http/guard.py", "database/jobs.py", "optpipe_cache/store.py", "optpipe/child.py"} <= names
+    assert {"http/guard.py", "database/jobs.py", "optpipe_cache/store.py", "process/child.py"} <= names
 
 
 @pytest.mark.parametrize(

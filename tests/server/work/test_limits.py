@@ -197,7 +197,7 @@ def test_a_solver_within_its_group_is_there_before_it_is_asked(
 
 
 def test_a_fork_has_marks_of_its_own() -> None:
-    code = "import os; from optpipe import family; before = family.OWN; pid = os.fork()"
+    code = "import os; from optpipe.process import family; before = family.OWN; pid = os.fork()"
     code += "; pid and os.waitpid(pid, 0); print(family.OWN == before, flush=True)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told == ["False", "True"], "the fork has others, and who forked keeps its own"

@@ -1,0 +1,170 @@
+"""The memory rule: what each kind of op takes when it starts and frees when it ends, on its device and on the host.
+
+`TABLE` is the only place that says it. The certificate is a prefix scan over it; list scheduling, CP-SAT, the cyclic
+pattern, the MILP, repair, bounds and the runtime's lowering read the same table.
+
+What an op takes counts from its start, what it frees counts until its end. So no jitter of any op or transfer leads to
+more bytes than the scan over the programs finds. G, U and P have no effect: what they move is model state, which is
+not part of `activation_budget_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from optpipe.evaluate.rows import Index, Rows
+from optpipe.model.arrays import Ints
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The bytes of activations, in arrays of one shape: what effects are written in."""
+
+    activation: Ints
+    saved_for_weight: Ints  # what stays saved from B until W
+    kept: Ints  # what stays after F: the activation, or the checkpoint where it is recomputed
+    moved: Ints  # of one transfer: the part, or what is evicted
+    hosted: Ints  # in host memory when the backward starts
+
+
+Bytes = Callable[[Sizes], Ints]
+
+
+def nothing(sizes: Sizes) -> Ints:
+    """No bytes."""
+    return np.zeros_like(sizes.activation)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one kind of op takes at its start and frees at its end."""
+
+    takes: Bytes = nothing
+    frees: Bytes = nothing
+    takes_on_host: Bytes = nothing
+    frees_on_host: Bytes = nothing
+
+
+TABLE: dict[Kind, Effect] = {
+    Kind.F: Effect(takes=lambda x: x.activation, frees=lambda x: x.activation - x.kept),
+    Kind.C: Effect(takes=lambda x: x.activation - x.kept),
+    Kind.B: Effect(
+        takes=lambda x: np.maximum(0, x.saved_for_weight - x.activation),
+        frees=lambda x: np.maximum(0, x.activation - x.saved_for_weight),
+        frees_on_host=lambda x: x.hosted,
+    ),
+    Kind.W: Effect(frees=lambda x: x.saved_for_weight),
+    Kind.BW: Effect(frees=lambda x: x.activation, frees_on_host=lambda x: x.hosted),
+    Kind.O: Effect(takes_on_host=lambda x: x.moved),
+    Kind.D: Effect(frees=lambda x: x.moved),
+    Kind.R: Effect(takes=lambda x: x.moved),
+    Kind.E: Effect(),
+    Kind.L: Effect(takes=lambda x: x.moved),
+    Kind.A: Effect(takes=lambda x: x.moved),  # on the peer, as is V
+    Kind.V: Effect(frees=lambda x: x.moved),
+    Kind.G: Effect(),
+    Kind.U: Effect(),
+    Kind.P: Effect(),
+}
+
+
+class Level(NamedTuple):
+    """What one activation holds from the start or the end of an op on."""
+
+    kind: Kind
+    ended: bool  # from the op's end on, else from its start on
+    bytes: int
+
+
+class RowEffects(NamedTuple):
+    """What each op of a schedule takes and frees, (n,) bytes each; the fields of `Effect`."""
+
+    takes: Ints
+    frees: Ints
+    takes_on_host: Ints
+    frees_on_host: Ints
+
+
+class Effects:
+    """The table in one problem's bytes, for whole activations: arrays by kind and stage.
+
+    For an activation that stays on its device until its backward `takes` and `frees` are all there is. For one that is
+    recomputed `recomputed` says what F and C do instead. Transfers take and free the bytes of their part (`parts`).
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        costs = problem.costs
+        self.takes, self.frees = self._by_kind(kept=costs.activation)
+
+    def _by_kind(self, kept: Ints) -> tuple[Ints, Ints]:
+        costs = self.problem.costs
+        none = np.zeros_like(kept)
+        sizes = Sizes(costs.activation, costs.saved_for_weight, kept, moved=none, hosted=none)
+        takes = np.array([TABLE[kind].takes(sizes) for kind in Kind])
+        frees = np.array([TABLE[kind].frees(sizes) for kind in Kind])
+        return takes, frees
+
+    @cached_property
+    def recomputed(self) -> tuple[Ints, Ints]:
+        """(len(Kind), S) what ops take and free where the activation is recomputed."""
+        return self._by_kind(kept=self.problem.costs.checkpoint)
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """Of each stage the bytes of each part of its activation that can leave."""
+        costs = self.problem.costs
+        return [
+            costs.part_bytes(np.full(n, s), np.arange(n)).tolist() if total else [0] * n
+            for s, (n, total) in enumerate(zip(costs.parts.tolist(), costs.offload.tolist(), strict=True))
+        ]
+
+    def levels(self, stage: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
+        """What an activation holds while these ops of it run one after the other, such as F, B, W or F, C, BW.
+
+        One entry for each start and end at which the level changes; parts that leave in between come off it.
+        """
+        takes, frees = self.recomputed if recomputed else (self.takes, self.frees)
+        levels: list[Level] = []
+        held = 0
+        for kind in kinds:
+            for ended, change in ((False, int(takes[kind, stage])), (True, -int(frees[kind, stage]))):
+                if change:
+                    held += change
+                    levels.append(Level(kind, ended, held))
+        return levels
+
+    def by_row(self, rows: Rows, index: Index) -> RowEffects:
+        """What each op takes at its start and frees at its end, (n,) bytes each. Those of a pair stand on its first
+        op."""
+        sizes = self._sizes(rows, index)
+        return RowEffects(*(self._by_row(rows, sizes, what) for what in RowEffects._fields))
+
+    def _sizes(self, rows: Rows, index: Index) -> Sizes:
+        costs, stage, microbatch = self.problem.costs, rows.stage, rows.microbatch
+        kept, moved = costs.activation[stage], costs.part_bytes(stage, rows.part)
+        if costs.can_recompute.any():
+            again = (index.of(Kind.C) >= 0)[stage, microbatch]
+            kept = np.where(again, costs.checkpoint[stage], kept)
+        if costs.can_evict.any():
+            evicted = (index.of(Kind.E) >= 0)[stage, microbatch] | rows.of_kinds(Kind.A, Kind.V, Kind.L)
+            moved = np.where(evicted, costs.evict[stage], moved)
+        hosted = np.zeros((len(self.problem.stages), self.problem.microbatches), dtype=np.int64)
+        leaving = np.flatnonzero(rows.of_kinds(Kind.O))
+        np.add.at(hosted, (stage[leaving], microbatch[leaving]), moved[leaving])
+        return Sizes(costs.activation[stage], costs.saved_for_weight[stage], kept, moved, hosted[stage, microbatch])
+
+    def _by_row(self, rows: Rows, sizes: Sizes, what: str) -> Ints:
+        effects = {kind: getattr(effect, what) for kind, effect in TABLE.items()}
+        kinds = [kind for kind, effect in effects.items() if effect is not nothing]
+        amount: Ints = np.select([rows.kind == kind for kind in kinds], [effects[kind](sizes) for kind in kinds], 0)
+        amount[rows.first] += amount[rows.first + 1]
+        amount[rows.second] = 0
+        return amount

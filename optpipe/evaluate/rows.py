@@ -1,0 +1,150 @@
+"""A schedule's ops as rows of one table, and where each op stands in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from optpipe.errors import ScheduleError
+from optpipe.model.arrays import NONE, OFF_ROUTE, Flags, Ints, Table
+from optpipe.model.ops import EVICTION, HOST_LINK, OPTIMIZER, TRANSFERS, Kind, Op, Pair
+from optpipe.model.problem import Problem
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth
+class Rows:
+    """All ops, device after device in program order: the columns of the programs, (n,) each."""
+
+    table: Table  # (n, 5)
+    device: Ints  # (n,) of which program each row is
+
+    @classmethod
+    def of(cls, programs: Sequence[Program]) -> Rows:
+        tables = [program.table for program in programs]
+        device = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        return cls(np.concatenate(tables) if tables else np.empty((0, 5), np.int32), device)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def kind(self) -> Table:
+        return self.table[:, KIND]
+
+    @property
+    def stage(self) -> Table:
+        return self.table[:, STAGE]
+
+    @property
+    def microbatch(self) -> Table:
+        return self.table[:, MICROBATCH]
+
+    @property
+    def part(self) -> Table:
+        return self.table[:, PART]
+
+    def of_kinds(self, *kinds: Kind) -> Flags:
+        """Marks the rows of these kinds."""
+        return of_kinds(self.table, *kinds)
+
+    @cached_property
+    def first(self) -> Ints:
+        """The rows of the first op of each pair; the second is the row behind it."""
+        return np.flatnonzero(self.table[:, JOINED] == 1)
+
+    @cached_property
+    def second(self) -> Flags:
+        """Marks the second op of each pair."""
+        marks = np.zeros(len(self), np.bool_)
+        marks[self.first + 1] = True
+        return marks
+
+    @cached_property
+    def transfer(self) -> Flags:
+        """Marks what runs beside compute: on links, and on the host."""
+        return self.of_kinds(*TRANSFERS)
+
+    @cached_property
+    def on_host_link(self) -> Flags:
+        """Marks the transfers that devices with one `link` share."""
+        return self.of_kinds(*HOST_LINK)
+
+    def begins(self, devices: int) -> Ints:
+        """(devices + 1,) the first row of each device, and the number of rows."""
+        return np.searchsorted(self.device, np.arange(devices + 1))
+
+    def op(self, row: int) -> Op:
+        kind, stage, microbatch, part, _ = self.table[row].tolist()
+        return Op(Kind(kind), stage, microbatch, part)
+
+    def item(self, row: int) -> Op | Pair:
+        """The op of a row, or the pair that begins there."""
+        return Pair(self.op(row), self.op(row + 1)) if self.table[row, JOINED] else self.op(row)
+
+    def refuse(self, wrong: Flags, why: str) -> None:
+        """Raises ScheduleError for the first row that is marked."""
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise ScheduleError(f"{self.op(row)} in the program of device {self.device[row]}: {why}")
+
+    def require_known(self, problem: Problem) -> None:
+        """Raises ScheduleError for an op that this problem does not have.
+
+        Its stage must be on the device (of A and V: on a device that evicts to it), its micro-batch must pass the
+        stage, and the stage must have the part and the costs that the op needs.
+        """
+        if len(self) == 0:
+            return
+        costs, stage, microbatch = problem.costs, self.stage, self.microbatch
+        if int(self.device[-1]) >= len(problem.devices):
+            raise ScheduleError(
+                f"there is a program for device {self.device[-1]}, but the problem has {len(problem.devices)} devices"
+            )
+        self.refuse(stage >= len(problem.stages), f"there are {len(problem.stages)} stages")
+        self.refuse(microbatch >= problem.microbatches, f"there are {problem.microbatches} micro-batches")
+        accepting, optimizer = self.of_kinds(Kind.A, Kind.V), self.of_kinds(*OPTIMIZER)
+        home = costs.device[stage]
+        self.refuse(self.of_kinds(*EVICTION) & ~costs.can_evict[stage], "the stage has no evict_ms")
+        self.refuse(accepting & (costs.peer[home] != self.device), "the stage's device has another peer")
+        self.refuse(~accepting & (home != self.device), "the stage is on another device")
+        self.refuse(optimizer & (microbatch > 0), "what happens once an iteration is written with micro-batch 0")
+        self.refuse(optimizer & ~costs.can_update[stage], "the stage has no update_ms")
+        passed = costs.before[costs.route[microbatch], stage] != OFF_ROUTE
+        self.refuse(~optimizer & ~passed, "the micro-batch does not pass this stage")
+        self.refuse(self.of_kinds(Kind.O, Kind.R) & ~costs.can_offload[stage], "the stage has no offload_ms")
+        leaves = costs.can_offload[stage] | costs.can_evict[stage]
+        self.refuse(self.of_kinds(Kind.D) & ~leaves, "the stage has neither offload_ms nor evict_ms")
+        self.refuse(self.part >= costs.parts[stage], "the stage has fewer parts")
+        self.refuse(self.of_kinds(Kind.C) & ~costs.can_recompute[stage], "the stage has no recompute_ms")
+        joined = self.table[:, JOINED] == 1
+        self.refuse(
+            joined & (problem.overlap_factor is None), "ops run together only where the problem has overlap_factor"
+        )
+
+
+class Index:
+    """Finds ops: their rows by stage and micro-batch, `NONE` where there is none."""
+
+    def __init__(self, problem: Problem, rows: Rows) -> None:
+        self._rows = rows
+        self._shape = (len(problem.stages), problem.microbatches, int(problem.costs.parts.max()))
+        self._found: dict[Kind, Ints] = {}
+
+    def parts(self, kind: Kind) -> Ints:
+        """(S, m, parts) rows of a kind that may stand in parts: O, D and R."""
+        if kind not in self._found:
+            rows = np.flatnonzero(self._rows.kind == kind)
+            found = np.full(self._shape, NONE)
+            found[self._rows.stage[rows], self._rows.microbatch[rows], self._rows.part[rows]] = rows
+            self._found[kind] = found
+        return self._found[kind]
+
+    def of(self, *kinds: Kind) -> Ints:
+        """(S, m) rows of these kinds; the last one where there are several."""
+        found = [self.parts(kind)[:, :, 0] if self._shape[2] == 1 else self.parts(kind).max(axis=2) for kind in kinds]
+        last: Ints = found[0] if len(found) == 1 else np.max(found, axis=0)
+        return last

@@ -1,0 +1,187 @@
+"""The anytime protocol: a solver process reads one request and writes JSON lines, each an incumbent, a bound or a note.
+
+The same protocol joins the caller to `python -m optpipe_solver`, and that portfolio to each of its engines. The child's
+standard input stays open as long as somebody wants an answer. When it closes, because the parent stopped or died, the
+child ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+from optpipe.errors import FrameError, input_error
+from optpipe.evaluate.objective import Objective
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem, Record, TotalMs
+from optpipe.schedule import Schedule
+
+Placements = Literal["keep", "all"]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # PostgreSQL takes no NUL
+
+
+class Programs(Record):
+    """A schedule on the wire: each device's program, and each shared link's order, as one text of ops between spaces.
+
+    With a `placement` it is a schedule for that placement of the problem. Who receives it places the problem that was
+    asked about, so that a solver cannot pass off an easier one.
+    """
+
+    programs: tuple[str, ...]
+    links: dict[str, str] = Field(default_factory=dict)
+    placement: Placement | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Programs:
+        return cls(
+            programs=tuple(program.text() for program in schedule.programs),
+            links={link: order.text() for link, order in schedule.links.items()},
+            placement=schedule.placement,
+        )
+
+    def schedule(self, problem: Problem, method: str) -> Schedule:
+        """The schedule for this problem, not checked yet.
+
+        Raises InputError if an op cannot be read or the placement does not suit the problem.
+        """
+        placed = self.placement.apply(problem) if self.placement else problem
+        links = {link: texts.split() for link, texts in self.links.items()}
+        return Schedule.parse(placed, (texts.split() for texts in self.programs), links, method, self.placement)
+
+
+def _milp_solver(name: str) -> str:
+    if not re.fullmatch(r"auto|highs|gurobi|pulp(:\w+)?", name):
+        raise PydanticCustomError("solver", "auto, highs, gurobi, pulp or pulp:NAME was expected")
+    return name
+
+
+class Request(Record):
+    """What a solver is asked: the problem, how, and for how long."""
+
+    problem: Problem
+    method: str = "auto"
+    objective: Objective = "makespan"
+    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    warm_start: Programs | None = None
+    solver: Annotated[str, AfterValidator(_milp_solver)] = "auto"  # the MILP's backend
+    placements: Placements = "keep"  # the stages as given, or any split over the devices
+    jitter: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0  # noise of op times, as a share of them
+    memory_mib: Annotated[int, Field(ge=64)] | None = None  # of the solver's processes together
+
+
+class Incumbent(Record):
+    """A schedule better than those before it."""
+
+    type: Literal["incumbent"] = "incumbent"
+    method: Text
+    schedule: Programs
+
+
+class Bound(Record):
+    """No schedule is shorter than this."""
+
+    type: Literal["bound"] = "bound"
+    method: Text
+    lower_bound_ms: TotalMs
+
+
+class Infeasible(Record):
+    """Proof that memory admits no schedule: which device, what it needs, what it has."""
+
+    type: Literal["infeasible"] = "infeasible"
+    reason: Text
+
+
+class Refused(Record):
+    """The request cannot be served as it is, such as an unknown method; the last line."""
+
+    type: Literal["refused"] = "refused"
+    reason: Text
+
+
+class Note(Record):
+    """Something to tell, such as an engine that crashed; the search goes on."""
+
+    type: Literal["note"] = "note"
+    text: Text
+    method: Text = ""  # the one that it is about, where several are asked for (`optpipe.comparison`)
+
+
+class End(Record):
+    """The last line of a search that ended by itself."""
+
+    type: Literal["end"] = "end"
+    spent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # of its time limit, by a count of work
+
+
+Frame = Incumbent | Bound | Infeasible | Refused | Note | End
+_FRAME: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="type")])
+
+
+def parse_frame(line: bytes) -> Frame:
+    """One line of a child. Raises FrameError if it is no frame."""
+    try:
+        return _FRAME.validate_json(line)
+    except ValidationError as error:
+        raise FrameError(str(input_error(error, "the solver's answer"))) from None
+
+
+def read_request() -> Request:
+    """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
+    line = sys.stdin.buffer.readline()
+    request = Request.model_validate_json(line)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return request
+
+
+def requests() -> Iterator[Request | ValidationError]:
+    """In a child that answers many requests: one after the other, or why a line is none.
+
+    From the call on the child ends as soon as its standard input closes.
+    """
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
+    return (_request(lines.get()) for _ in itertools.count())
+
+
+def _request(line: bytes) -> Request | ValidationError:
+    try:
+        return Request.model_validate_json(line)
+    except ValidationError as error:
+        return error
+
+
+def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:
+    begun = b""
+    # Not by sys.stdin: its lock would make an interpreter that ends with an error abort instead.
+    while read := os.read(0, 65536):
+        *whole, begun = (begun + read).split(b"\n")
+        for line in whole:
+            take(line)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgrp() == os.getpid():  # a child leads its own process group: nothing it started stays behind
+            os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+_writing = threading.Lock()
+
+
+def write_frame(frame: Frame) -> None:
+    """In a child: one line to the parent."""
+    with _writing:
+        sys.stdout.buffer.write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
+        sys.stdout.buffer.flush()

@@ -1,0 +1,103 @@
+"""The table of effects is the one memory rule: what follows from it follows a change of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.problems import pipeline, stage
+
+from optpipe import Kind, Op, Program, Schedule, certify
+from optpipe.evaluate.effects import TABLE, Effect, Effects, Level
+from optpipe.show.lanes import memory_over_time
+
+WORKSPACE = 7
+COSTS = stage(sizes=(10, 4), recompute=(1, 3), offload=(1, 1, 5), offload_parts=2)
+ONE = pipeline(1, 1, 100, COSTS)
+
+
+def held(*ops: str) -> list[int]:
+    """What the device holds during each op."""
+    return Schedule.parse(ONE, [ops]).compiled.held.during.tolist()
+
+
+@pytest.fixture
+def with_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B needs a workspace beside what it needs anyway."""
+    rule = TABLE[Kind.B]
+    grown = replace(rule, takes=lambda x: rule.takes(x) + WORKSPACE, frees=lambda x: rule.frees(x) + WORKSPACE)
+    monkeypatch.setitem(TABLE, Kind.B, grown)
+
+
+def test_every_kind_has_its_rule():
+    assert set(TABLE) == set(Kind)
+
+
+def test_what_each_op_takes_and_frees():
+    assert held("0F0", "0B0", "0W0") == [10, 10, 4]
+    assert held("0F0", "0BW0") == [10, 10]
+    assert held("0F0", "0C0", "0BW0") == [10, 10, 10]
+    assert held("0F0", "0O0", "0D0", "0R0", "0BW0") == [10, 10, 10, 10, 10]
+    assert Schedule.parse(ONE, [["0F0", "0O0.1", "0D0.1", "0R0.1", "0BW0"]]).compiled.held.after.tolist() == [
+        10,
+        10,
+        7,
+        10,
+        0,
+    ]
+
+
+def test_all_that_is_taken_is_freed():
+    for program in ("0F0 0B0 0W0", "0F0 0C0 0BW0", "0F0 0O0 0O0.1 0D0 0D0.1 0R0 0R0.1 0B0 0W0"):
+        effects = Schedule.parse(ONE, [program.split()]).compiled.effects
+        assert effects.takes.sum() == effects.frees.sum() > 0
+        assert effects.takes_on_host.sum() == effects.frees_on_host.sum()
+
+
+def test_parts_add_up_and_are_those_that_ops_move():
+    assert Effects(ONE).parts == [[2, 3]]
+    rows = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]]).compiled
+    assert rows.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0]
+
+
+def test_levels_are_what_an_activation_holds_op_by_op():
+    effects = Effects(ONE)
+    assert effects.levels(0, Kind.F, Kind.B, Kind.W) == [
+        Level(Kind.F, False, 10),
+        Level(Kind.B, True, 4),
+        Level(Kind.W, True, 0),
+    ]
+    assert effects.levels(0, Kind.F, Kind.BW) == [Level(Kind.F, False, 10), Level(Kind.BW, True, 0)]
+    assert effects.levels(0, Kind.F, Kind.C, Kind.BW, recomputed=True) == [
+        Level(Kind.F, False, 10),
+        Level(Kind.F, True, 3),
+        Level(Kind.C, False, 10),
+        Level(Kind.BW, True, 0),
+    ]
+
+
+@pytest.mark.usefixtures("with_workspace")
+def test_a_changed_rule_changes_certificate_levels_and_picture():
+    schedule = Schedule.parse(ONE, [["0F0", "0B0", "0W0"]])
+    assert certify(ONE, schedule).device[0].bytes == 10 + WORKSPACE
+    assert certify(ONE, schedule).device[0].at == "0B0"
+    assert max(size for _, size in memory_over_time(schedule, 0)) == 10 + WORKSPACE
+    assert Level(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).levels(0, Kind.F, Kind.B, Kind.W)
+
+
+def test_an_effect_says_nothing_by_default():
+    assert np.array_equal(Effects(ONE).takes[Kind.U], [0])
+    assert Effect() == TABLE[Kind.G]
+
+
+def test_the_index_finds_every_op():
+    schedule = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]])
+    compiled = schedule.compiled
+    for row, op in enumerate(
+        Program.parse(["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]).ops()
+    ):
+        assert compiled.index.parts(op.kind)[op.stage, op.microbatch, op.part] == row
+        assert compiled.rows.op(row) == op
+    assert compiled.index.of(Kind.B, Kind.BW)[0, 0] == 7
+    assert compiled.rows.op(7) == Op(Kind.B, 0, 0)
