@@ -89,9 +89,10 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     """The size of a model, cuts included, and how far a solver gets with it on one thread, AdaOffload's schedule being
     the warm start. `solver` is the one that solved it: HiGHS where another one has no licence for the size."""
     from optpipe_solver.heuristics import STREAMS
-    from optpipe_solver.milp.backend import Limits, Task, minimize
+    from optpipe_solver.milp.backend import minimize
     from optpipe_solver.milp.model import Model, serial_ms
     from optpipe_solver.milp.start import assignment
+    from optpipe_solver.milp.task import Limits, Task
 
     warm = next(STREAMS["adaoffload"](problem, "makespan")) if switches.warm_start else None
     began = time.monotonic()
@@ -102,7 +103,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
         Task(
             model.rows,
             model.C,
-            assignment(model, warm) if warm else {},
+            assignment(model.variables, warm) if warm else {},
             Limits(began + time_limit, threads=1, seed=0),
             lambda x: found.append(float(x[model.C]) / model.scale),
             lambda bound: bounds.append(bound / model.scale),

@@ -1,14 +1,12 @@
-"""`Budget`: what an engine may still spend."""
+"""What an engine may still spend of its time."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
+from ortools.sat.python import cp_model
 
-COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one of a quiet core's
+COUNTED_PER_S = 0.25  # CP-SAT's deterministic seconds in one second of a quiet core
 OP_S = 2.5e-5  # for each op that Python puts into a model and takes out of it
 BACKSTOP = 2.0  # where work is counted, the clock ends what takes so many times as long
 
@@ -23,21 +21,21 @@ class Budget:
         self._ends = time.monotonic() + seconds * (BACKSTOP if self._counts else 1.0)
 
     def left(self) -> float:
-        """Seconds; none where the clock says so, whatever is counted."""
+        """The seconds left. None are left when the clock says so, whatever is counted."""
         clock = max(0.0, self._ends - time.monotonic())
         return max(0.0, self._seconds - self._spent) if self._counts and clock else clock
 
     @property
     def spent_s(self) -> float | None:
-        """What was used by count; None where the clock counts."""
+        """The seconds used by count; None where the clock counts."""
         return self._spent if self._counts else None
 
     def handled(self, ops: int) -> None:
-        """So many ops were put into a model and taken out of it."""
+        """Counts ops that were put into a model and taken out of it."""
         self._spent += OP_S * ops
 
     def allot(self, solver: cp_model.CpSolver, seconds: float) -> None:
-        """Gives a solver that much of what is left."""
+        """Limits a solver to so many of the seconds left."""
         solver.parameters.num_workers = self._threads
         solver.parameters.max_time_in_seconds = (
             max(0.0, self._ends - time.monotonic()) if self._counts else min(seconds, self.left())
@@ -46,7 +44,7 @@ class Budget:
             solver.parameters.max_deterministic_time = COUNTED_PER_S * min(seconds, self.left())
 
     def ran(self, solver: cp_model.CpSolver) -> float:
-        """Takes off the seconds that the solver used, and says how many."""
+        """Takes off the seconds that the solver used, and returns them."""
         used = solver.response_proto.deterministic_time / COUNTED_PER_S if self._counts else solver.wall_time
         self._spent += used
         return float(used)

@@ -1,5 +1,5 @@
-"""What a schedule's order says beyond its times: what must follow each op, where a transfer stands, a BW as its B and
-its W."""
+"""What engines need to know of a schedule beyond its times: what must follow each op, when transfers allocate, and the
+same schedule with B and W for each BW."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from optpipe.schedule import Schedule
 KNOWN = (*COMPUTE, Kind.O, Kind.D, Kind.R)
 
 
-def familiar(schedule: Schedule) -> bool:
-    """Whether its ops are all of kinds that the engines' models know: nothing is evicted to a peer, no optimizer runs
-    on the host."""
+def has_only_known_ops(schedule: Schedule) -> bool:
+    """Whether the engines' models know all of the schedule's kinds of ops: no evictions, no optimizer on the host."""
     return all(bool(of_kinds(program.table, *KNOWN).all()) for program in schedule.programs)
 
 
 def tails(schedule: Schedule) -> list[float]:
-    """The longest path from each op's start to the end, in ms, by rows of the timeline: the same graph as `simulate`'s,
+    """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph
     backwards."""
     compiled = schedule.compiled
     (needs, delay), before = compiled.needs, compiled.streams.before(len(compiled.rows))
@@ -47,29 +46,32 @@ def tails(schedule: Schedule) -> list[float]:
     return tail
 
 
-def stands(timeline: Timeline) -> Floats:
-    """(n,) the moment at which each op stands in its program, in ms: of a transfer its start or, where it waits for its
-    link, the start of the next op that computes."""
+def allocation_times(timeline: Timeline) -> Floats:
+    """(n,) when each op takes its place in its program, in ms.
+
+    Of a transfer, which allocates then, this is its start or, where it waits for its link, the start of the next op on
+    the compute stream.
+    """
     found = timeline.start.copy()
     moving, device = is_transfer(timeline.table).tolist(), timeline.device.tolist()
-    following = dict.fromkeys(device, np.inf)
+    next_start = dict.fromkeys(device, np.inf)
     for i in reversed(range(len(found))):
         if moving[i]:
-            found[i] = min(found[i], following[device[i]])
+            found[i] = min(found[i], next_start[device[i]])
         else:
-            following[device[i]] = found[i]
+            next_start[device[i]] = found[i]
     return found
 
 
-def apart(schedule: Schedule, sparing: Flags | None = None) -> Schedule:
-    """The same with B and W, one after the other, for every BW but those of the stages (S,) that are spared."""
+def split_backwards(schedule: Schedule, keep: Flags | None = None) -> Schedule:
+    """The same schedule with B and W, one after the other, for every BW but those of the stages (S,) in `keep`."""
     programs = []
     for program in schedule.programs:
         fused = program.table[:, KIND] == Kind.BW
-        if sparing is not None:
-            fused &= ~sparing[program.table[:, STAGE]]
+        if keep is not None:
+            fused &= ~keep[program.table[:, STAGE]]
         table = np.repeat(program.table, 1 + fused, axis=0)
-        places = np.flatnonzero(fused) + np.arange(np.count_nonzero(fused))
-        table[places, KIND], table[places + 1, KIND] = Kind.B, Kind.W
+        rows = np.flatnonzero(fused) + np.arange(np.count_nonzero(fused))
+        table[rows, KIND], table[rows + 1, KIND] = Kind.B, Kind.W
         programs.append(Program(table))
     return replace(schedule, programs=tuple(programs))

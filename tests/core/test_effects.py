@@ -92,11 +92,9 @@ def test_an_effect_says_nothing_by_default():
 
 
 def test_the_index_finds_every_op():
-    schedule = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]])
-    compiled = schedule.compiled
-    for row, op in enumerate(
-        Program.parse(["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]).ops()
-    ):
+    program = ["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]
+    compiled = Schedule.parse(ONE, [program]).compiled
+    for row, op in enumerate(Program.parse(program).ops()):
         assert compiled.index.parts(op.kind)[op.stage, op.microbatch, op.part] == row
         assert compiled.rows.op(row) == op
     assert compiled.index.of(Kind.B, Kind.BW)[0, 0] == 7

@@ -18,11 +18,13 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat import search, ticks
-from optpipe_solver.cpsat.search import FINE, numbered
-from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.cpsat.timed import covers, split, timed
-from optpipe_solver.cpsat.whole import Window, WindowModel, everything
+from optpipe_solver.cpsat import grid as grids
+from optpipe_solver.cpsat import whole_problem
+from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.model import WindowModel
+from optpipe_solver.cpsat.variables import Window
+from optpipe_solver.cpsat.whole_problem import FINE, number_by_entry
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lift import lift
 
@@ -99,16 +101,18 @@ def test_every_incumbent_holds_and_no_bound_is_above_it(problem: Problem, object
 @given(problem=problems_of_every_sort(), data=st.data())
 def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
     """Whatever stands in it: recompute, parts, BW, copies in host memory, several routes."""
-    schedule = split(next(STREAMS[data.draw(st.sampled_from(["adaoffload", "naive"]))](problem, "makespan")))
-    ticks = Ticks.of(problem)
-    if check(problem, schedule) or not covers(schedule):
+    schedule = split_dispensable(
+        next(STREAMS[data.draw(st.sampled_from(["adaoffload", "naive"]))](problem, "makespan"))
+    )
+    grid = Grid.of(problem)
+    if check(problem, schedule) or not is_expressible(schedule):
         return
-    known = timed(ticks, schedule)
+    known = place_on_grid(grid, schedule)
     begin = data.draw(st.integers(0, known.end))
     devices = data.draw(st.none() | st.frozensets(st.integers(0, len(problem.devices) - 1)))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)), devices)
     model = WindowModel(
-        ticks,
+        grid,
         known,
         window,
         data.draw(st.sampled_from(["stages", "entry"])),
@@ -116,19 +120,19 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     )
     answer = model.solve(Budget(0.3, 1), 0)
     if answer.starts is None:
-        assert not (answer.proven and ticks.lossless)  # the incumbent itself is a solution
+        assert not (answer.proven and grid.lossless)  # the incumbent itself is a solution
         return
-    assert answer.end <= known.end * (1 + (model.objective is not model.end) * len(model.ends))
+    assert answer.value <= known.end * (1 + (model.objective is not model.end) * len(model.variables.device_end))
     apart = {
         x: at
         for x, at in known.start.items()
         if (x.stage, x.microbatch) not in known.fused or x.kind not in (Kind.B, Kind.W)
     }
     assert all(answer.starts[x] == at for x, at in apart.items() if at < begin and x.kind != Kind.D)
-    better = lift(problem, ticks.starts_ms(answer.starts))
+    better = lift(problem, grid.starts_ms(answer.starts))
     assert check(problem, better) == []
-    assert better.makespan_ms <= ticks.ms(answer.end) + 1e-6
-    assert better.makespan_ms <= ticks.ms(known.end) + 1e-6
+    assert better.makespan_ms <= grid.ms(answer.value) + 1e-6
+    assert better.makespan_ms <= grid.ms(known.end) + 1e-6
     for d in set(range(len(problem.devices))) - (devices if devices is not None else set(range(len(problem.devices)))):
         assert _compute(better, d) == _compute(schedule, d)  # a device that is not free keeps its order
 
@@ -151,7 +155,7 @@ def test_pairs_are_to_be_beaten_and_nothing_is_proven_where_there_may_be_some() 
         problem, [["0F0", "0F1", "0BW0+0F2", "0BW1", "0BW2"], ["1F0", "1F1+1BW0", "1F2+1BW1", "1BW2"]]
     )
     assert check(problem, pairs) == []
-    assert not covers(pairs)
+    assert not is_expressible(pairs)
     frames = answers(problem, warm_start=Programs.of(pairs))
     assert all(value < pairs.makespan_ms for value in values(problem, frames))
     assert not any(isinstance(frame, Bound) for frame in frames)
@@ -169,21 +173,23 @@ def test_micro_batches_are_numbered_as_they_enter() -> None:
         problem,
         [["0F2", "0F0", "0F1", "0BW1", "0BW2", "0BW0"], ["1F1", "1F2", "1F0", "1BW2", "1BW0", "1BW1"]],
     )
-    assert [program.texts() for program in numbered(schedule).programs] == [
+    assert [program.texts() for program in number_by_entry(schedule).programs] == [
         ["0F0", "0F2", "0F1", "0BW1", "0BW0", "0BW2"],
         ["1F1", "1F0", "1F2", "1BW0", "1BW2", "1BW1"],
     ]
-    assert numbered(schedule).makespan_ms == schedule.makespan_ms
+    assert number_by_entry(schedule).makespan_ms == schedule.makespan_ms
 
 
 def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
     assert answers(problem_of([stage(0, (1, 1, 1), 5)], [4], 2)) == []
 
 
-def test_applies() -> None:
+def test_only_small_problems_are_supported() -> None:
     small = problem_of([stage(0, (2, 2, 1), 2, 1)], [2], 3)
-    assert cpsat.applies(small)
-    assert not cpsat.applies(small.model_copy(update={"microbatches": 1000}))
+    assert cpsat.ENGINE.unsupported(small, alone=True) is None
+    large = small.model_copy(update={"microbatches": 1000})
+    reason = "the problem has 1000 forwards, and this engine takes 200 at most"
+    assert cpsat.ENGINE.unsupported(large, alone=True) == reason
 
 
 def test_the_same_request_has_the_same_answer() -> None:
@@ -210,11 +216,11 @@ def test_far_fetched_times_and_sizes_do_no_harm(ms: float, away_ms: float, p2p_m
 def admits(problem: Problem, schedule: Schedule, end_ms: float, finest: int = FINE) -> bool | None:
     """Whether nameless micro-batches can end so soon, on a grid that is no finer; None where time was too short to
     say."""
-    ticks = Ticks.of(problem, finest).relaxed
-    known = timed(ticks, numbered(split(schedule)))
-    model = WindowModel(ticks, known, everything(known), "ranks")
+    grid = Grid.of(problem, finest).relaxed
+    known = place_on_grid(grid, number_by_entry(split_dispensable(schedule)))
+    model = WindowModel(grid, known, Window.of_all(known), "ranks")
     assert model.is_bound
-    model.model.add(model.end <= floor(end_ms / float(ticks.tick) * (1 + 1e-12)))
+    model.model.add(model.end <= floor(end_ms / float(grid.tick) * (1 + 1e-12)))
     answer = model.solve(Budget(20.0, 1), 0, any_will_do=True)
     return True if answer.starts is not None else False if answer.proven else None
 
@@ -241,8 +247,8 @@ def test_nameless_micro_batches_can_do_what_any_schedule_does(
 ) -> None:
     """Also where times and sizes are rounded down."""
     problem = odd(problem, sizes, chance)
-    schedule = split(next(STREAMS[name](problem, "makespan")))
-    if not check(problem, schedule) and covers(schedule):
+    schedule = split_dispensable(next(STREAMS[name](problem, "makespan")))
+    if not check(problem, schedule) and is_expressible(schedule):
         assert admits(problem, schedule, schedule.makespan_ms, finest) is not False
 
 
@@ -270,7 +276,7 @@ TOUCHING = {  # CP-SAT with strong propagation takes a point in time for more th
 @pytest.mark.parametrize("name", TOUCHING)
 def test_ops_that_touch_refute_nothing(name: str, finest: int) -> None:
     problem, heuristic = TOUCHING[name]
-    schedule = split(next(STREAMS[heuristic](problem, "makespan")))
+    schedule = split_dispensable(next(STREAMS[heuristic](problem, "makespan")))
     assert check(problem, schedule) == []
     assert admits(problem, schedule, schedule.makespan_ms, finest)
 
@@ -306,8 +312,8 @@ def test_times_of_many_decimals_and_sizes_of_many_digits(
     """What is found is as good as the best of all programs, nothing is proven that is not so, and on the grid that fits
     all is proven."""
     if coarse:
-        monkeypatch.setattr(search, "FINE", 40)
-        monkeypatch.setattr(ticks, "LONGEST", 2000)
+        monkeypatch.setattr(whole_problem, "FINE", 40)
+        monkeypatch.setattr(grids, "LONGEST", 2000)
     problem = odd(ALL[name], 10**6 + 3, random.Random(name))
     best, _ = best_of_all(problem, "makespan")
     frames = answers(problem, seconds=10.0)

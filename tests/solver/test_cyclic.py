@@ -17,12 +17,14 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import budget, cyclic
 from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.cpsat.timed import covers, split, timed
-from optpipe_solver.cpsat.whole import Window, WindowModel, everything
+from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
+from optpipe_solver.cpsat.model import Starts, WindowModel
+from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
-from optpipe_solver.lns.search import finish, improvements
+from optpipe_solver.lift import lift
+from optpipe_solver.lns.improve import improvements
 from optpipe_solver.prune import prune
 
 GB = 10**9
@@ -101,9 +103,9 @@ def effort() -> Iterator[None]:
         yield
 
 
-def solve(ticks: Ticks, K: int, T: int, seconds: float = 60.0) -> Pattern | None:
+def solve(grid: Grid, K: int, T: int, seconds: float = 60.0) -> Pattern | None:
     with effort():
-        return PatternModel(ticks, K, T).solve(Budget(seconds, 1), 0).pattern
+        return PatternModel(grid, K, T).solve(Budget(seconds, 1), 0).pattern
 
 
 def answers(problem: Problem, seconds: float, engine: ModuleType = cyclic, **request: object) -> list[Frame]:
@@ -117,13 +119,13 @@ def best(problem: Problem, frames: list[Frame]) -> Schedule:
 
 
 def test_eight_devices_with_memory_for_three_lose_no_time_in_the_steady_state() -> None:
-    ticks = Ticks.of(pipeline(8, 16, memory=15))
-    outcome = PatternModel(ticks, 1, least_period(ticks, 1)).solve(Budget(60.0, 2), 0)
+    grid = Grid.of(pipeline(8, 16, memory=15))
+    outcome = PatternModel(grid, 1, least_period(grid, 1)).solve(Budget(60.0, 2), 0)
     assert outcome.pattern is not None
     assert outcome.proven
-    assert (ticks.ms(outcome.pattern.period), ticks.ms(outcome.pattern.latency)) == (28.0, 224.0)
-    schedule = unroll(ticks, outcome.pattern, "cyclic")
-    assert check(ticks.problem, schedule) == []
+    assert (grid.ms(outcome.pattern.period), grid.ms(outcome.pattern.latency)) == (28.0, 224.0)
+    schedule = unroll(grid, outcome.pattern, "cyclic")
+    assert check(grid.problem, schedule) == []
     assert schedule.makespan_ms <= 224.0 + 15 * 28.0
 
 
@@ -131,11 +133,11 @@ def test_without_offload_memory_sets_the_period() -> None:
     """Memory for one: device 0 runs F 10, waits for F and B of device 1, 20, then B 10 and W 8, which frees the last of
     it."""
     alone = pipeline(2, 8, memory=5, p2p=0.0, offload_ms=None, reload_ms=None, offload_bytes=None)
-    ticks = Ticks.of(alone)
-    assert solve(ticks, 1, round(46 / ticks.tick)) is None
-    pattern = solve(ticks, 1, round(48 / ticks.tick))
+    grid = Grid.of(alone)
+    assert solve(grid, 1, round(46 / grid.tick)) is None
+    pattern = solve(grid, 1, round(48 / grid.tick))
     assert pattern is not None
-    assert ticks.ms(pattern.latency) == 48.0
+    assert grid.ms(pattern.latency) == 48.0
 
 
 def test_recompute_shortens_the_period() -> None:
@@ -143,12 +145,12 @@ def test_recompute_shortens_the_period() -> None:
     waiting for device 1 with its memory full."""
     again = pipeline(2, 8, memory=6.5, p2p=0.0, offload_ms=None, reload_ms=None, offload_bytes=None, recompute_ms=10.0,
                      checkpoint_bytes=5 * GB // 10)  # fmt: skip
-    ticks = Ticks.of(again)
-    assert solve(ticks, 1, round(37 / ticks.tick)) is None
-    pattern = solve(ticks, 1, round(38 / ticks.tick))
+    grid = Grid.of(again)
+    assert solve(grid, 1, round(37 / grid.tick)) is None
+    pattern = solve(grid, 1, round(38 / grid.tick))
     assert pattern is not None
     assert Op(Kind.C, 0, 0) in pattern.starts
-    assert check(again, unroll(ticks, pattern, "cyclic")) == []
+    assert check(again, unroll(grid, pattern, "cyclic")) == []
 
 
 @pytest.mark.parametrize(("parts", "period"), [(1, 76), (4, 50)])
@@ -167,38 +169,40 @@ def test_slow_links_need_parts(parts: int, period: int) -> None:
         reload_ms=40.0,
         offload_parts=parts,
     )
-    ticks = Ticks.of(slow)
-    assert solve(ticks, 1, round((period - 1) / ticks.tick)) is None
-    assert solve(ticks, 1, round(period / ticks.tick)) is not None
+    grid = Grid.of(slow)
+    assert solve(grid, 1, round((period - 1) / grid.tick)) is None
+    assert solve(grid, 1, round(period / grid.tick)) is not None
 
 
 @settings(max_examples=25, deadline=None)
 @given(problems(), st.integers(1, 2))
 def test_a_pattern_unrolled_is_valid_and_no_later_than_the_circle_says(problem: Problem, K: int) -> None:
-    ticks = Ticks.of(problem)
-    T = sequential_period(ticks, K)
+    grid = Grid.of(problem)
+    T = sequential_period(grid, K)
     pattern = next(
-        filter(
-            None, (solve(ticks, K, t, 0.15) for t in (least_period(ticks, K), (least_period(ticks, K) + T) // 2, T))
-        ),
+        filter(None, (solve(grid, K, t, 0.15) for t in (least_period(grid, K), (least_period(grid, K) + T) // 2, T))),
         None,
     )
     if pattern is None:
         return
-    schedule = unroll(ticks, pattern, "cyclic")
+    schedule = unroll(grid, pattern, "cyclic")
     assert check(problem, schedule) == []
-    assert schedule.makespan_ms <= ticks.ms(pattern.latency + (problem.microbatches - 1) // K * pattern.period) + 1e-6
+    assert schedule.makespan_ms <= grid.ms(pattern.latency + (problem.microbatches - 1) // K * pattern.period) + 1e-6
     pruned = prune(schedule)
     assert check(problem, pruned) == []
     assert pruned.makespan_ms <= schedule.makespan_ms + 1e-9
 
 
-def level(ticks: Ticks, pattern: Pattern, device: int) -> int:
+def finish(grid: Grid, starts: Starts) -> Schedule:
+    return prune(lift(grid.problem, grid.starts_ms(starts)))
+
+
+def level(grid: Grid, pattern: Pattern, device: int) -> int:
     """The most grains that the pattern needs on a device in its steady state: counted op by op over many periods."""
-    problem, T, K = ticks.problem, pattern.period, pattern.microbatches
+    problem, T, K = grid.problem, pattern.period, pattern.microbatches
     periods = 4 + 2 * max(pattern.starts.values()) // T
     many = problem.model_copy(update={"microbatches": K * periods})
-    return certify(many, unroll(Ticks(many, ticks.tick, ticks.exact), pattern, "cyclic")).device[device].bytes
+    return certify(many, unroll(Grid(many, grid.tick, grid.exact), pattern, "cyclic")).device[device].bytes
 
 
 @settings(max_examples=25, deadline=None)
@@ -206,24 +210,24 @@ def level(ticks: Ticks, pattern: Pattern, device: int) -> int:
 def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
     """With the memory that a long run needs, the pattern's period can be had; with a byte less, this pattern's starts
     cannot."""
-    ticks = Ticks.of(problem)
-    T = sequential_period(ticks, 1)
-    pattern = solve(ticks, 1, T, 0.3)
+    grid = Grid.of(problem)
+    T = sequential_period(grid, 1)
+    pattern = solve(grid, 1, T, 0.3)
     if pattern is None:
         return
     for d in range(len(problem.devices)):
-        needed = level(ticks, pattern, d)
+        needed = level(grid, pattern, d)
         for memory, possible in ((needed, True), (needed - 1, False)):
             devices = tuple(
                 device.model_copy(update={"activation_budget_bytes": memory if e == d else 1000})
                 for e, device in enumerate(problem.devices)
             )
-            model = PatternModel(Ticks(problem.model_copy(update={"devices": devices}), ticks.tick, ticks.exact), 1, T)
+            model = PatternModel(Grid(problem.model_copy(update={"devices": devices}), grid.tick, grid.exact), 1, T)
             for op, at in pattern.starts.items():
                 model.model.add(model.start[op] == at)
-            for (s, k, p), leaves in model.leaves.items():
+            for (s, k, p), leaves in model.offloaded.items():
                 model.model.add(leaves == (Op(Kind.O, s, k, p) in pattern.starts))
-            for (s, k), again in model.again.items():
+            for (s, k), again in model.recomputed.items():
                 model.model.add(again == (Op(Kind.C, s, k) in pattern.starts))
             assert (model.solve(Budget(60.0, 1), 0).pattern is not None) == possible
 
@@ -242,40 +246,39 @@ def test_every_schedule_emitted_holds_and_beats_the_one_before(problem: Problem)
 @settings(max_examples=25, deadline=None)
 @given(problems(), st.data())
 def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
-    ticks = Ticks.of(problem)
-    pattern = solve(ticks, 1, sequential_period(ticks, 1), 0.3)
+    grid = Grid.of(problem)
+    pattern = solve(grid, 1, sequential_period(grid, 1), 0.3)
     if pattern is None:
         return
-    schedule = prune(unroll(ticks, pattern, "cyclic"))
-    known = timed(ticks, schedule)
+    schedule = prune(unroll(grid, pattern, "cyclic"))
+    known = place_on_grid(grid, schedule)
     begin = data.draw(st.integers(0, known.end))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
     with effort():
-        answer = WindowModel(ticks, known, window, "stages").solve(Budget(0.5, 1), 0)
+        answer = WindowModel(grid, known, window, "stages").solve(Budget(0.5, 1), 0)
     if answer.starts is None:
         assert not answer.proven  # the incumbent itself is a solution
         return
-    assert answer.end <= known.end
+    assert answer.value <= known.end
     assert all(answer.starts[x] == at for x, at in known.start.items() if at < begin and x.kind != Kind.D)
-    better = finish(ticks, answer.starts)
+    better = finish(grid, answer.starts)
     assert check(problem, better) == []
-    assert better.makespan_ms <= ticks.ms(answer.end) + 1e-6
+    assert better.makespan_ms <= grid.ms(answer.value) + 1e-6
 
 
 def test_small_windows_lead_to_the_optimum_of_the_whole() -> None:
-    ticks = Ticks.of(pipeline(2, 4, memory=15))
-    pattern = solve(ticks, 1, sequential_period(ticks, 1))
+    grid = Grid.of(pipeline(2, 4, memory=15))
+    pattern = solve(grid, 1, sequential_period(grid, 1))
     assert pattern is not None
-    schedule = unroll(ticks, pattern, "cyclic")
-    whole = WindowModel(ticks, timed(ticks, schedule), everything(timed(ticks, schedule)), "entry").solve(
-        Budget(30.0, 1), 0
-    )
+    schedule = unroll(grid, pattern, "cyclic")
+    known = place_on_grid(grid, schedule)
+    whole = WindowModel(grid, known, Window.of_all(known), "entry").solve(Budget(30.0, 1), 0)
     assert whole.proven
     assert whole.starts
     # F, p2p, F, B, p2p, and on device 0 four times F + B + W = 28 with the first B after 10 + 1 + 20 + 1: nothing can
     # be shorter
-    *_, last = schedule, *improvements(ticks, schedule, Budget(60.0, 2), 0)  # the pattern may be the optimum already
-    assert finish(ticks, whole.starts).makespan_ms == ticks.ms(whole.bound) == last.makespan_ms
+    *_, last = schedule, *improvements(grid, schedule, Budget(60.0, 2), 0)  # the pattern may be the optimum already
+    assert finish(grid, whole.starts).makespan_ms == grid.ms(whole.bound) == last.makespan_ms
 
 
 def test_the_optimum_is_that_of_trying_every_order() -> None:
@@ -309,9 +312,9 @@ def test_a_warm_start_is_what_is_to_be_beaten() -> None:
 def test_fused_backwards_are_taken_apart() -> None:
     problem = pipeline(1, 2, memory=15)
     fused = Schedule.parse(problem, [["0F0", "0BW0", "0F1", "0BW1"]])
-    assert not covers(fused)
-    apart = split(fused)
-    assert covers(apart)
+    assert not is_expressible(fused)
+    apart = split_dispensable(fused)
+    assert is_expressible(apart)
     assert check(problem, apart) == []
     assert apart.programs[0].texts() == ["0F0", "0B0", "0W0", "0F1", "0B1", "0W1"]
 
@@ -321,12 +324,15 @@ def test_where_memory_admits_nothing_it_ends_without_a_word() -> None:
 
 
 def test_one_route_only() -> None:
-    assert cyclic.applies(pipeline(2, 4, memory=15))
-    assert not cyclic.applies(pipeline(2, 1, memory=15))
+    def unsupported(problem: Problem) -> str | None:
+        return cyclic.ENGINE.unsupported(problem, alone=True)
+
+    assert unsupported(pipeline(2, 4, memory=15)) is None
+    assert unsupported(pipeline(2, 1, memory=15)) == "there are too few micro-batches to repeat"
     both_ways = Problem.from_dict(
         {**pipeline(2, 2, memory=15).to_dict(), "routes": [[0, 1], [1, 0]], "microbatch_routes": [0, 1]}
     )
-    assert not cyclic.applies(both_ways)
+    assert unsupported(both_ways) == "the micro-batches take several routes, so they do not repeat"
 
 
 def test_many_micro_batches_are_made_of_few() -> None:

@@ -17,8 +17,8 @@ from optpipe_cache.features import shape
 from optpipe_solver import cpsat, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
-from optpipe_solver.cpsat.timed import covers
-from optpipe_solver.paths import familiar, stands, tails
+from optpipe_solver.cpsat.grid_schedule import is_expressible
+from optpipe_solver.paths import allocation_times, has_only_known_ops, tails
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.prune import prune
 from optpipe_solver.repair import repair
@@ -49,11 +49,11 @@ def test_what_works_on_schedules_keeps_them_valid(pair):
         assert check(problem, changed) == []
     if problem.overlap_factor is None:
         assert max(tails(schedule)) == pytest.approx(schedule.makespan_ms)
-    assert (stands(schedule.timeline) <= schedule.timeline.start).all()
-    assert familiar(schedule) == (
+    assert (allocation_times(schedule.timeline) <= schedule.timeline.start).all()
+    assert has_only_known_ops(schedule) == (
         not any(op.kind.name in "ELAVGUP" for program in schedule.programs for op in program.ops())
     )
-    assert familiar(schedule) or not covers(schedule)
+    assert has_only_known_ops(schedule) or not is_expressible(schedule)
 
 
 def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
@@ -67,8 +67,8 @@ def test_no_bound_and_no_infeasibility_is_claimed_that_evictions_disprove():
     assert memory_bound(plain) == 10.0  # one micro-batch at a time
     assert memory_bound(problem) <= schedule.makespan_ms == 9.5
     assert infeasibility(problem) is None
-    assert not cpsat.applies(problem)
-    assert not milp.improves(problem)
+    assert cpsat.ENGINE.unsupported(problem, alone=True) == "the model has no evictions"
+    assert milp.ENGINE.unsupported(problem, alone=True) == "the model has no evictions"
 
 
 @pytest.mark.parametrize("search", [Portfolio, PlacementSearch])

@@ -10,10 +10,10 @@ from support.enumeration import problem_of, stage
 from optpipe import Problem, Schedule, check
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe_solver import budget, lns
-from optpipe_solver.cpsat.ticks import Ticks
-from optpipe_solver.cpsat.timed import split, timed
+from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_schedule import place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lns.windows import FEWEST, QUICK_S, VAIN, Breadth, Choice
+from optpipe_solver.lns.choice import FEWEST, QUICK_S, VAIN, Breadth, WindowChoice
 
 
 def offloading(devices: int, microbatches: int) -> Problem:
@@ -23,7 +23,7 @@ def offloading(devices: int, microbatches: int) -> Problem:
 
 
 def naive(problem: Problem) -> Schedule:
-    return split(next(STREAMS["naive"](problem, "makespan")))
+    return split_dispensable(next(STREAMS["naive"](problem, "makespan")))
 
 
 def found(problem: Problem, seconds: float, **asked: object) -> list[Schedule]:
@@ -55,9 +55,9 @@ def test_one_thread_finds_the_same_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
-    ticks = Ticks.of(offloading(8, 6))
-    schedule = naive(ticks.problem)
-    known, choice = timed(ticks, schedule), Choice(ticks, random.Random(0))
+    grid = Grid.of(offloading(8, 6))
+    schedule = naive(grid.problem)
+    known, choice = place_on_grid(grid, schedule), WindowChoice(grid, random.Random(0))
     seen = set()
     for _ in range(50):
         breadth, window = choice.window(known)
@@ -67,7 +67,7 @@ def test_a_window_is_around_a_time_at_which_a_free_device_is_idle() -> None:
         inside = [
             x
             for x, at in known.start.items()
-            if window.begin <= at < window.end and ticks.problem.stages[x.stage].device in devices
+            if window.begin <= at < window.end and grid.problem.stages[x.stage].device in devices
         ]
         assert inside
         seen.add(breadth.devices)
@@ -87,7 +87,7 @@ def test_windows_grow_while_they_are_solved_at_once_and_shrink_where_they_are_no
 
 
 def test_where_nothing_is_gained_windows_have_more_time() -> None:
-    choice = Choice(Ticks.of(offloading(4, 6)), random.Random(0))
+    choice = WindowChoice(Grid.of(offloading(4, 6)), random.Random(0))
     for _ in range(VAIN):
         choice.learn(choice.breadths[0], 0.0, QUICK_S, True)
     assert choice.quick_s > QUICK_S

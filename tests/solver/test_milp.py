@@ -95,7 +95,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=40)
 @given(problem=problems(), objective=st.sampled_from(["makespan", "span"]))
 def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objective: Objective) -> None:
-    assert milp.applies(problem)
+    assert milp.ENGINE.unsupported(problem, alone=False) is None
     values, bound = solver.solve(problem, objective, time_limit_s=3)
     assert values
     assert values == sorted(values, reverse=True)
@@ -121,7 +121,7 @@ def test_a_warm_start_satisfies_every_row(solver: Solver, name: str, switches: S
     schedule = incumbents[-1].schedule.schedule(problem, "milp")
     model = Model(problem, "makespan", schedule.makespan_ms, switches)
     x = np.array(model.rows.lower)
-    given = assignment(model, schedule)
+    given = assignment(model.variables, schedule)
     assert set(given) == set(np.flatnonzero(model.rows.binary).tolist())
     x[list(given)] = list(given.values())
     x = model.rows.earliest(x)
@@ -160,12 +160,17 @@ def test_a_device_without_memory_is_no_fault(solver: Solver) -> None:
     assert solver.frames(problem) == [End()]
 
 
-def test_applies() -> None:
+def test_what_is_supported() -> None:
+    def unsupported(problem: Problem) -> str | None:
+        return milp.ENGINE.unsupported(problem, alone=False)
+
     small = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3)
-    assert milp.applies(small)
-    assert not milp.applies(small.model_copy(update={"microbatches": 1000}))
-    assert not milp.applies(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3))
-    assert milp.applies(problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=[{"host_memory_bytes": 6}]))
-    assert not milp.applies(
-        problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=[{"host_memory_bytes": 5}])
-    )
+    large = small.model_copy(update={"microbatches": 1000})
+    assert unsupported(small) is None
+    assert unsupported(large) == "there are 3000 compute ops, and 100 are solved whole"
+    assert milp.ENGINE.unsupported(large, alone=True) is None  # it improves it window by window
+    assert unsupported(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3)) == "the model needs compute ops that take time"
+    for host_memory, fits in ((6, True), (5, False)):
+        devices = [{"host_memory_bytes": host_memory}]
+        limited = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=devices)
+        assert (unsupported(limited) is None) == fits

@@ -21,10 +21,10 @@ from optpipe.process.protocol import End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.frame import Frame, Window, split
-from optpipe_solver.milp.frame import Incumbent as Known
 from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.schedule_graph import ScheduleGraph, split_if_it_fits
 from optpipe_solver.milp.start import assignment
+from optpipe_solver.milp.surroundings import OpenWindow, Surroundings
 from optpipe_solver.milp.switches import Order, Switches
 
 TIGHT = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)]
@@ -59,12 +59,12 @@ def start_of(problem: Problem, heuristic: str) -> Schedule:
     return next(STREAMS[heuristic](problem, "makespan"))
 
 
-def windows_of(incumbent: Known, number: int) -> Iterator[Window]:
-    chance, devices = random.Random(number), range(len(incumbent.problem.devices))
+def windows_of(graph: ScheduleGraph, number: int) -> Iterator[OpenWindow]:
+    chance, devices = random.Random(number), range(len(graph.problem.devices))
     for _ in range(number):
-        begin = chance.uniform(-0.2, 0.9) * incumbent.end_ms
-        end = begin + chance.uniform(0.05, 0.6) * incumbent.end_ms
-        yield Window(begin, end, frozenset(chance.sample(devices, chance.randint(1, len(devices)))))
+        begin = chance.uniform(-0.2, 0.9) * graph.end_ms
+        end = begin + chance.uniform(0.05, 0.6) * graph.end_ms
+        yield OpenWindow(begin, end, frozenset(chance.sample(devices, chance.randint(1, len(devices)))))
 
 
 def incumbents() -> Iterator[tuple[str, str, Order]]:
@@ -72,7 +72,7 @@ def incumbents() -> Iterator[tuple[str, str, Order]]:
     micro-batches overtake."""
     orders: tuple[Order, Order] = ("none", "stages")
     for name, heuristic in product(PROBLEMS, ["adaoffload", "zb-auto", "naive"]):
-        known = Known(split(start_of(PROBLEMS[name], heuristic)))
+        known = ScheduleGraph(split_if_it_fits(start_of(PROBLEMS[name], heuristic)))
         yield from [
             (name, heuristic, order) for order in orders if known.expressible and (order == "none" or known.in_order)
         ]
@@ -81,19 +81,19 @@ def incumbents() -> Iterator[tuple[str, str, Order]]:
 @pytest.mark.parametrize(("name", "heuristic", "order"), list(incumbents()))
 def test_an_incumbent_satisfies_every_row_of_its_windows(name: str, heuristic: str, order: Order) -> None:
     problem = PROBLEMS[name]
-    incumbent = Known(split(start_of(problem, heuristic)))
+    graph = ScheduleGraph(split_if_it_fits(start_of(problem, heuristic)))
     solved = 0
-    for window in windows_of(incumbent, 12):
-        model = Model(problem, "makespan", incumbent.end_ms, Switches(order=order), Frame(incumbent, window))
-        if not model.windows.possible:
+    for window in windows_of(graph, 12):
+        model = Model(problem, "makespan", graph.end_ms, Switches(order=order), Surroundings(graph, window))
+        if not model.possible:
             continue  # nothing shorter
         solved += 1
         x = np.array(model.rows.lower)
-        given = assignment(model, incumbent.schedule)
+        given = assignment(model.variables, graph.schedule)
         assert set(given) == set(np.flatnonzero(model.rows.binary).tolist())
         x[list(given)] = list(given.values())
         x = model.rows.earliest(x)
-        assert x[model.C] / model.scale <= incumbent.end_ms + 1e-6
+        assert x[model.C] / model.scale <= graph.end_ms + 1e-6
         begins, index, value = model.rows.matrix()
         sums = np.array([value[a:b] @ x[index[a:b]] for a, b in pairwise(begins)])
         assert (sums >= np.array(model.rows.at_least) - 1e-7).all()
@@ -108,35 +108,37 @@ SOLVE = """
 import json, sys, time
 from optpipe import Schedule, check
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import Limits, Task, minimize
-from optpipe_solver.milp.frame import Frame, Incumbent, Window
+from optpipe_solver.milp.backend import minimize
 from optpipe_solver.milp.model import Model
+from optpipe_solver.milp.schedule_graph import ScheduleGraph
 from optpipe_solver.milp.start import assignment
+from optpipe_solver.milp.surroundings import OpenWindow, Surroundings
 from optpipe_solver.milp.switches import Switches
+from optpipe_solver.milp.task import Limits, Task
 from support.enumeration import EXHAUSTIVE
 for line in sys.stdin:
     name, programs, links, windows, order = json.loads(line)
     problem = EXHAUSTIVE[name]
-    incumbent = Incumbent(Schedule.parse(problem, programs, links))
+    graph = ScheduleGraph(Schedule.parse(problem, programs, links))
     values = []
     for begin, end, devices in windows:
-        frame = Frame(incumbent, Window(begin, end, frozenset(devices)))
-        model = Model(problem, "makespan", incumbent.end_ms, Switches(order=order), frame)
-        found = [incumbent.end_ms]
+        around = Surroundings(graph, OpenWindow(begin, end, frozenset(devices)))
+        model = Model(problem, "makespan", graph.end_ms, Switches(order=order), around)
+        found = [graph.end_ms]
         def take(x):
             schedule = lift(problem, model.starts(x))
             assert check(problem, schedule) == []
             assert schedule.makespan_ms <= x[model.C] / model.scale + 1e-5
             found.append(schedule.makespan_ms)
-        if model.windows.possible:
-            start, limits = assignment(model, incumbent.schedule), Limits(time.monotonic() + 60, 1, 0)
+        if model.possible:
+            start, limits = assignment(model.variables, graph.schedule), Limits(time.monotonic() + 60, 1, 0)
             minimize("highs", Task(model.rows, model.C, start, limits, take, lambda bound: None), sys.exit)
         values.append(min(found))
     print(json.dumps(values), flush=True)
 """
 
 
-def solved_windows(name: str, schedule: Schedule, windows: list[Window], order: Order) -> list[float]:
+def solved_windows(name: str, schedule: Schedule, windows: list[OpenWindow], order: Order) -> list[float]:
     """The length of the best schedule that the window's model finds, for each window, proven."""
     programs = [list(program.texts()) for program in schedule.programs]
     links = {link: list(order.texts()) for link, order in schedule.links.items()}
@@ -154,15 +156,15 @@ def solved_windows(name: str, schedule: Schedule, windows: list[Window], order: 
 def test_a_window_of_everything_has_the_best_of_all_programs(name: str) -> None:
     """From the worst start that there is; smaller windows find something between."""
     problem = EXHAUSTIVE[name]
-    schedule = split(start_of(problem, "naive"))
+    schedule = split_if_it_fits(start_of(problem, "naive"))
     best, _ = best_of_all(problem, "makespan")
     end, every = schedule.makespan_ms, frozenset(range(len(problem.devices)))
     windows = [
-        Window(0.0, end + 1, every),
-        Window(0.0, end / 2, every),
-        Window(end / 3, end + 1, every),
-        Window(end / 4, 3 * end / 4, every),
-        Window(0.0, end + 1, frozenset([0])),
+        OpenWindow(0.0, end + 1, every),
+        OpenWindow(0.0, end / 2, every),
+        OpenWindow(end / 3, end + 1, every),
+        OpenWindow(end / 4, 3 * end / 4, every),
+        OpenWindow(0.0, end + 1, frozenset([0])),
     ]
     values = solved_windows(name, schedule, windows, "none")
     assert values[0] == pytest.approx(best)
@@ -171,8 +173,8 @@ def test_a_window_of_everything_has_the_best_of_all_programs(name: str) -> None:
 
 def test_windows_improve_what_is_too_large_for_one_model(solver: Solver) -> None:
     problem = problem_of(TIGHT, [15] * 4, 9)
-    assert not milp.applies(problem)
-    assert milp.improves(problem)
+    assert milp.ENGINE.unsupported(problem, alone=False) is not None
+    assert milp.ENGINE.unsupported(problem, alone=True) is None
     naive = start_of(problem, "naive")
     values, _ = solver.solve(problem, warm_start=Programs.of(naive), time_limit_s=6)
     assert values
@@ -197,16 +199,10 @@ def test_a_schedule_that_recomputes_is_left_alone(solver: Solver) -> None:
     (note, end) = solver.frames(problem, warm_start=Programs.of(schedule))
     assert isinstance(note, Note)
     assert note.text == (
-        "the MILP knows no recompute, no pairs, no single parts and BW only as B and W, so it improves no "
+        "the MILP has no recompute, no pairs, no single parts, and BW only as B and W, so it does not improve a "
         "schedule that needs them"
     )
     assert end == End()
-
-
-def test_improves() -> None:
-    small = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3)
-    assert milp.improves(small.model_copy(update={"microbatches": 1000}))
-    assert not milp.improves(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3))
 
 
 def test_a_backend_that_is_missing_is_said_once(solver: Solver) -> None:

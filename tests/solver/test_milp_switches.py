@@ -18,9 +18,10 @@ from support.milp import Solver, solver_process
 
 from optpipe import InputError
 from optpipe.process.protocol import Incumbent, Note
-from optpipe_solver.milp.backend import UnavailableError, backend
+from optpipe_solver.milp.backend import backend
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.switches import ALL, PLAIN, Switches
+from optpipe_solver.milp.task import UnavailableError
 
 OVERTAKING = problem_of(
     [stage(0, (1, 1, 1), 1, 1, (9, 1, 1)), stage(1, (3, 1, 1), 1, 1)], [2, 2], 3, 2.0
@@ -48,15 +49,16 @@ FROM_A_START = """
 import json, sys, time
 import numpy as np
 from optpipe import Schedule
-from optpipe_solver.milp.backend import Limits, Task, minimize
+from optpipe_solver.milp.backend import minimize
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import ALL
+from optpipe_solver.milp.task import Limits, Task
 from support.enumeration import problem_of, stage
 problem = problem_of([stage(0, (2, 2, 1), 1, 1, (1, 1, 1)), stage(1, (2, 2, 1), 1, 1)], [2, 2], 3)
 schedule = Schedule.parse(problem, [ops.split() for ops in sys.argv[2:]])
 model = Model(problem, "makespan", schedule.makespan_ms, ALL)
-start = assignment(model, schedule)
+start = assignment(model.variables, schedule)
 found, bounds = [], []
 task = Task(
     model.rows, model.C, start, Limits(time.monotonic() + 60, 1, 0), lambda x: found.append(x[model.C] / model.scale),

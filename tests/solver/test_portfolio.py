@@ -141,9 +141,7 @@ def test_an_engine_with_nothing_more_to_do_does_not_run_again(engines, monkeypat
 def test_what_an_engine_does_not_use_is_left_to_the_next(engines):
     engines("spends 1.0", "tells")
     after = notes(run(pipeline(), threads=1, time_limit_s=20.0))
-    assert float(after[0].split()[-1]) == pytest.approx(
-        PLANNED_S - 1.5 - 0.5
-    )  # of all that is planned for engines
+    assert float(after[0].split()[-1]) == pytest.approx(PLANNED_S - 1.5 - 0.5)  # of all that is planned for engines
 
 
 def test_what_an_engine_started_ends_with_it(engines):

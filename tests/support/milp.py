@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from optpipe import Problem, check
-from optpipe.evaluate.objective import Objective
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Request
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Objective, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length
@@ -22,11 +21,11 @@ from support.enumeration import length
 DRIVER = """
 import json, sys
 from optpipe.process.protocol import End, Request, write_frame
-from optpipe_solver import milp
+from optpipe_solver.milp.solve import solve
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:
     asked = json.loads(line)
-    milp.run(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
+    solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)

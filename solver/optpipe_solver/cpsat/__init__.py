@@ -1,4 +1,4 @@
-"""The problem on CP-SAT, whole or a window of it; and the engine that solves the whole."""
+"""The engine `cpsat`: CP-SAT on the whole problem. `lns` and `cyclic` solve windows with the same model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,36 @@ from collections.abc import Callable
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Request
 
-MOST_FORWARDS = (
-    200  # beyond them CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule
-)
+# With more, CP-SAT on the whole problem neither proves anything in a minute nor improves a good schedule.
+MOST_FORWARDS = 200
+
+
+class CpSatEngine:
+    """Solves the whole problem with CP-SAT."""
+
+    name = "cpsat"
+
+    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
+        if forwards > MOST_FORWARDS:
+            return f"the problem has {forwards} forwards, and this engine takes {MOST_FORWARDS} at most"
+        # A proof would have to consider evictions.
+        return "the model has no evictions" if problem.costs.can_evict.any() else None
+
+    def run(self, request: Request, emit: Callable[[Frame], None]) -> None:
+        """Emits better and better schedules and bounds, until time is up or the best schedule is optimal."""
+        # Loads ortools, which takes a second and cannot share a process with highspy.
+        from optpipe_solver.cpsat.whole_problem import WholeProblemSearch
+
+        WholeProblemSearch(request, emit).run()
+
+
+ENGINE = CpSatEngine()
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the problem is small enough, and the models describe it: nothing may be evicted, which a proof would have
-    to know."""
-    passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
-    return passes <= MOST_FORWARDS and not problem.costs.can_evict.any()
+    return ENGINE.unsupported(problem, alone=False) is None
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> None:
-    """Emits better and better schedules, and bounds, until the request's time is up or the best is proven to be it."""
-    from optpipe_solver.cpsat.search import Search
-
-    Search(request, emit).run()
+run = ENGINE.run

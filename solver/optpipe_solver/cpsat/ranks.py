@@ -1,6 +1,6 @@
 """A relaxation in which micro-batches have no names: the order "ranks", for lower bounds.
 
-At each stage a route's forwards are numbered as they run, and so are the backwards; between stages only ranks count:
+At each stage a route's forwards are numbered as they run, and so are the backwards. Between stages only ranks count:
 the k-th forward waits for the k-th of the stage before, the k-th input gradient for the k-th of the stage after. That
 holds in every schedule. What is lost is which micro-batch is which, but for the least time that its way there and back
 takes. What is won is that little remains to be decided:
@@ -10,95 +10,81 @@ longer, and memory and link can stay as they are, part by part, but where i was 
 by offload or recompute, and j was not. (Both away: the first to leave and the first to return make one visit. Only j:
 it is between F and B of both. Only i, but it left after F_j or was back before B_j: between F and B of one of them.) So
 only then does j overtake i; all else is first in, first out.
+
+The variables: F j is the j-th forward of a stage, B j and W j are its j-th backward. BW j stands for the backward of
+the j-th forward's activation: one of the Bs, and B j itself where no visit can overtake another.
 """
 
 from __future__ import annotations
 
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any
 
 from optpipe.model.ops import Kind, Op
-
-if TYPE_CHECKING:
-    from optpipe_solver.cpsat.whole import WindowModel
+from optpipe_solver.cpsat.variables import Choice, Variables
 
 F, B, W, BW, C, O, R = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C, Kind.O, Kind.R
 
 
-def place(w: WindowModel, s: int, j: int) -> None:
-    """F j is the j-th forward, B j and W j are the j-th backward of a stage; BW j stands for the backward of the j-th
-    forward's activation: one of the Bs, the same where none can overtake another."""
-    b, mine = Op(B, s, j), Op(BW, s, j)
-    w.at[mine] = w.variable(0, w.latest, 0, f"{mine}") if _can_be_away(w, s) else w.at[b]
-    w.ended[mine] = w.at[mine] + w.length(b)
-    w.inside.add(mine)
-
-
-def relate(w: WindowModel) -> None:
-    """What the stages of a route mean for each other, and what the visits of one stage do."""
-    for number, route in enumerate(w.problem.all_routes):
-        visits = [j for j in range(w.problem.microbatches) if int(w.problem.costs.route[j]) == number]
-        turn = 0  # from the end of a stage's forward to the start of its input gradient, at least
+def add_ranks(v: Variables) -> None:
+    """Relates the ranks of neighbouring stages, and the visits of one stage."""
+    for number, route in enumerate(v.problem.all_routes):
+        visits = [j for j in range(v.problem.microbatches) if int(v.problem.costs.route[j]) == number]
+        way = 0  # from the end of a stage's forward to the start of its input gradient, at least
         for s, t in reversed([*pairwise(route), (route[-1], route[-1])]):
             if s != t:
-                delay = w.ticks.delay(s, t)
-                turn += w.length(Op(F, t, 0)) + w.length(Op(B, t, 0)) + 2 * delay
+                delay = v.grid.delay(s, t)
+                way += v.duration(Op(F, t, 0)) + v.duration(Op(B, t, 0)) + 2 * delay
                 for k in visits:
-                    w.model.add(w.at[Op(B, s, k)] >= w.at[Op(B, t, k)] + w.length(Op(B, t, k)) + delay)
+                    v.model.add(v.start[Op(B, s, k)] >= v.start[Op(B, t, k)] + v.duration(Op(B, t, k)) + delay)
             for j in visits:
-                w.model.add(w.at[Op(BW, s, j)] >= w.ended[Op(F, s, j)] + turn)
-            for kind in (
-                (F, B) if w.ticks.may_fuse(s) else (F, B, W)
-            ):  # the W of a BW need not wait for that of a B before it
+                v.model.add(v.start[Op(BW, s, j)] >= v.compute_end[Op(F, s, j)] + way)
+            # The W of a BW need not wait for that of a B before it.
+            for kind in (F, B) if v.grid.may_fuse(s) else (F, B, W):
                 for i, j in pairwise(visits):
-                    w.model.add(w.at[Op(kind, s, j)] >= w.at[Op(kind, s, i)] + w.length(Op(kind, s, i)))
-            if _can_be_away(w, s):
-                _overtaking(w, s, visits)
+                    v.model.add(v.start[Op(kind, s, j)] >= v.start[Op(kind, s, i)] + v.duration(Op(kind, s, i)))
+            if v.may_be_away(s):
+                _add_overtaking(v, s, visits)
 
 
-def _can_be_away(w: WindowModel, s: int) -> bool:
-    return w.problem.stages[s].can_offload or w.problem.stages[s].can_recompute
-
-
-def _overtaking(w: WindowModel, s: int, visits: list[int]) -> None:
-    """Each visit has a backward of its own, and only where it may be worth something not that of its own rank."""
-    ranked = [w.at[Op(B, s, k)] for k in visits]
-    rank = [w.variable(0, len(visits) - 1, k, f"{s}rank{k}") for k in range(len(visits))]
-    w.model.add_all_different(rank)
+def _add_overtaking(v: Variables, s: int, visits: list[int]) -> None:
+    """Each visit has a backward of its own; not that of its own rank only where that may be worth something."""
+    ranked = [v.start[Op(B, s, k)] for k in visits]
+    rank = [v.new_int(0, len(visits) - 1, k, f"{s}rank{k}") for k in range(len(visits))]
+    v.model.add_all_different(rank)
     for j, k in zip(visits, rank, strict=True):
-        w.model.add_element(k, ranked, w.at[Op(BW, s, j)])
+        v.model.add_element(k, ranked, v.start[Op(BW, s, j)])
     for (p, i), (q, j) in combinations(enumerate(visits), 2):
-        overtakes = w.model.new_bool_var(f"{s}:{j}overtakes{i}")
+        overtakes = v.model.new_bool_var(f"{s}:{j}overtakes{i}")
         first, second = Op(BW, s, i), Op(BW, s, j)
-        w.model.add(rank[q] < rank[p]).only_enforce_if(overtakes)
-        w.model.add(rank[p] < rank[q]).only_enforce_if(~overtakes)
-        w.model.add(w.at[first] >= w.ended[second]).only_enforce_if(overtakes)
-        w.model.add(w.at[second] >= w.ended[first]).only_enforce_if(~overtakes)
-        w.model.add_bool_or(~overtakes, *_reasons(w, s, i, j))
+        v.model.add(rank[q] < rank[p]).only_enforce_if(overtakes)
+        v.model.add(rank[p] < rank[q]).only_enforce_if(~overtakes)
+        v.model.add(v.start[first] >= v.compute_end[second]).only_enforce_if(overtakes)
+        v.model.add(v.start[second] >= v.compute_end[first]).only_enforce_if(~overtakes)
+        v.model.add_bool_or(~overtakes, *_overtaking_reasons(v, s, i, j))
 
 
-def _reasons(w: WindowModel, s: int, i: int, j: int) -> list[Any]:
+def _overtaking_reasons(v: Variables, s: int, i: int, j: int) -> list[Choice]:
     """Literals, one of which holds where it may be worth something that j overtakes i."""
-    forward, backward = w.ended[Op(F, s, j)], w.at[Op(BW, s, j)]
-    recomputed, recomputes = w.again.get((s, i)), w.again.get((s, j))
-    reasons = []
-    for p in range(len(w.ticks.activations[s].parts)):
-        away, stays, o, r = w.leaves[s, i, p], ~w.leaves[s, j, p], Op(O, s, i, p), Op(R, s, i, p)
-        reason = w.model.new_bool_var("away")
-        w.model.add_bool_and(away, stays).only_enforce_if(reason)
-        simple = [reason] if recomputes is None else [reason, ~recomputes]  # what recomputes is away in another way
-        w.model.add(w.at[o] < forward).only_enforce_if(*simple)
-        w.model.add(w.at[r] + w.length(r) > backward).only_enforce_if(*simple)
+    forward, backward = v.compute_end[Op(F, s, j)], v.start[Op(BW, s, j)]
+    i_recomputed, j_recomputed = v.recomputed.get((s, i)), v.recomputed.get((s, j))
+    reasons: list[Choice] = []
+    for p in range(len(v.grid.activations[s].parts)):
+        o, r = Op(O, s, i, p), Op(R, s, i, p)
+        reason = v.model.new_bool_var("away")
+        v.model.add_bool_and(v.offloaded[s, i, p], ~v.offloaded[s, j, p]).only_enforce_if(reason)
+        # An activation that is recomputed is away in another way.
+        when = [reason] if j_recomputed is None else [reason, ~j_recomputed]
+        v.model.add(v.start[o] < forward).only_enforce_if(*when)
+        v.model.add(v.start[r] + v.duration(r) > backward).only_enforce_if(*when)
         reasons.append(reason)
-        if (
-            recomputed is not None and w.host_capacity(s) is not None
-        ):  # j's copies would stay until B_i, and i cannot take them over
-            reason = w.model.new_bool_var("copied")
-            w.model.add_bool_and(recomputed, w.leaves[s, j, p]).only_enforce_if(reason)
+        # The copies of j would stay on the host until B_i, and i cannot take them over.
+        if i_recomputed is not None and v.host_capacity(s) is not None:
+            reason = v.model.new_bool_var("copied")
+            v.model.add_bool_and(i_recomputed, v.offloaded[s, j, p]).only_enforce_if(reason)
             reasons.append(reason)
-    if recomputed is not None and recomputes is not None:
-        reason = w.model.new_bool_var("recomputed")
-        w.model.add_bool_and(recomputed, ~recomputes).only_enforce_if(reason)
-        w.model.add(w.ended[Op(C, s, i)] > backward).only_enforce_if(reason)
+    if i_recomputed is not None and j_recomputed is not None:
+        reason = v.model.new_bool_var("recomputed")
+        v.model.add_bool_and(i_recomputed, ~j_recomputed).only_enforce_if(reason)
+        v.model.add(v.compute_end[Op(C, s, i)] > backward).only_enforce_if(reason)
         reasons.append(reason)
     return reasons

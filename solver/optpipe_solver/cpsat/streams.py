@@ -1,123 +1,136 @@
-"""One at a time: a device's compute ops, with the points where memory changes between them, and a link's transfers."""
+"""One at a time: the ops of a device's compute stream, and the transfers of a link."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
+
+from ortools.sat.python import cp_model
 
 from optpipe.model.ops import COMPUTE, Kind, Op
+from optpipe_solver.cpsat.variables import Choice, Moment, Variables
 
-if TYPE_CHECKING:
-    from optpipe_solver.cpsat.whole import WindowModel
-
-F, B, W, C, D = Kind.F, Kind.B, Kind.W, Kind.C, Kind.D
-Run = tuple[Any, int, Any, Any]  # start, length, whether it takes place, and by when the end is told of it
+B, W, O, R, D = Kind.B, Kind.W, Kind.O, Kind.R, Kind.D
 
 
-def one_at_a_time(w: WindowModel) -> None:
-    """Device by device and link by link: no overlap in the window, and all of it between what is before and what is
-    after."""
-    known, allocated, many = w.incumbent.start, w.incumbent.point, len(w.problem.devices)
-    of_device = (_grouped(ops, w.device, many) for ops in (known, w.inside, allocated, w.point))
-    for d, (own, free, begun, pointed) in enumerate(zip(*of_device, strict=True)):
-        points = {x: w.point[x] for x in pointed if not isinstance(w.point[x], int)}
-        runs = [run for x in free for run in _runs(w, x)]
-        runs += [(at, 0, w.there(x), w.ends[d]) for x, at in points.items()]
-        stream = [(w.begins(x), x) for x in own if x.kind in (*COMPUTE, D)]
-        waiting = [(at, x) for x in begun if w.side(at := allocated[x]) > 0 and _matters(w, x)]
-        _between(w, runs, [*stream, *waiting])
-        if w.window.frees(d):
-            _no_overlap(w, runs)
+class Run(NamedTuple):
+    """A time that a stream is busy."""
+
+    start: Moment
+    length: int  # 0 for a point at which memory changes
+    presence: Choice
+    end_by: cp_model.IntVar  # the device's end
+
+
+def add_one_at_a_time(v: Variables) -> None:
+    """No two ops of a device's compute stream overlap (Eq. 7), nor two transfers of a link (Eq. 10 to 13, 18 and 19).
+
+    Drops, and the moments at which transfers allocate, are points on the compute stream: none lies inside an op.
+    """
+    _add_compute_streams(v)
+    _add_links(v)
+
+
+def _add_compute_streams(v: Variables) -> None:
+    known, allocated, devices = v.incumbent.start, v.incumbent.allocation, len(v.problem.devices)
+    groups = (_grouped(ops, v.device, devices) for ops in (known, v.free, allocated, v.allocation))
+    for d, (own, free, allocating, open_points) in enumerate(zip(*groups, strict=True)):
+        points = {x: v.allocation[x] for x in open_points if not isinstance(v.allocation[x], int)}
+        runs = [run for x in free for run in _compute_runs(v, x)]
+        runs += [Run(at, 0, v.presence(x), v.device_end[d]) for x, at in points.items()]
+        stream = [(v.incumbent_start(x), x) for x in own if x.kind in (*COMPUTE, D)]
+        later = [(at, x) for x in allocating if v.side(at := allocated[x]) > 0 and _allocates_scarce(v, x)]
+        _add_surroundings(v, runs, [*stream, *later])
+        if v.window.opens(d):
+            _add_no_overlap(v, runs)
         else:
-            _in_order(
-                w,
-                [
-                    (points[x], points[x]) if x in points else (w.at[x], w.ended.get(x, w.at[x]))
-                    for x in own
-                    if _counts(w, x)
-                ],
-            )
-    number = {(kind, s): n for n, (kinds, users) in enumerate(w.ticks.streams) for kind in kinds for s in users}
-    of_link = (
-        _grouped(ops, lambda x: number.get((x.kind, x.stage)), len(w.ticks.streams)) for ops in (known, w.inside)
+            in_window = [x for x in own if x in points or _is_on_compute_stream(v, x)]
+            starts = [points.get(x, v.start[x]) for x in in_window]
+            ends = [points.get(x, v.compute_end.get(x, v.start[x])) for x in in_window]
+            _add_order(v, zip(starts, ends, strict=True))
+
+
+def _add_links(v: Variables) -> None:
+    number = {(kind, s): n for n, (kinds, users) in enumerate(v.grid.links) for kind in kinds for s in users}
+    groups = (
+        _grouped(ops, lambda x: number.get((x.kind, x.stage)), len(v.grid.links)) for ops in (v.incumbent.start, v.free)
     )
-    for (_, users), link, transfers in zip(w.ticks.streams, *of_link, strict=True):
-        known_at = [(known[x], x) for x in link]
-        runs = [(w.at[x], w.length(x), w.there(x), w.ends[w.device(x)]) for x in transfers]
-        _between(w, runs, known_at)
-        if any(w.window.frees(w.problem.stages[s].device) for s in users):
-            _no_overlap(w, runs)
+    for (_, users), known, free in zip(v.grid.links, *groups, strict=True):
+        runs = [Run(v.start[x], v.duration(x), v.presence(x), v.device_end[v.device(x)]) for x in free]
+        _add_surroundings(v, runs, [(v.incumbent.start[x], x) for x in known])
+        if any(v.window.opens(v.problem.stages[s].device) for s in users):
+            _add_no_overlap(v, runs)
         else:
-            transfers.sort(key=lambda x: (w.incumbent.start[x], w.length(x)))
-            _in_order(w, [(w.at[x], w.at[x] + w.length(x)) for x in transfers])
+            free.sort(key=lambda x: (v.incumbent.start[x], v.duration(x)))
+            _add_order(v, [(v.start[x], v.start[x] + v.duration(x)) for x in free])
 
 
-def _grouped(ops: Iterable[Op], number: Callable[[Op], int | None], many: int) -> list[list[Op]]:
-    """By number, in their order; without those that have none."""
-    groups: list[list[Op]] = [[] for _ in range(many)]
+def _grouped(ops: Iterable[Op], number: Callable[[Op], int | None], groups: int) -> list[list[Op]]:
+    """The ops by number, without those that have none."""
+    found: list[list[Op]] = [[] for _ in range(groups)]
     for x in ops:
         n = number(x)
         if n is not None:
-            groups[n].append(x)
-    return groups
+            found[n].append(x)
+    return found
 
 
-def _runs(w: WindowModel, x: Op) -> Iterator[Run]:
-    """What an op puts on its device's compute stream: itself, nothing for a transfer, and one of both if B and W may be
-    a BW."""
-    s, j, by = x.stage, x.microbatch, w.ends[w.device(x)]
-    fused = w.fused.get((s, j), False)
-    if x.kind == D or (x.kind in (F, W, B, C) and (fused is False or x.kind not in (B, W))):
-        yield w.at[x], w.length(x), w.there(x), by
-    elif x.kind in (B, W):
+def _compute_runs(v: Variables, x: Op) -> Iterator[Run]:
+    """What an op puts on its device's compute stream: nothing for a transfer, one run of both where B and W may be
+    one."""
+    s, j, by = x.stage, x.microbatch, v.device_end[v.device(x)]
+    fused = v.fused.get((s, j), False)
+    if x.kind in (B, W) and fused is not False:
         if fused is not True:
-            yield w.at[x], w.length(x), ~fused, by
+            yield Run(v.start[x], v.duration(x), ~fused, by)
         if x.kind == B:
-            yield w.at[x], w.length(x) + w.length(Op(W, s, j)), fused, by
+            yield Run(v.start[x], v.duration(x) + v.duration(Op(W, s, j)), fused, by)
+    elif x.kind in (Kind.F, B, W, Kind.C, D):
+        yield Run(v.start[x], v.duration(x), v.presence(x), by)
 
 
-def _counts(w: WindowModel, x: Op) -> bool:
-    """Whether x has a place of its own in the window's part of a compute stream: the W of a BW has not."""
-    inside = (
-        x in w.inside and x.kind in (*COMPUTE, D) and not (x.kind == W and w.fused.get((x.stage, x.microbatch)) is True)
+def _is_on_compute_stream(v: Variables, x: Op) -> bool:
+    """Whether x is in the window and runs on a compute stream on its own; the W of a BW does not."""
+    is_half = x.kind == W and v.fused.get((x.stage, x.microbatch)) is True
+    return x in v.free and x.kind in (*COMPUTE, D) and not is_half
+
+
+def _allocates_scarce(v: Variables, x: Op) -> bool:
+    """Whether it matters between which compute ops a transfer allocates."""
+    return x.kind == R or (x.kind == O and v.host_capacity(x.stage) is not None)
+
+
+def _add_no_overlap(v: Variables, runs: list[Run]) -> None:
+    """No two runs overlap, and no point lies inside a run.
+
+    Nameless micro-batches go without points: with strong propagation (see `WindowModel.solve`) CP-SAT 9.15 refutes
+    solutions in which a point touches a run.
+    """
+    if v.order == "ranks":
+        runs = [run for run in runs if run.length > 0]
+    v.model.add_no_overlap(
+        [v.model.new_optional_fixed_size_interval_var(run.start, run.length, run.presence, "runs") for run in runs]
     )
-    return inside or (_matters(w, x) and x in w.point and not isinstance(w.point[x], int))
 
 
-def _matters(w: WindowModel, x: Op) -> bool:
-    """Whether it matters between which compute ops a transfer stands: where it allocates what is scarce."""
-    return x.kind == Kind.R or (x.kind == Kind.O and w.host_capacity(x.stage) is not None)
-
-
-def _no_overlap(w: WindowModel, runs: list[Run]) -> None:
-    """Those of no length may not be inside another either. Nameless micro-batches do without: with strong propagation
-    (see `solve`) CP-SAT
-    9.15 refutes solutions in which one of no length touches another."""
-    if w.order == "ranks":
-        runs = [run for run in runs if run[1] > 0]
-    w.model.add_no_overlap(
-        [w.model.new_optional_fixed_size_interval_var(at, length, there, "runs") for at, length, there, _ in runs]
-    )
-
-
-def _in_order(w: WindowModel, runs: list[tuple[Any, Any]]) -> None:
-    """From start to end, one after the other as they are given."""
+def _add_order(v: Variables, runs: Iterable[tuple[Moment, Moment]]) -> None:
+    """Runs, from start to end, follow one another as they are given."""
     for (_, end), (start, _) in pairwise(runs):
-        w.model.add(start >= end)
+        v.model.add(start >= end)
 
 
-def _between(w: WindowModel, runs: list[Run], known: Iterable[tuple[int, Op]]) -> None:
-    """`runs` come after what the incumbent has done before the window, and leave time for what it does after."""
-    done, tail = 0, 0  # the last end before the window, the longest tail after it
+def _add_surroundings(v: Variables, runs: list[Run], known: Iterable[tuple[int, Op]]) -> None:
+    """Runs follow what the incumbent does before the window, and leave time for what it does after."""
+    done, tail = 0, 0  # the last end before the window, and the longest tail after it
     for at, x in known:
-        match w.side(at):
+        match v.side(at):
             case -1:
-                done = max(done, w.incumbent.start[x] + w.length(x))
+                done = max(done, v.incumbent.start[x] + v.duration(x))
             case 1:
-                tail = max(tail, w.incumbent.tail[x])
-    w.model.add(w.end >= done + tail)
-    for at, length, there, by in runs:
-        if done > w.window.begin:
-            w.model.add(at >= done).only_enforce_if(there)
-        w.model.add(at + length <= by - tail).only_enforce_if(there)
+                tail = max(tail, v.incumbent.tail[x])
+    v.model.add(v.end >= done + tail)
+    for run in runs:
+        if done > v.window.begin:
+            v.model.add(run.start >= done).only_enforce_if(run.presence)
+        v.model.add(run.start + run.length <= run.end_by - tail).only_enforce_if(run.presence)

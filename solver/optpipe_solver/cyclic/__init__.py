@@ -1,5 +1,4 @@
-"""The cyclic engine: micro-batches repeat with the shortest period that memory and links admit (modulo scheduling,
-DESIGN section 5)."""
+"""The engine `cyclic`: micro-batches repeat with the shortest period that memory and links allow."""
 
 from __future__ import annotations
 
@@ -11,13 +10,30 @@ from optpipe.process.protocol import Frame, Request
 FEWEST = 2  # micro-batches that can repeat
 
 
+class CyclicEngine:
+    """Unrolls periodic patterns, then improves the best of them window by window."""
+
+    name = "cyclic"
+
+    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        if len(problem.all_routes) > 1:
+            return "the micro-batches take several routes, so they do not repeat"
+        return "there are too few micro-batches to repeat" if problem.microbatches < FEWEST else None
+
+    def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
+        """Emits better and better schedules until time is up; returns the seconds used by its own count of work."""
+        # Loads ortools, which takes a second and cannot share a process with highspy.
+        from optpipe_solver.cyclic.pattern_search import search
+
+        return search(request, emit)
+
+
+ENGINE = CyclicEngine()
+
+
 def applies(problem: Problem) -> bool:
-    """Whether one route is taken by all micro-batches, and there are some to repeat."""
-    return len(problem.all_routes) == 1 and problem.microbatches >= FEWEST
+    return ENGINE.unsupported(problem, alone=False) is None
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
-    """Emits better and better schedules until the request's time is up; returns how much of it was used by count."""
-    from optpipe_solver.cyclic import search
-
-    return search.run(request, emit)
+run = ENGINE.run

@@ -1,4 +1,4 @@
-"""Large-neighbourhood search: windows of the best schedule, solved exactly by CP-SAT, until time is up."""
+"""The engine `lns`: large-neighbourhood search. CP-SAT solves windows of the best schedule until time is up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Request
 
 
+class LnsEngine:
+    """Improves any schedule, window by window."""
+
+    name = "lns"
+
+    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        return None if problem.costs.ms.any() else "nothing takes any time"
+
+    def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
+        """Emits better and better schedules until time is up; returns the seconds used by its own count of work."""
+        # Loads ortools, which takes a second and cannot share a process with highspy.
+        from optpipe_solver.lns.improve import improve
+
+        return improve(request, emit)
+
+
+ENGINE = LnsEngine()
+
+
 def applies(problem: Problem) -> bool:
-    """To every problem in which something takes time."""
-    return bool(problem.costs.ms.any())
+    return ENGINE.unsupported(problem, alone=False) is None
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> float | None:
-    """Emits better and better schedules until the request's time is up; returns how much of it was used by count."""
-    from optpipe_solver.lns import search
-
-    return search.run(request, emit)
+run = ENGINE.run

@@ -9,8 +9,8 @@ import gurobipy as gp
 import numpy as np
 from gurobipy import GRB
 
-from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, UnavailableError
 from optpipe_solver.milp.rows import Rows, form
+from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Task, UnavailableError
 
 PIP_SIZE = 2000
 

@@ -6,8 +6,8 @@ import highspy
 import numpy as np
 
 from optpipe.model.arrays import Floats
-from optpipe_solver.milp.backend import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 from optpipe_solver.milp.rows import Rows
+from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 
 MOST_NODES = 500  # for what a start leaves open: it is to be quick
 

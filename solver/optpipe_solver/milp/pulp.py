@@ -12,8 +12,8 @@ import numpy as np
 import pulp
 
 from optpipe.model.arrays import Floats
-from optpipe_solver.milp.backend import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
 from optpipe_solver.milp.rows import Rows
+from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
 
 SHARE = 0.9  # of the time is the solver's: it tells at its end only, and who waits for it must still be there
 CBC = ("PULP_CBC_CMD", "COIN_CMD")

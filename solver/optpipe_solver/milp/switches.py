@@ -10,12 +10,12 @@ Order = Literal["none", "entry", "stages"]
 
 @dataclass(frozen=True)
 class Switches:
-    """All on, as the solver uses them; `PLAIN` is the program of Appendix C as it stands. None changes the optimum but
-    `order`, where activations can leave (see `model`)."""
+    """The default is all on, as the solver uses them; `PLAIN` is the program of Appendix C as it stands. None changes
+    the optimum but `order`, where activations can leave (see `model`)."""
 
     order: Order = "stages"
-    """Eq. 1: micro-batches in any order, or in that of their number as they enter the pipeline (it loses nothing), or
-    in all stages."""
+    """Eq. 1: micro-batches in any order, or in the order of their numbers where they enter the pipeline (which loses
+    nothing), or in that order in all stages."""
     one_per_pair: bool = True
     """Eq. 1, second line: one variable a pair, the other order being its negation; else two whose sum is one."""
     determined: bool = True
@@ -23,7 +23,7 @@ class Switches:
     triangles: Literal["none", "all", "lazy"] = "all"
     """Section 4.1.2: no cycle of three. All at once, or as far as solutions of the linear relaxation violate them."""
     warm_start: bool = True
-    """Section 4.1.3: start from the schedule that is known, and look for no longer one."""
+    """Section 4.1.3: start from the schedule that is known, and cut off longer ones."""
     tight: bool = True
     """Each row's big-M as small as the variables' bounds allow, instead of one constant for all."""
     workload: bool = True

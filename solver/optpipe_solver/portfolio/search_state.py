@@ -12,7 +12,7 @@ from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver import plan
 from optpipe_solver.methods import ROBUST
-from optpipe_solver.paths import familiar
+from optpipe_solver.paths import has_only_known_ops
 
 Emit = Callable[[Frame], None]
 
@@ -104,4 +104,4 @@ class SearchState:
 
 def is_modelled(schedule: Schedule) -> bool:
     """Whether engines' models know all its ops, and none of them run in pairs."""
-    return familiar(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
+    return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)

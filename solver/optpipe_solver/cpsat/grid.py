@@ -1,5 +1,7 @@
-"""A problem in integers, for CP-SAT: times in ticks, sizes in grains, both chosen from the data and rounded to the safe
-side: up for schedules, down for bounds."""
+"""A problem on a grid of integers, for CP-SAT: times in ticks, sizes in grains.
+
+Both units follow from the data. What is not whole is rounded to the safe side: up for schedules, down for bounds.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from math import ceil, floor, gcd, lcm
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem, Stage
 
-# ticks that the busiest device's work on one micro-batch may last before times are rounded: in more, windows gain
-# less
+# Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
+# less.
 FINEST = 2000
-LONGEST = 2**40  # ticks that everything, one after the other, may last: what CP-SAT adds up stays far below 2^63
-FULL = 100_000  # grains of the roomiest device before sizes are rounded
+# Ticks that everything, one after the other, may last: what CP-SAT adds up stays far below 2^63.
+LONGEST = 2**40
+# Grains of the roomiest device before sizes are rounded.
+FULL = 100_000
 
 
 @dataclass(frozen=True)
@@ -38,29 +42,36 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Ticks:
-    """`problem` on a grid. Durations are never rounded down, needs of memory neither, capacities never up, so what fits
-    on the grid fits.
+class Grid:
+    """A problem on a grid.
 
-    If `down`, durations and needs are never rounded up: every program of the problem fits on the grid and has no longer
-    makespan there, so a bound on the grid's makespan is one on the problem's. (Not on the span: a device whose work
-    comes sooner starts sooner, too.)
+    Durations and needs of memory are rounded up, capacities down, so what fits on the grid fits. With `down` durations
+    and needs are rounded down: every program of the problem fits on the grid and has no longer makespan there, so a
+    bound on the grid's makespan is one on the problem's. (Not on the span: a device whose work comes sooner starts
+    sooner, too.)
+
+    Attributes
+    ----------
+    tick
+        In ms.
+    exact
+        Whether no duration was rounded.
     """
 
     problem: Problem
-    tick: Fraction  # ms
-    exact: bool  # no duration was rounded
+    tick: Fraction
+    exact: bool
     down: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, finest: int = FINEST) -> Ticks:
-        """Ticks in which every duration is whole where `finest` of them suffice for the busiest device's work on one
-        micro-batch, otherwise that many."""
+    def of(cls, problem: Problem, finest: int = FINEST) -> Grid:
+        """A grid on which every duration is whole, if the busiest device's work on one micro-batch then takes `finest`
+        ticks at most; else a coarser one on which it takes that many."""
         times = [_exact(problem.p2p_ms), *(ms for stage in problem.stages for ms in _durations(stage).values())]
         denominator = lcm(*(ms.denominator for ms in times))
         unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
         if not unit:
-            return cls(problem, Fraction(1), False)  # nothing takes any time
+            return cls(problem, Fraction(1), exact=False)  # nothing takes any time
         coarsest = max(max(_work(problem)) / finest, _serial(problem) / LONGEST)
         exact = unit >= coarsest and all(
             ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE
@@ -68,7 +79,7 @@ class Ticks:
         return cls(problem, max(unit, coarsest), exact)
 
     @cached_property
-    def relaxed(self) -> Ticks:
+    def relaxed(self) -> Grid:
         """The same grid for bounds."""
         return self if self.lossless else replace(self, down=True)
 
@@ -79,7 +90,7 @@ class Ticks:
 
     @cached_property
     def _ticks(self) -> list[dict[Kind, int]]:
-        """Rounded up, compute takes a tick at least: of ops that take no time, starts would not tell the order."""
+        """By stage. Rounded up, compute takes a tick at least: starts tell no order of ops that take no time."""
         return [
             {
                 kind: max(self._whole(ms), int(kind in COMPUTE and not self.down))
@@ -109,8 +120,8 @@ class Ticks:
         ]
         return self.problem.model_copy(update={"stages": tuple(stages), "p2p_ms": float(self.p2p)})
 
-    def lasts(self, kind: Kind, stage: int) -> int:
-        """Ticks of F, B, W, C, and of one part for O and R."""
+    def duration(self, kind: Kind, stage: int) -> int:
+        """Ticks of F, B, W or C, or of one part for O and R."""
         return self._ticks[stage][kind]
 
     @cached_property
@@ -118,14 +129,13 @@ class Ticks:
         """Ticks of everything that could be done, one after the other: no simulated schedule is longer."""
         once = [
             2 * self.p2p
-            + sum(lasts * (stage.offload_parts if kind in TRANSFERS else 1) for kind, lasts in ticks.items())
+            + sum(duration * (stage.offload_parts if kind in TRANSFERS else 1) for kind, duration in ticks.items())
             for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
         ]
         return self.problem.microbatches * sum(once)
 
     def may_fuse(self, stage: int) -> bool:
-        """Whether BW can do what B and W cannot: only where it needs less memory, otherwise they do all that it
-        does."""
+        """Whether BW can do what B and W cannot, which is so only where it needs less memory."""
         return self.problem.stages[stage].saved_for_weight_bytes > self.problem.stages[stage].activation_bytes
 
     @cached_property
@@ -202,10 +212,10 @@ class Ticks:
     def work(self) -> list[int]:
         """By device: ticks of compute on one micro-batch."""
         own = [self.problem.stages_on(d) for d in range(len(self.problem.devices))]
-        return [sum(self.lasts(kind, s) for s in stages for kind in (Kind.F, Kind.B, Kind.W)) for stages in own]
+        return [sum(self.duration(kind, s) for s in stages for kind in (Kind.F, Kind.B, Kind.W)) for stages in own]
 
     @cached_property
-    def link_users(self) -> list[list[int]]:
+    def _link_users(self) -> list[list[int]]:
         """By link: the stages that can offload over it."""
         costs = self.problem.costs
         users: list[list[int]] = [[] for _ in range(int(costs.link.max()) + 1)]
@@ -215,10 +225,10 @@ class Ticks:
         return users
 
     @cached_property
-    def streams(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
-        """The transfers that run one at a time: which kinds, and of which stages."""
+    def links(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
+        """The transfers that run one at a time: their kinds, and the stages that they are of."""
         together = [(Kind.O, Kind.R)] if self.problem.transfer_mode == "half_duplex" else [(Kind.O,), (Kind.R,)]
-        return [(kinds, stages) for stages in self.link_users if stages for kinds in together]
+        return [(kinds, stages) for stages in self._link_users if stages for kinds in together]
 
 
 def _exact(ms: float) -> Fraction:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.enumeration import problem_of, stage
 
 from optpipe import Kind
-from optpipe_solver.cpsat.ticks import LONGEST, Ticks
+from optpipe_solver.cpsat.grid import LONGEST, Grid
 
 times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 
@@ -18,11 +18,11 @@ times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: int) -> None:
     f, b, w, o, r, c, p2p = ms
     problem = problem_of([stage(0, (f, b, w), 9, 1, (o, r, 9), (c, 1), parts)] * 2, [9], microbatches, p2p)
-    ticks = Ticks.of(problem)
-    assert ticks.serial < 2 * LONGEST
+    grid = Grid.of(problem)
+    assert grid.serial < 2 * LONGEST
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C):
-        assert ticks.lasts(kind, 0) >= 1
-        assert ticks.ms(ticks.lasts(kind, 0)) >= problem.costs.ms[kind, 0] * (1 - 1e-12)
+        assert grid.duration(kind, 0) >= 1
+        assert grid.ms(grid.duration(kind, 0)) >= problem.costs.ms[kind, 0] * (1 - 1e-12)
 
 
 @given(
@@ -34,26 +34,26 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
     problem = problem_of(
         [stage(0, (f, b, w), held, kept, (o, r, leaves), (c, checkpoint), parts)] * 2, [2**50 + 1], 3, p2p
     )
-    ticks = Ticks.of(problem).relaxed
+    grid = Grid.of(problem).relaxed
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R):
-        assert ticks.ms(ticks.lasts(kind, 0)) <= problem.costs.ms[kind, 0] * (1 + 1e-12)
-    assert ticks.ms(ticks.p2p) <= p2p
-    need = ticks.activations[0]
-    assert need.whole * ticks.grain <= held
-    assert sum(need.parts) * ticks.grain <= leaves
-    assert need.kept * ticks.grain <= kept
-    assert need.checkpoint * ticks.grain <= checkpoint
-    assert ticks.lossless or ticks.down
+        assert grid.ms(grid.duration(kind, 0)) <= problem.costs.ms[kind, 0] * (1 + 1e-12)
+    assert grid.ms(grid.p2p) <= p2p
+    need = grid.activations[0]
+    assert need.whole * grid.grain <= held
+    assert sum(need.parts) * grid.grain <= leaves
+    assert need.kept * grid.grain <= kept
+    assert need.checkpoint * grid.grain <= checkpoint
+    assert grid.lossless or grid.down
 
 
 def test_what_is_whole_stays_so() -> None:
-    ticks = Ticks.of(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
-    assert ticks.exact
-    assert [ticks.lasts(kind, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [207, 230, 184]
-    assert not Ticks.of(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
+    grid = Grid.of(problem_of([stage(0, (10.35, 11.5, 9.2), 5)], [5], 2, 0.5))
+    assert grid.exact
+    assert [grid.duration(kind, 0) for kind in (Kind.F, Kind.B, Kind.W)] == [207, 230, 184]
+    assert not Grid.of(problem_of([stage(0, (10.0, 11.5, 0.0), 5)], [5], 2)).exact  # W must take a tick
 
 
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])
 def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
-    ticks = Ticks.of(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
-    assert ticks.capacity(0) < ticks.activations[0].whole < 2**20
+    grid = Grid.of(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
+    assert grid.capacity(0) < grid.activations[0].whole < 2**20

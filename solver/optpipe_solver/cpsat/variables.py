@@ -1,0 +1,251 @@
+"""The variables of a CP-SAT model: when each op starts, and which choices are open.
+
+A model is of a window: what an incumbent does between two moments. What it did before stays as it is. What it does
+after keeps its order, so all that matters of an op there is its tail, the longest path from its start to the end: the
+op starts at `end - tail`. A window of all of the time is the whole problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ortools.sat.python import cp_model
+
+from optpipe.evaluate.objective import Objective
+from optpipe.model.ops import COMPUTE, Kind, Op
+from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_schedule import GridSchedule
+
+F, B, W, C, O, R, D, BW = Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R, Kind.D, Kind.BW
+
+# In ticks: a number before the window, a variable in it, an expression (end - tail) after it.
+Moment: TypeAlias = cp_model.LinearExprT
+# A literal where the model decides, True where the incumbent has decided, False where it cannot be.
+Choice: TypeAlias = cp_model.LiteralT
+
+# Micro-batches keep their order in all stages ("stages"), or only where they enter ("entry"), or have no names
+# ("ranks", for bounds; see `ranks`).
+Order: TypeAlias = Literal["stages", "entry", "ranks"]
+# "ends" is for windows: the makespan, and device by device when the longest path that leaves the window there would
+# end. A window that cannot end sooner then still makes room for others.
+WindowObjective: TypeAlias = Objective | Literal["ends"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a schedule that is decided anew.
+
+    Attributes
+    ----------
+    begin, end
+        In ticks. Ops that start in [begin, end) may move in time.
+    devices
+        On these devices the order of ops and the choices are open, too; None for all devices.
+    """
+
+    begin: int
+    end: int
+    devices: frozenset[int] | None = None
+
+    @classmethod
+    def of_all(cls, incumbent: GridSchedule) -> Window:
+        """The window that leaves nothing as it is."""
+        return cls(0, incumbent.end + 1)
+
+    def opens(self, device: int) -> bool:
+        """Whether the order on a device is open."""
+        return self.devices is None or device in self.devices
+
+
+class Variables:
+    """The variables of a window's model, and the figures that its constraints need.
+
+    Attributes
+    ----------
+    model
+        The CP-SAT model. Constraints are added to it by one function for each family.
+    latest
+        No moment is later, in ticks.
+    end
+        When the schedule ends.
+    device_end
+        By device: what ends in the window there reaches the end by then. `end` itself but for the objective "ends".
+    span
+        The objective "span", or `end` where that is not asked for.
+    start
+        When each F, B, W, C, O, D and R starts; with the order "ranks" also each BW (see `backward`).
+    compute_end
+        When each F, B, W and C ends; B together with its W where both are one BW.
+    allocation
+        When O and R allocate their bytes. Ops that do so after the window are missing.
+    offloaded
+        By stage, micro-batch and part: whether the part is offloaded. What is not in it is not.
+    recomputed, fused
+        By stage and micro-batch: whether the activation is recomputed, and whether B and W are one BW. What is not in
+        them is not.
+    free
+        The ops that start in the window.
+    passes
+        Stage and micro-batch of each forward.
+    """
+
+    def __init__(
+        self, grid: Grid, incumbent: GridSchedule, window: Window, order: Order, objective: WindowObjective
+    ) -> None:
+        self.grid, self.incumbent, self.window, self.order = grid, incumbent, window, order
+        self.problem = grid.problem
+        self.model = cp_model.CpModel()
+        self._hints: dict[int, int] = {}
+        self._device: list[int] = self.problem.costs.device.tolist()
+        self.latest = grid.serial if objective == "span" else incumbent.end
+        self.end = self.new_int(0, self.latest, incumbent.end, "end")
+        self.device_end = [
+            self.new_int(0, self.latest, self.latest, f"end{d}") if objective == "ends" else self.end
+            for d in range(len(self.problem.devices))
+        ]
+        self.start: dict[Op, Moment] = {}
+        self.compute_end: dict[Op, Moment] = {}
+        self.allocation: dict[Op, Moment] = {}
+        self.offloaded: dict[tuple[int, int, int], Choice] = {}
+        self.recomputed: dict[tuple[int, int], Choice] = {}
+        self.fused: dict[tuple[int, int], Choice] = {}
+        self.free: set[Op] = set()
+        self.passes = [(s, j) for j in range(self.problem.microbatches) for s in self.problem.route(j)]
+        for s, j in self.passes:
+            self._compute(s, j)
+            self._transfers(s, j)
+            self._recompute(s, j)
+        self.span = self.new_int(0, self.latest, self._incumbent_span(), "span") if objective == "span" else self.end
+
+    # --- new variables
+
+    def new_int(self, least: int, most: int, hint: int, name: str) -> cp_model.IntVar:
+        """A variable with its value in the incumbent as a hint."""
+        variable = self.model.new_int_var(least, most, name)
+        self.model.add_hint(variable, hint)
+        self._hints[variable.index] = hint
+        return variable
+
+    def _new_choice(self, hint: bool, name: str) -> cp_model.IntVar:
+        literal = self.model.new_bool_var(name)
+        self.model.add_hint(literal, hint)
+        return literal
+
+    def _new_moment(self, hint: int, name: str) -> cp_model.IntVar:
+        return self.new_int(self.window.begin, self.latest, hint, name)
+
+    def hint(self, moment: Moment) -> int:
+        """A variable's value in the incumbent; a number's own."""
+        return moment if isinstance(moment, int) else self._hints[moment.index]
+
+    # --- the variables of one stage and micro-batch
+
+    def _compute(self, s: int, j: int) -> None:
+        """F, B and W. Where BW needs less memory, B and W may be one; B then ends with W."""
+        b, w = Op(B, s, j), Op(W, s, j)
+        for x in (Op(F, s, j), b, w):
+            self._set_start(x)
+            self.compute_end[x] = self.start[x] + self.duration(x)
+        if self.order == "ranks":  # the backward of forward j, which need not be the j-th (see `ranks`)
+            x = Op(BW, s, j)
+            self.start[x] = self.new_int(0, self.latest, 0, f"{x}") if self.may_be_away(s) else self.start[b]
+            self.compute_end[x] = self.start[x] + self.duration(b)
+            self.free.add(x)
+        fused = (s, j) in self.incumbent.fused
+        if self.grid.may_fuse(s) and {b, w} <= self.free and self.window.opens(self._device[s]):
+            self.fused[s, j] = self._new_choice(fused, f"{s}BW{j}")
+            hint = self.incumbent.start[b] + self.duration(b) + fused * self.duration(w)
+            self.compute_end[b] = self._new_moment(hint, f"{b}ends")
+        elif fused:
+            self.fused[s, j] = True
+            self.compute_end[b] = self.compute_end[w]
+
+    def _transfers(self, s: int, j: int) -> None:
+        """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
+        is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
+        for p in range(len(self.grid.activations[s].parts)):
+            o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
+            if is_open or o in self.incumbent.start:
+                for x in (o, d, r):
+                    self._set_start(x, b_start if is_open else None)
+                offloaded = o in self.incumbent.start
+                self.offloaded[s, j, p] = self._new_choice(offloaded, f"{s}leaves{j}.{p}") if is_open else True
+                self._set_allocation(r, b_start)
+                if self.host_capacity(s) is not None:
+                    self._set_allocation(o, b_start)
+
+    def _recompute(self, s: int, j: int) -> None:
+        """C, open where O, D and R are."""
+        c, is_open = Op(C, s, j), self._relief_is_open(s, j)
+        if c in self.incumbent.start or (is_open and self.problem.stages[s].can_recompute):
+            self._set_start(c, self.incumbent.start[Op(B, s, j)] if is_open else None)
+            self.compute_end[c] = self.start[c] + self.duration(c)
+            recomputed = c in self.incumbent.start
+            self.recomputed[s, j] = self._new_choice(recomputed, f"{s}again{j}") if is_open else True
+
+    def _relief_is_open(self, s: int, j: int) -> bool:
+        return {Op(F, s, j), Op(B, s, j)} <= self.free and self.window.opens(self._device[s])
+
+    def _set_start(self, x: Op, hint: int | None = None) -> None:
+        """Gives x its start. With a hint it is free, for what the incumbent may lack."""
+        known = self.incumbent
+        match 0 if hint is not None else self.side(self.incumbent_start(x)):
+            case -1:
+                self.start[x] = known.start[x]
+            case 0:
+                self.start[x] = self._new_moment(known.start.get(x, hint or 0), f"{x}")
+                self.free.add(x)
+            case _:
+                self.start[x] = self.end - known.tail[x]
+
+    def _set_allocation(self, x: Op, hint: int) -> None:
+        """Gives x the moment at which its bytes are allocated, no later than it starts and not inside a compute op."""
+        at = self.incumbent.allocation.get(x, hint)
+        if self.side(at) <= 0:
+            self.allocation[x] = at if self.side(at) else self._new_moment(at, f"{x}allocates")
+
+    def _incumbent_span(self) -> int:
+        spans = []
+        for d in range(len(self.problem.devices)):
+            own = [(at, x) for x, at in self.incumbent.start.items() if self.device(x) == d]
+            last = max((at + self.duration(x) for at, x in own), default=0)
+            spans.append(last - min((at for at, _ in own), default=0))
+        return max(spans)
+
+    # --- what constraints ask
+
+    def side(self, at: int) -> int:
+        """-1 before the window, 0 in it, 1 after it."""
+        return (at >= self.window.end) - (at < self.window.begin)
+
+    def incumbent_start(self, x: Op) -> int:
+        """When x starts in the incumbent; the W of a BW with its B."""
+        is_fused = x.kind == W and (x.stage, x.microbatch) in self.incumbent.fused
+        return self.incumbent.start[x._replace(kind=B) if is_fused else x]
+
+    def duration(self, x: Op) -> int:
+        """Ticks of an op; of a BW those of B, as what it stands for is a B (see `backward`)."""
+        return 0 if x.kind == D else self.grid.duration(B if x.kind == BW else x.kind, x.stage)
+
+    def presence(self, x: Op) -> Choice:
+        """Whether x takes place."""
+        if x.kind == C:
+            return self.recomputed[x.stage, x.microbatch]
+        return True if x.kind in COMPUTE else self.offloaded[x.stage, x.microbatch, x.part]
+
+    def device(self, x: Op) -> int:
+        """The device that x runs on."""
+        return self._device[x.stage]
+
+    def backward(self, s: int, j: int) -> Op:
+        """The backward of a stage's forward j: its B or, with nameless micro-batches, the BW that stands for it."""
+        return Op(BW if self.order == "ranks" else B, s, j)
+
+    def may_be_away(self, stage: int) -> bool:
+        """Whether activations of a stage can leave its device, or be recomputed."""
+        return self.problem.stages[stage].can_offload or self.problem.stages[stage].can_recompute
+
+    def host_capacity(self, stage: int) -> int | None:
+        """Grains of host memory of the stage's device; None where everything fits."""
+        return self.grid.host_capacities[self._device[stage]]

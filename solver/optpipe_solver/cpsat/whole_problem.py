@@ -1,0 +1,160 @@
+"""The search for the whole problem, from a schedule that is known.
+
+First micro-batches keep their order, which finds good schedules soon. Where that may lose something, they are nameless
+next, which proves bounds, and then in any order, which proves the optimum.
+
+There are two grids. Schedules are found sooner in coarse ticks, rounded up. Proofs need times as they are or, if
+they have too many decimals, rounded down. What is found on the second grid may not fit, so it is checked like all else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+
+import numpy as np
+
+from optpipe.model.ops import Kind
+from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
+from optpipe.process.protocol import Bound, Frame, Request
+from optpipe.schedule import Schedule
+from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.budget import Budget
+from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_schedule import place_on_grid
+from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
+from optpipe_solver.cpsat.variables import Order, Window
+from optpipe_solver.incumbent import BestGridSchedule
+from optpipe_solver.lift import lift
+from optpipe_solver.prune import prune
+
+METHOD = "cpsat"
+# Ticks, as `grid.FINEST`, where bounds are proven. With 2^38 of them CP-SAT 9.15 refutes solutions.
+FINE = 2**24
+# Of the time, and of what is left then.
+IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8
+# The first step goes this part of the way from the bound to the best schedule; steps then double.
+STEPS = 4
+# Where nameless micro-batches can be shorter than all schedules known, their optimum is found up to this part of the
+# makespan.
+NEAR = 10_000
+
+
+class WholeProblemSearch:
+    """The best schedule and the best bound so far, and the steps that improve them."""
+
+    def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
+        self.request, self.problem, self._emit = request, request.problem, emit
+        self.grid, self.fine_grid = Grid.of(self.problem), Grid.of(self.problem, FINE)
+        self.budget = Budget(request.time_limit_s, request.threads)
+        self.best = BestGridSchedule(request, emit)
+        self._bound = max(trivial_bound(self.problem, request.objective), memory_bound(self.problem, request.objective))
+        self._bound_lock = threading.Lock()  # bounds come from a thread of CP-SAT's
+
+    def run(self) -> None:
+        """Ends when time is up or the best schedule is proven to be optimal."""
+        self.best.ensure_start()
+        if self.best.start is None or self._proven:
+            return
+        free = order_is_free(self.problem, self.request.objective)
+        in_order_proves = free and self.grid.lossless
+        self._solve(self.grid, "stages", self.budget.left() * (1.0 if in_order_proves else IN_ORDER_SHARE))
+        # Where there may be pairs, ops that are rounded to nothing would look like some.
+        provable = self.problem.overlap_factor is None
+        if provable and not in_order_proves and self.request.objective == "makespan":
+            provable = self._raise_bound(RANKS_SHARE * self.budget.left())
+        if not in_order_proves and not self._proven:
+            grid = self.fine_grid.relaxed if provable else self.grid
+            self._solve(grid, "stages" if free else "entry", self.budget.left())
+
+    @property
+    def _proven(self) -> bool:
+        return self.best.value <= self._bound * (1 + 1e-9)
+
+    def _model(self, grid: Grid, order: Order) -> WindowModel:
+        assert self.best.start
+        incumbent = place_on_grid(grid, number_by_entry(self.best.start))
+        return WindowModel(grid, incumbent, Window.of_all(incumbent), order, self.request.objective)
+
+    def _raise_bound(self, seconds: float) -> bool:
+        """Looks for the least end that even nameless micro-batches can have: upwards from the bound, in steps that
+        double. Returns whether the problem is small enough to prove anything: whether the first step was decided within
+        half of the time.
+
+        It starts at the bound of the rounded problem, of which some schedules may be shorter than any of the problem.
+        """
+        until, grid = self.budget.left() - seconds, self.fine_grid.relaxed
+        least = ceil(max(trivial_bound(grid.rounded), memory_bound(grid.rounded)) * (1 - 1e-12))
+        model = self._model(grid, "ranks")
+        known = model.variables.incumbent.end
+        most = known - 1
+        step = max(1, (most - least) // STEPS)
+        end = least + step - 1
+        decided = False
+        while model.is_bound and least <= min(end, most) and self.budget.left() > until:
+            model.model.add(model.end >= least)
+            model.model.add(model.end <= end)
+            left = self.budget.left() - until
+            answer = model.solve(self.budget, self.request.seed, left if decided else left / 2, any_will_do=True)
+            if answer.starts is not None:
+                most = end - 1
+                end = (least + most) // 2
+            elif answer.proven:
+                least = end + 1
+                self._offer_bound(grid.ms(least))
+                end, step = min(most, end + step), 2 * step
+            else:
+                return decided
+            decided = True
+            if most < known - 1 and most - least < known // NEAR:
+                break
+            model = self._model(grid, "ranks")
+        return True
+
+    def _offer_bound(self, ms: float) -> None:
+        with self._bound_lock:
+            if ms > self._bound * (1 + 1e-9):
+                self._bound = ms
+                self._emit(Bound(method=METHOD, lower_bound_ms=ms))
+
+    def _solve(self, grid: Grid, order: Order, seconds: float) -> None:
+        """Emits better schedules and, where the model's bounds hold for every schedule, better bounds."""
+        model = self._model(grid, order)
+        # Rounded down, there may be shorter solutions; only what they lift to is no shorter than the bound.
+        if not grid.down:
+            model.model.add(model.objective >= ceil(self._bound / float(grid.tick) * (1 - 1e-12)))
+
+        def on_better(starts: Starts) -> None:
+            self.best.offer(prune(lift(self.problem, grid.starts_ms(starts), METHOD)))
+
+        def on_bound(bound: int) -> None:
+            self._offer_bound(grid.ms(bound))
+
+        bound_callback = on_bound if model.is_bound else None
+        answer = model.solve(self.budget, self.request.seed, seconds, on_better=on_better, on_bound=bound_callback)
+        if model.is_bound:
+            on_bound(answer.bound)
+
+
+def number_by_entry(schedule: Schedule) -> Schedule:
+    """The same schedule with the micro-batches of each route numbered as they enter it."""
+    problem = schedule.problem
+    tables = [*(program.table for program in schedule.programs), *(order.table for order in schedule.links.values())]
+    name = np.arange(problem.microbatches)
+    for r, route in enumerate(problem.all_routes):
+        program = schedule.programs[problem.stages[route[0]].device].table
+        enters = (
+            (program[:, KIND] == Kind.F)
+            & (program[:, STAGE] == route[0])
+            & (problem.costs.route[program[:, MICROBATCH]] == r)
+        )
+        entered = program[enters, MICROBATCH]
+        name[entered] = np.sort(entered)
+    renamed = [table.copy() for table in tables]
+    for table in renamed:
+        table[:, MICROBATCH] = name[table[:, MICROBATCH]]
+    programs = tuple(Program(table) for table in renamed[: len(schedule.programs)])
+    links = dict(zip(schedule.links, (Program(table) for table in renamed[len(programs) :]), strict=True))
+    return replace(schedule, programs=programs, links=links)

@@ -1,0 +1,104 @@
+"""Which window of a schedule is solved next: around a moment at which a device is idle, as wide as can be solved
+quickly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optpipe.model.ops import COMPUTE
+from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_schedule import GridSchedule
+from optpipe_solver.cpsat.variables import Window
+
+FIRST = 60  # compute ops in the first windows
+FEWEST = 8
+QUICK_S = 0.3  # windows that are solved sooner may grow, at first
+PATIENCE = 6  # one window may take so many times as long
+VAIN = 10  # after so many windows without a gain larger ones have more time
+MEMORY = 0.9  # how much of a breadth's score counts after one more window
+LEAST = 0.3  # every breadth's chance, as a part of the best one's
+
+
+@dataclass
+class Breadth:
+    """A size of windows: how many neighbouring devices are free at a time, with how many compute ops.
+
+    Attributes
+    ----------
+    most
+        Compute ops of so many devices.
+    score
+        What such windows gained of late, in ms per second.
+    """
+
+    devices: int
+    most: int
+    size: float = FIRST
+    score: float = 0.0
+
+    def learn(self, gained_ms: float, used_s: float, proven: bool, quick_s: float) -> None:
+        """Learns from one window whether such windows pay, and whether to try larger or smaller ones."""
+        self.score += (1 - MEMORY) * (gained_ms / max(used_s, quick_s) - self.score)
+        if proven and used_s < quick_s:
+            self.size = min(self.most, 1.15 * self.size)
+        elif not proven or used_s > 2 * quick_s:
+            self.size = max(FEWEST, 0.85 * self.size)
+
+
+class WindowChoice:
+    """An adaptive choice of windows: breadths by what they gained, moments by where time is lost."""
+
+    def __init__(self, grid: Grid, random_: random.Random) -> None:
+        self.grid, self.problem, self.random = grid, grid.problem, random_
+        self.quick_s, self.vain = QUICK_S, 0
+        devices = len(self.problem.devices)
+        ops = 3 * len(self.problem.stages) * self.problem.microbatches
+        self.breadths = [
+            Breadth(n, ops * n // devices) for n in sorted({max(min(2, devices), devices // cut) for cut in (1, 2, 4)})
+        ]
+
+    def window(self, incumbent: GridSchedule) -> tuple[Breadth, Window]:
+        """A window of the incumbent, and its breadth."""
+        least = max(1e-9, *(breadth.score for breadth in self.breadths)) * LEAST
+        breadth = self.random.choices(self.breadths, [breadth.score + least for breadth in self.breadths])[0]
+        idle = list(self._idle(incumbent))
+        device, begin, end = (
+            self.random.choices(idle, [end - begin for _, begin, end in idle])[0] if idle else (0, 0, incumbent.end)
+        )
+        return breadth, self._around(incumbent, breadth, device, self.random.randint(begin, end))
+
+    def learn(self, breadth: Breadth, gained_ms: float, used_s: float, proven: bool) -> None:
+        """Learns from one window for the next ones."""
+        breadth.learn(gained_ms, used_s, proven, self.quick_s)
+        self.vain = 0 if gained_ms else self.vain + 1
+        if self.vain >= VAIN:
+            self.quick_s, self.vain = self.quick_s * 1.5, 0
+
+    def _around(self, incumbent: GridSchedule, breadth: Breadth, device: int, moment: int) -> Window:
+        """The ops nearest to a moment, of this device and its neighbours."""
+        last = len(self.problem.devices) - breadth.devices
+        first = self.random.randint(max(0, device - breadth.devices + 1), min(device, last))
+        devices = frozenset(range(first, first + breadth.devices))
+        starts = sorted(
+            at
+            for x, at in incumbent.start.items()
+            if x.kind in COMPUTE and self.problem.stages[x.stage].device in devices
+        )
+        near = sorted(starts, key=lambda at: abs(at - moment))[: round(breadth.size)]
+        everything = Window.of_all(incumbent)
+        begin, end = (everything.begin, everything.end) if len(near) == len(starts) else (min(near), max(near) + 1)
+        return Window(begin, end, devices if breadth.devices < len(self.problem.devices) else None)
+
+    def _idle(self, incumbent: GridSchedule) -> Iterator[tuple[int, int, int]]:
+        """Device, begin and end of every time at which a device computes nothing."""
+        reached = [0] * len(self.problem.devices)
+        compute = [(at, x) for x, at in incumbent.start.items() if x.kind in COMPUTE]
+        runs = sorted(
+            (at, at + self.grid.duration(x.kind, x.stage), self.problem.stages[x.stage].device) for at, x in compute
+        )
+        for begin, end, device in [*runs, *((incumbent.end, incumbent.end, d) for d in range(len(reached)))]:
+            if begin > reached[device]:
+                yield device, reached[device], begin
+            reached[device] = max(reached[device], end)
