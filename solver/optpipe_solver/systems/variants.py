@@ -1,4 +1,4 @@
-"""The published schedules in a search: which of them are for a problem's own stages, and with what parameters."""
+"""The published schedules in a search: which of them apply to a problem's own stages, and with what parameters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by de
 
 
 def is_system(method: str) -> bool:
-    """Whether the method is a published schedule, with its parameters. Raises `InputError` for what is no method at
-    all."""
+    """Whether the method is a published schedule. Raises InputError if it is no method, or its parameters are wrong."""
     if method in METHODS:
         return False
     if method.partition(":")[0] not in SYSTEMS:
@@ -32,7 +31,7 @@ def is_system(method: str) -> bool:
 
 
 def variants(problem: Problem) -> Iterator[str]:
-    """The systems that run on the problem's own stages, as they are and with other choices of their parameters."""
+    """Yield the systems that run on the problem's own stages, with choices of their parameters."""
     devices = len({stage.device for stage in problem.stages})
     for name, system in SYSTEMS.items():
         with suppress(InputError):
