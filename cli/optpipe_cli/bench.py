@@ -89,12 +89,12 @@ def first(
     from optpipe.schedule import check
     from optpipe_solver.bounds import memory_bound
     from optpipe_solver.heuristics import STREAMS
-    from optpipe_solver.methods import WITHIN_MEMORY
+    from optpipe_solver.methods import HEURISTICS
 
     problem = _offloading(devices, microbatches)
     bound = memory_bound(problem)
     rows = []
-    for name in WITHIN_MEMORY:
+    for name in reversed(HEURISTICS):
         began = time.perf_counter()
         schedule = next(STREAMS[name](problem, "makespan"))
         wrong = check(problem, schedule)

@@ -1,5 +1,4 @@
-"""`python -m optpipe_solver`: reads one request, writes frames (`optpipe.process.child`), and ends within the request's
-time limit."""
+"""`python -m optpipe_solver`: reads one request, writes frames (`optpipe.process.child`), and ends within its time."""
 
 from __future__ import annotations
 
@@ -8,24 +7,22 @@ import threading
 
 from optpipe.errors import InputError
 from optpipe.process.protocol import End, Refused, read_request, write_frame
-from optpipe_solver.placements import PlacementSearch
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import PlacementSearch, Portfolio
 
 
 def main() -> None:
     request = read_request()
+    search_type = PlacementSearch if request.placements == "all" else Portfolio
     try:
-        search = (
-            PlacementSearch(request, write_frame) if request.placements == "all" else Portfolio(request, write_frame)
-        )
+        search = search_type(request, write_frame)
     except InputError as error:
         write_frame(Refused(reason=str(error)))
         return
-    backstop = threading.Timer(request.time_limit_s, _end)  # a heuristic of a huge problem does not look at the clock
-    backstop.daemon = True
-    backstop.start()
+    timer = threading.Timer(request.time_limit_s, _end)  # a heuristic of a huge problem does not look at the clock
+    timer.daemon = True
+    timer.start()
     search.run()
-    backstop.cancel()
+    timer.cancel()
     write_frame(End())
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import length_ms
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver.cpsat.grid_schedule import is_expressible, split_dispensable
-from optpipe_solver.heuristics import generate, value
-from optpipe_solver.methods import WITHIN_MEMORY
+from optpipe_solver.heuristics import generate
+from optpipe_solver.methods import HEURISTICS
 from optpipe_solver.paths import has_only_known_ops
 
 
@@ -31,7 +32,7 @@ class BestSchedule:
         self.value = float("inf")
         warm = self._warm_start(request.warm_start) if request.warm_start else None
         if warm is not None:
-            self.schedule, self.value = warm, value(warm, request.objective)
+            self.schedule, self.value = warm, length_ms(warm, request.objective)
 
     def _warm_start(self, programs: Programs) -> Schedule | None:
         try:
@@ -42,7 +43,7 @@ class BestSchedule:
 
     def offer(self, schedule: Schedule) -> bool:
         """Keeps and emits a schedule that is valid and better than all before. Says whether it is."""
-        found = value(schedule, self.request.objective)
+        found = length_ms(schedule, self.request.objective)
         if found >= self.value * (1 - 1e-9) or check(self.request.problem, schedule):
             return False
         self.schedule, self.value = schedule, found
@@ -69,7 +70,7 @@ class BestGridSchedule(BestSchedule):
         """Runs heuristics until there is something to start from."""
         problem = self.request.problem
         unpaired = problem.model_copy(update={"overlap_factor": None})  # the models know no pairs
-        for name in WITHIN_MEMORY:
+        for name in reversed(HEURISTICS):
             if self.start is None:
                 schedule = generate(name, unpaired, self.request.objective)
                 self.offer(split_dispensable(replace(schedule, problem=problem)))

@@ -1,10 +1,9 @@
-"""What runs when: the one place to tune. Heuristics first, in the solver's own process, then engines, each in a process
-of its own.
+"""The one place to tune the search: which engines run, in what order and for how long, and what everything may take.
 
-Threads are dealt out in lanes. Heuristics keep one lane for their share of the time; on every free lane the next turn
-of the table starts, from the best schedule so far. A turn lasts its share of the engines' time; one that ends early
-leaves the rest to those behind it. Turns marked `again` fill what is left, each from the best so far and with another
-seed. With one thread there is one lane: one after the other.
+Heuristics run first, in the solver's own process; engines follow, each in a process of its own. `PARALLEL` searches
+run side by side, heuristics being one of them for their share of the time. Whenever one ends, the next run of the table
+starts, from the best schedule so far. A run lasts its share of the engines' time; what it does not use is left to those
+behind it. Runs that repeat fill what is left, each time with another seed. With one thread one search runs at a time.
 """
 
 from __future__ import annotations
@@ -15,54 +14,93 @@ from dataclasses import dataclass, replace
 from optpipe.model.problem import Problem
 from optpipe_solver import methods
 
-LANES = 2  # engines side by side; with more threads than that each has several
-HEURISTICS_SHARE = 0.15  # of the time, where engines follow
+# The portfolio's time
+PARALLEL = 2  # searches side by side; with more threads than that each has several
+HEURISTICS_SHARE = 0.15  # of the time, if engines follow
 HEURISTICS_S = 2.0  # at least that long, or half of a short time: until then they gain more than engines do
-COUNTED_SHARE = (
-    0.75  # of the engines' time is planned with one thread, so that what is counted fits in on a busy machine, too
-)
+COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
+COUNTED_TIMEOUT = 2.0  # with one thread an engine that should have ended by its own count is ended after so many times
+STOP_S = 0.3  # kept for stopping the engines and writing the last frames
+ENGINE_START_S = 0.5  # that an engine needs to start
+POLL_S = 0.1  # between looks at memory and clocks
+OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
+
+# Heuristics in the portfolio
+BEHIND = 4  # a heuristic whose best is not the best of all runs in every fourth round only
+LARGE_PARTS = 3_000  # parts of activations: list scheduling takes some tenths of a second for so many
+JITTER_WORK = 3  # times as much work with a schedule whose percentile is simulated
+JITTER_NEAR = 1.05  # of the shortest nominal time: longer schedules are not simulated under noise
+
+# The first schedule of a request
+FIRST_LIST_S = 0.5  # that list scheduling may take for it; `naive` comes first where it takes longer
+FIRST_MAX_BYTES = 2**32  # of the process
+
+# Heuristics by themselves
+GENERATE_OPS = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
+GENERATE_TRIES = 50  # likewise, of small schedules
+DESCENT_FAILURES = 120  # policies tried in a row without one of them being better
+DESCENT_SHARES = (0.0, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0)  # of the activations that leave or are recomputed
+REPEAT_FORWARDS = 10_000  # from so many on, list scheduling takes over half a second: a period is repeated
+REPEAT_GAIN = 1.5  # a period is repeated if that needs so many times fewer micro-batches to be scheduled
+REPEAT_MICROBATCHES = 6  # a period at most
+VARIANTS = 10  # choices of one parameter of a published schedule, evenly spread
+
+# Placements
+CHUNKS = 4  # a device at most
+FIRST_LOOK_SHARE = 0.06  # of the time: a heuristic for every placement
+PARTITIONS_SHARE = 0.2  # of the time: for better partitions, if there are layers
+HALVING = ((4, 0.2), (2, 0.2))  # so many placements, for that share of the time
+PLACEMENT_S = 2.5  # below that an engine has hardly begun
+PARTITION_POLICIES = 6  # of AdaOffload that judge a partition
+PARTITION_MOVES = 240  # from one partition; of more a sample is tried
+
+# Bounds
+WEIGHT_STEPS = 40  # steps from none to all of the weight of memory, link and compute
+MEASURES = 12  # dual feasible functions that are tried
+MEASURE_STAGES = 256  # stages of a device up to which more than one function is tried
+RELIEF_STATES = 20_000  # of the search for the least memory, looked at for one stage; equal stages need a handful
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One engine's run."""
+class EngineRun:
+    """One run of an engine in the table."""
 
     engine: str
-    share: float = 1.0  # of the engines' time on all lanes
-    most_passes: int | None = (
-        None  # micro-batches through stages: a larger problem is not for this engine within a minute or so
-    )
-    again: bool = False  # over and over until time is up
-    anew: bool = False  # from a heuristic's schedule and not from the best, which other windows may have led astray
+    share: float = 1.0  # of the engines' time, summed over all that run side by side
+    max_forwards: int | None = None  # a problem with more is not solved by this engine within a minute or so
+    repeat: bool = False  # over and over until time is up
+    from_scratch: bool = False  # not from the best schedule, which other windows may have led to a dead end
 
 
 AUTO = (
-    Turn("cyclic", 0.12),  # patterns, and windows of the best of them
-    Turn("cpsat", 0.24, most_passes=64),  # the whole problem at once: proves what is small
-    Turn("lns", 0.12),  # windows of the best schedule
-    Turn("milp", 0.03),  # the paper's formulation; proves what is tiny
-    Turn("cpsat", 0.08),  # of what is less small, another neighbourhood (its own `applies` says what that is)
-    Turn("lns", 0.08, again=True, anew=True),
-    Turn("lns", 0.08, again=True),
+    EngineRun("cyclic", 0.12),  # patterns, and windows of the best of them
+    EngineRun("cpsat", 0.24, max_forwards=64),  # the whole problem at once: proves what is small
+    EngineRun("lns", 0.12),  # windows of the best schedule
+    EngineRun("milp", 0.03),  # the paper's formulation; proves what is tiny
+    EngineRun("cpsat", 0.08),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun("lns", 0.08, repeat=True, from_scratch=True),
+    EngineRun("lns", 0.08, repeat=True),
 )
-ROBUST = Turn(methods.ROBUST, 0.25, again=True)  # beside the others where op times vary
+JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 
 
 def heuristics_share(seconds: float) -> float:
-    """Of the time, where engines follow."""
+    """The share of the time that heuristics have if engines follow."""
     return max(HEURISTICS_SHARE, min(0.5, HEURISTICS_S / seconds))
 
 
-def turns(method: str, jitter: float, problem: Problem, applies: Callable[[str], bool]) -> list[Turn]:
-    """The turns of a method in the order in which they start; none for a heuristic. `applies` says whether an engine is
-    for the problem."""
+def engine_runs(method: str, jitter: float, problem: Problem, supports: Callable[[str], bool]) -> list[EngineRun]:
+    """Return the engine runs of a method in the order in which they start; none for a heuristic.
+
+    `supports` says whether an engine can work on the problem.
+    """
     if method in methods.ENGINES:
-        return [Turn(method)] if applies(method) else []
+        return [EngineRun(method)] if supports(method) else []
     if method != "auto":
         return []
-    passes = sum(len(problem.route(j)) for j in range(problem.microbatches))
-    due = [turn for turn in AUTO if (turn.most_passes is None or passes <= turn.most_passes) and applies(turn.engine)]
-    due += [ROBUST] if jitter and applies(ROBUST.engine) else []
-    total = sum(turn.share for turn in due)
-    filled = any(turn.again for turn in due) and total <= 1
-    return due if filled else [replace(turn, share=turn.share / total) for turn in due]
+    forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
+    small_enough = [run for run in AUTO if run.max_forwards is None or forwards <= run.max_forwards]
+    runs = [run for run in (*small_enough, *([JITTER_RUN] if jitter else [])) if supports(run.engine)]
+    total = sum(run.share for run in runs)
+    fills_the_time = any(run.repeat for run in runs) and total <= 1
+    return runs if fills_the_time else [replace(run, share=run.share / total) for run in runs]

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.graph import ACROSS, ISSUED, dependencies, flatten, on_host_link, require_known, second_of_pair
 from optpipe.evaluate.memory import device_bytes, host_bytes
 from optpipe.model.arrays import Ints, Table
@@ -23,7 +24,6 @@ from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, PART, STAGE, Program
 from optpipe.schedule import Schedule, check
-from optpipe_solver.floor import part_bytes
 
 EARLY = 1.5  # a reload stands this many reload times before its backward, where memory admits it
 
@@ -217,7 +217,7 @@ class _Scan:
         self.during, self.hosted = _held(*device_bytes(problem, table)), _held(*host_bytes(problem, table))
         self.lead = (np.arange(len(table)) - second_of_pair(table)).tolist()  # a pair's first row
         self.last = (np.arange(len(table)) + (table[:, JOINED] == 1)).tolist()
-        self.size = [part_bytes(stage) for stage in problem.stages]
+        self.size = Effects(problem).parts
 
     def relieved(self) -> list[New]:
         """What is new in the program."""

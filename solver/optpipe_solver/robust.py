@@ -18,11 +18,11 @@ import numpy as np
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.graph import ISSUED
 from optpipe.evaluate.jitter import PERCENTILE, Noise, waits_for
+from optpipe.evaluate.objective import length_ms
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, MICROBATCH, STAGE, Program
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
-from optpipe_solver.heuristics import value
 from optpipe_solver.prune import prune
 
 METHOD = "robust"
@@ -63,7 +63,7 @@ class _Search:
         pruned = prune(schedule)
         if self.noise.percentile_ms(pruned, self.objective) <= self.ms:
             self._take(pruned)
-        self.longest_ms = LONGER * value(self.schedule, self.objective)
+        self.longest_ms = LONGER * length_ms(self.schedule, self.objective)
         self.best_ms = self.ms
 
     def _take(self, schedule: Schedule) -> None:
@@ -87,7 +87,7 @@ class _Search:
         if neighbour is None:
             return False
         try:
-            if value(neighbour, self.objective) > self.longest_ms:
+            if length_ms(neighbour, self.objective) > self.longest_ms:
                 return False
             self.spent_s += ops * self.noise.samples / OPS_PER_S
             ms = self.noise.percentile_ms(neighbour, self.objective)

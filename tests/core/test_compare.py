@@ -12,7 +12,7 @@ from support.chain import chain, gpipe, one_by_one
 import optpipe
 from optpipe import Device, InputError, Problem, Stage, check, comparison
 from optpipe.model.placement import rechunk
-from optpipe_solver.compare import EVERY
+from optpipe_solver.portfolio.compare_methods import EVERY
 
 TESTS = Path(__file__).parents[1]
 

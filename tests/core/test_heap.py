@@ -17,7 +17,7 @@ optpipe_server.serve(optpipe_server.Settings("sqlite:///jobs.sqlite", makers=1, 
 """
 MAKER = """
 import gc
-from optpipe_solver import first
+from optpipe_solver.portfolio import first_schedules as first
 first.requests = lambda: iter(())
 first.main()
 print(gc.get_freeze_count())

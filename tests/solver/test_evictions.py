@@ -16,11 +16,10 @@ from optpipe_cache import Cache, distance, features
 from optpipe_cache.features import shape
 from optpipe_solver import cpsat, milp
 from optpipe_solver.bounds import memory_bound
+from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.cpsat.grid_schedule import is_expressible
-from optpipe_solver.floor import infeasibility
 from optpipe_solver.paths import allocation_times, has_only_known_ops, tails
-from optpipe_solver.placements import PlacementSearch
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.prune import prune
 from optpipe_solver.repair import repair
 

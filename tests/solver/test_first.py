@@ -23,11 +23,11 @@ from optpipe.model.placement import rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule
-from optpipe_solver import first
 from optpipe_solver.bounds import memory_bound, trivial_bound
-from optpipe_solver.floor import infeasibility
+from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import ENGINES, METHODS
 from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import first_schedules as first
 from optpipe_solver.systems import SYSTEMS
 
 MODULE = "optpipe_solver.first"
@@ -113,7 +113,7 @@ def test_what_fails_in_one_request_is_not_the_next_ones(monkeypatch):
 
     told: list[Frame] = []
     with monkeypatch.context() as patched:
-        patched.setattr(Portfolio, "begun", broken)
+        patched.setattr(Portfolio, "begin", broken)
         first.answer(Request(problem=chain()), told.append)
     assert told == [Note(text="no first schedule: MemoryError: too much"), End()]
     told.clear()
@@ -141,7 +141,7 @@ def test_a_line_that_is_no_request_is_refused_and_the_next_one_answered():
             assert b'"bound"' in lines[3]
         finally:
             process.stdin.close()
-            assert process.wait(10) == -signal.SIGKILL  # ends itself, with its group, when its input closes
+            assert process.wait(60) == -signal.SIGKILL  # ends itself, with its group, when its input closes
 
 
 def test_it_ends_with_its_parent():
@@ -153,7 +153,7 @@ def test_it_ends_with_its_parent():
         assert parent.stdout
         maker = int(parent.stdout.readline())
         parent.kill()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not over(maker):
         assert time.monotonic() < until
         time.sleep(0.05)

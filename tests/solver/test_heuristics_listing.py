@@ -1,4 +1,4 @@
-"""List scheduling: whatever the policy wishes, the schedule is whole and fits wherever any schedule does."""
+"""List scheduling: whatever the policy prefers, the schedule is whole and fits wherever any schedule does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.strategies import problems
 
 from optpipe import Device, Kind, Problem, Stage, certify, check
-from optpipe_solver.floor import least_memory
-from optpipe_solver.heuristics import listed as module
-from optpipe_solver.heuristics.listed import listed
-from optpipe_solver.heuristics.naive import in_turn
+from optpipe_solver import plan
+from optpipe_solver.bounds.least_memory import least_memory
+from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 
 COSTS = {
     "forward_ms": 10.0,
@@ -58,17 +58,17 @@ def policies(draw, stages):
 def test_every_policy_ends_with_a_whole_schedule_that_fits(data):
     problem = data.draw(tight_problems())
     policy = data.draw(policies(problem.stages))
-    assert check(problem, listed(problem, policy, "any")) == []
+    assert check(problem, schedule_by_policy(problem, policy, "any")) == []
 
 
 @settings(max_examples=100, deadline=None)
 @given(tight_problems())
-def test_a_large_problem_has_its_schedule_with_a_rhythm_or_without(problem):
+def test_a_large_problem_has_its_schedule_with_a_period_or_without(problem):
     large = problem if problem.routes else problem.model_copy(update={"microbatches": 37})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MANY", 0)
+        patch.setattr(plan, "REPEAT_FORWARDS", 0)
         for policy in (Policy(alike=True), Policy(offload=tuple(float(stage.can_offload) for stage in problem.stages))):
-            schedule = listed(large, policy, "any")
+            schedule = schedule_by_policy(large, policy, "any")
             assert schedule is not None
             assert schedule.problem == large
             assert check(large, schedule) == []
@@ -77,7 +77,7 @@ def test_a_large_problem_has_its_schedule_with_a_rhythm_or_without(problem):
 @settings(max_examples=200, deadline=None)
 @given(tight_problems())
 def test_one_micro_batch_at_a_time_fits_wherever_any_schedule_does(problem):
-    assert check(problem, in_turn(problem, "naive")) == []
+    assert check(problem, one_at_a_time(problem, "naive")) == []
 
 
 def pipeline(devices: int, microbatches: int, memory: int, **changes: object) -> Problem:
@@ -93,21 +93,18 @@ def pipeline(devices: int, microbatches: int, memory: int, **changes: object) ->
 
 def test_what_leaves_is_back_when_its_backward_comes():
     problem = pipeline(4, 8, 15)
-    schedule = listed(problem, Policy(offload=(1.0,) * 4), "x")
+    schedule = schedule_by_policy(problem, Policy(offload=(1.0,) * 4), "x")
     assert any(op.kind is Kind.O for op in schedule.programs[0].ops())
-    assert not any(
-        op.kind is Kind.O for op in schedule.programs[3].ops()
-    )  # its backwards come at once: nothing would be back in time
-    assert schedule.makespan_ms <= listed(problem, Policy(), "x").makespan_ms - 28
+    late = [op for op in schedule.programs[3].ops() if op.kind is Kind.O]
+    assert late == []  # its backwards come at once: nothing would be back in time
+    assert schedule.makespan_ms <= schedule_by_policy(problem, Policy(), "x").makespan_ms - 28
 
 
-def test_half_of_the_activations_leave_where_that_is_wished():
+def test_half_of_the_activations_leave_if_the_policy_says_so():
     problem = pipeline(6, 12, 10**6)
-    leaves = {
-        share: sum(op.kind is Kind.O for op in listed(problem, Policy(offload=(share,) * 6), "x").programs[0].ops())
-        for share in (0.5, 1.0)
-    }
-    assert 0 < leaves[0.5] <= leaves[1.0] // 2 + 1
+    half, all_of_them = (schedule_by_policy(problem, Policy(offload=(share,) * 6), "x") for share in (0.5, 1.0))
+    leaves = [sum(op.kind is Kind.O for op in schedule.programs[0].ops()) for schedule in (half, all_of_them)]
+    assert 0 < leaves[0] <= leaves[1] // 2 + 1
 
 
 def test_a_weight_gradient_that_needs_more_than_the_activation_is_fused_where_memory_is_short():
@@ -116,13 +113,13 @@ def test_a_weight_gradient_that_needs_more_than_the_activation_is_fused_where_me
         Problem(microbatches=2, devices=[Device(activation_budget_bytes=size)], stages=[Stage(device=0, **costs)])
         for size in (5, 16)
     )
-    assert listed(short, Policy(), "x").programs[0].texts() == ["0F0", "0BW0", "0F1", "0BW1"]
-    assert any(op.kind is Kind.B for op in listed(ample, Policy(), "x").programs[0].ops())
+    assert schedule_by_policy(short, Policy(), "x").programs[0].texts() == ["0F0", "0BW0", "0F1", "0BW1"]
+    assert any(op.kind is Kind.B for op in schedule_by_policy(ample, Policy(), "x").programs[0].ops())
 
 
 def test_recompute_keeps_the_checkpoint_only():
     stages = [Stage(device=0, **COSTS, recompute_ms=10.0, checkpoint_bytes=1)]
     problem = Problem(microbatches=4, devices=[Device(activation_budget_bytes=20)], stages=stages)
-    schedule = listed(problem, Policy(recompute=(1.0,)), "x")
+    schedule = schedule_by_policy(problem, Policy(recompute=(1.0,)), "x")
     assert sum(op.kind is Kind.C for op in schedule.programs[0].ops()) == 4
     assert certify(problem, schedule).fits

@@ -7,9 +7,9 @@ from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Stage, check
 from optpipe_solver.heuristics import generate
-from optpipe_solver.heuristics.listed import listed
-from optpipe_solver.heuristics.pairs import paired
+from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
@@ -30,7 +30,7 @@ def pipeline(factor: float | None, memory: int = 100) -> Problem:
 @given(problems_with_schedules())
 def test_what_is_paired_is_valid(pair):
     problem, schedule = pair
-    together = paired(schedule)
+    together = join_pairs(schedule)
     assert together is None or check(problem, together) == []
 
 
@@ -40,6 +40,6 @@ def test_pairs_shorten_what_can_run_together():
     assert together.makespan_ms < 0.9 * apart.makespan_ms
 
 
-def test_without_a_factor_or_room_nothing_is_paired():
-    assert paired(listed(pipeline(None), Policy(), "x")) is None
-    assert paired(listed(pipeline(0.7, memory=5), Policy(), "x")) is None
+def test_without_a_factor_or_room_nothing_is_join_pairs():
+    assert join_pairs(schedule_by_policy(pipeline(None), Policy(), "x")) is None
+    assert join_pairs(schedule_by_policy(pipeline(0.7, memory=5), Policy(), "x")) is None

@@ -1,4 +1,4 @@
-"""A long schedule from a short one: where list scheduling falls into a rhythm, repeating its period is as good as going
+"""A long schedule from a short one: where list scheduling becomes periodic, repeating its period is as good as going
 on."""
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from support.strategies import problems
 
 from optpipe import Device, Problem, Stage, check
+from optpipe_solver import plan
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.heuristics import listed as module
-from optpipe_solver.heuristics.listed import listed
-from optpipe_solver.heuristics.listing import Listing
+from optpipe_solver.heuristics.list_scheduling import ListScheduler
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
+from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 from optpipe_solver.lift import lift_table
 
 OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
@@ -42,7 +42,7 @@ def pipeline(devices: int, microbatches: int, memory: int, jitter: float = 0.0) 
 
 
 def run(problem: Problem, policy: Policy):
-    listing = Listing(problem, policy)
+    listing = ListScheduler(problem, policy)
     assert listing.run()
     return np.array(listing.rows, dtype=np.int32), np.array(listing.starts)
 
@@ -58,7 +58,7 @@ def test_a_repeated_period_is_as_good_as_list_scheduling_all_of_it(policy, micro
     assert schedule.makespan_ms <= 1.02 * lift_table(problem, *run(problem, policy)).makespan_ms
 
 
-def test_without_a_rhythm_nothing_is_repeated():
+def test_without_a_period_nothing_is_repeated():
     assert lengthened(*run(pipeline(6, 6, 15), Policy()), 20) is None
     table = np.array([[0, 0, j, 0, 0] for j in range(12)], dtype=np.int32)
     assert lengthened(table, np.cumsum(np.arange(12.0)), 20) is None
@@ -67,16 +67,16 @@ def test_without_a_rhythm_nothing_is_repeated():
 def test_a_large_problem_is_listed_by_its_period(monkeypatch):
     problem = pipeline(6, 400, 15, jitter=0.05)
     policy = Policy(offload=(1.0,) * 6, patience=0.5, alike=True)
-    whole = listed(problem, policy, "x")
+    whole = schedule_by_policy(problem, policy, "x")
     handled = []
-    run_of_listing = Listing.run
-    monkeypatch.setattr(module, "MANY", 1000)
+    run_to_the_end = ListScheduler.run
+    monkeypatch.setattr(plan, "REPEAT_FORWARDS", 1000)
     monkeypatch.setattr(
-        Listing,
+        ListScheduler,
         "run",
-        lambda self, deadline: handled.append(self.problem.microbatches) or run_of_listing(self, deadline),
+        lambda self, deadline: handled.append(self.problem.microbatches) or run_to_the_end(self, deadline),
     )
-    quick = listed(problem, policy, "x")
+    quick = schedule_by_policy(problem, policy, "x")
     assert len(handled) == 1
     assert handled[0] < 50
     assert quick.makespan_ms <= 1.01 * whole.makespan_ms

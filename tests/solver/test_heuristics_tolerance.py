@@ -9,9 +9,9 @@ from support.strategies import problems
 from support.units import units
 
 from optpipe import Kind, Problem, check
-from optpipe_solver.heuristics.listed import listed
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.tolerance import tolerated
+from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
+from optpipe_solver.heuristics.tolerance import tolerated_forwards
 
 
 def algorithm_1(problem: Problem, tolerance_ms: float) -> list[int]:
@@ -39,20 +39,20 @@ def test_it_counts_as_algorithm_1_does(times, tolerance_ms):
             for s, stage in enumerate(problem.stages)
         ]
         for each in (problem, problem.replace(stages=uneven)):
-            assert list(tolerated(each, tolerance_ms)) == algorithm_1(each, tolerance_ms)
+            assert list(tolerated_forwards(each, tolerance_ms)) == algorithm_1(each, tolerance_ms)
 
 
 def test_in_the_unit_model_a_stage_fills_its_wait_and_a_tolerance_adds_to_it():
     problem = units(4, 16)
-    assert tolerated(problem, 0.0) == (7, 5, 3, 1)  # 2(p - s) - 1: as ZB-H2's warm-up
-    assert tolerated(problem, 3.0) == (10, 8, 6, 4)
+    assert tolerated_forwards(problem, 0.0) == (7, 5, 3, 1)  # 2(p - s) - 1: as ZB-H2's warm-up
+    assert tolerated_forwards(problem, 3.0) == (10, 8, 6, 4)
 
 
 @pytest.mark.parametrize("tolerance_ms", [0.0, 1.0, 3.0])
 def test_forwards_delay_the_first_backward_by_no_more_than_the_tolerance(tolerance_ms):
     problem = units(4, 16)
-    most = tolerated(problem, tolerance_ms)
-    schedule = listed(problem, Policy(before=most, in_flight=most), "adaoffload")
+    most = tolerated_forwards(problem, tolerance_ms)
+    schedule = schedule_by_policy(problem, Policy(before=most, in_flight=most), "adaoffload")
     assert schedule is not None
     assert check(problem, schedule) == []
     for s, program in enumerate(schedule.programs):
@@ -66,9 +66,9 @@ def test_forwards_delay_the_first_backward_by_no_more_than_the_tolerance(toleran
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from([0.0, 1.0, 5.0]))
 def test_any_problem_has_a_schedule_with_a_tolerance(problem, tolerance_ms):
-    most = tolerated(problem, tolerance_ms)
+    most = tolerated_forwards(problem, tolerance_ms)
     assert all(1 <= n <= problem.microbatches for n in most)
-    assert all(a <= b for a, b in zip(most, tolerated(problem, tolerance_ms + 1.0), strict=True))
-    schedule = listed(problem, Policy(before=most), "adaoffload")
+    assert all(a <= b for a, b in zip(most, tolerated_forwards(problem, tolerance_ms + 1.0), strict=True))
+    schedule = schedule_by_policy(problem, Policy(before=most), "adaoffload")
     assert schedule is not None
     assert check(problem, schedule) == []

@@ -14,9 +14,9 @@ from support.strategies import AMPLE, schedules, stages, times
 from optpipe import Device, Problem, certify
 from optpipe.model.placement import Placement
 from optpipe_solver.bounds import trivial_bound
-from optpipe_solver.floor import infeasibility
-from optpipe_solver.partitions import Climb, no_partition_fits, partition_bound
-from optpipe_solver.partitions import given as partition_given
+from optpipe_solver.bounds.any_partition import no_partition_fits, partition_bound
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.portfolio.partitions import PartitionDescent, partition_of_stages
 
 
 def costs(fields: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_the_given_partition_is_recognised(problem, chunks, shape, data):
         return
     counts = data.draw(st.sampled_from(partitions(len(problem.layers), chunks * devices)))
     placed = Placement(chunks=chunks, shape=shape, layers=counts).apply(problem)
-    found = partition_given(placed)
+    found = partition_of_stages(placed)
     nothing = any(
         not (layer.forward_ms or layer.backward_input_ms or layer.activation_bytes) for layer in problem.layers
     )
@@ -157,23 +157,23 @@ def test_the_given_partition_is_recognised(problem, chunks, shape, data):
 
 def test_stages_that_are_no_layers_are_not_recognised():
     problem = model([stage(0, (2, 2, 2), 2)] * 4, [9, 9], 2)
-    assert partition_given(problem) == Placement(chunks=1, layers=(1, 3))
+    assert partition_of_stages(problem) == Placement(chunks=1, layers=(1, 3))
     apart = [s.model_copy(update={"forward_ms": s.forward_ms + 1.0}) for s in problem.stages]
-    assert partition_given(problem.replace(stages=apart)) is None
+    assert partition_of_stages(problem.replace(stages=apart)) is None
     uneven = [
         problem.stages[0],
         problem.stages[1].model_copy(update={"device": 0}),
         problem.stages[1].model_copy(update={"device": 1}),
     ]
-    assert partition_given(problem.replace(stages=uneven)) is None
+    assert partition_of_stages(problem.replace(stages=uneven)) is None
 
 
 @pytest.mark.parametrize("memory", [1000, 9])
 def test_climbing_finds_better_partitions_that_fit(memory):
     layers = [stage(0, (1, 1, 1), 1)] * 12 + [stage(0, (6, 6, 6), 2)]
     problem = model(layers, [memory] * 3, 8, 0.0)
-    climb = Climb(problem, "makespan", Placement(chunks=1, layers=(9, 3, 1)))
-    seen = [(climb.length_ms, climb.placement) for _ in islice(climb.looks, 60)]
+    climb = PartitionDescent(problem, "makespan", Placement(chunks=1, layers=(9, 3, 1)))
+    seen = [(climb.length_ms, climb.placement) for _ in islice(climb.steps, 60)]
     lengths = [length for length, _ in seen]
     assert lengths == sorted(lengths, reverse=True)
     placed = climb.placement.apply(problem)

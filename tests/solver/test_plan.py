@@ -1,4 +1,4 @@
-"""The table of turns: what runs for a method, on which problems, for what share of the time."""
+"""The table of engine runs: what runs for a method, on which problems, for what share of the time."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from support.chain import chain
 
 from optpipe_solver import plan
 from optpipe_solver.methods import ENGINES, HEURISTICS
-from optpipe_solver.plan import Turn, turns
+from optpipe_solver.plan import EngineRun, engine_runs
 
-PROBLEM = chain(m=10)  # 20 passes of a micro-batch through a stage
+PROBLEM = chain(m=10)  # 20 forwards
 
 
 @pytest.fixture
 def table(monkeypatch):
-    def set_to(*rows: Turn) -> None:
+    def set_to(*rows: EngineRun) -> None:
         monkeypatch.setattr(plan, "AUTO", rows)
 
     return set_to
 
 
 def shares(method: str = "auto", jitter: float = 0.0, unfit: tuple[str, ...] = ()) -> dict[str, float]:
-    return {turn.engine: turn.share for turn in turns(method, jitter, PROBLEM, lambda engine: engine not in unfit)}
+    return {run.engine: run.share for run in engine_runs(method, jitter, PROBLEM, lambda engine: engine not in unfit)}
 
 
-def test_where_a_turn_comes_again_it_fills_the_rest(table):
-    table(Turn("a", 0.3), Turn("b", 0.2, most_passes=19), Turn("c", 0.1, again=True))
+def test_a_run_that_repeats_fills_the_rest(table):
+    table(EngineRun("a", 0.3), EngineRun("b", 0.2, max_forwards=19), EngineRun("c", 0.1, repeat=True))
     assert shares() == {"a": 0.3, "c": 0.1}
-    assert shares(jitter=0.1) == {"a": 0.3, "c": 0.1, "robust": plan.ROBUST.share}
+    assert shares(jitter=0.1) == {"a": 0.3, "c": 0.1, "robust": plan.JITTER_RUN.share}
 
 
-def test_otherwise_the_time_is_dealt_out(table):
-    table(Turn("a", 0.3), Turn("b", 0.2, most_passes=20), Turn("c", 0.1, again=True))
+def test_otherwise_all_time_is_shared(table):
+    table(EngineRun("a", 0.3), EngineRun("b", 0.2, max_forwards=20), EngineRun("c", 0.1, repeat=True))
     assert shares(unfit=("c",)) == {"a": pytest.approx(0.6), "b": pytest.approx(0.4)}
     assert shares(unfit=("a", "b", "c")) == {}
     assert shares(unfit=("a", "b")) == {"c": 0.1}
@@ -44,8 +44,8 @@ def test_a_method_that_is_named_has_the_time_to_itself():
 
 
 def test_the_table_itself_fits_the_time():
-    assert {turn.engine for turn in plan.AUTO} == set(ENGINES)
-    assert sum(turn.share for turn in (*plan.AUTO, plan.ROBUST)) <= 1.0
+    assert {run.engine for run in plan.AUTO} == set(ENGINES)
+    assert sum(run.share for run in (*plan.AUTO, plan.JITTER_RUN)) <= 1.0
     assert [plan.heuristics_share(seconds) for seconds in (60.0, 4.0, 1.0)] == [
         plan.HEURISTICS_SHARE,
         plan.HEURISTICS_S / 4,

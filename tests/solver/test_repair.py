@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.strategies import problems, schedules
 
 from optpipe import Device, Kind, Problem, Schedule, Stage, certify, check
-from optpipe_solver.floor import least_memory
+from optpipe_solver.bounds.least_memory import least_memory
 from optpipe_solver.heuristics import STREAMS, generate
 from optpipe_solver.repair import repair
 

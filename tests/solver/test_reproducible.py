@@ -12,9 +12,10 @@ import pytest
 from optpipe import Problem
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Incumbent, Programs, Request
-from optpipe_solver import crew, plan, portfolio
+from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.plan import EngineRun
+from optpipe_solver.portfolio import Portfolio, engine_processes, heuristic_runs, time_limit
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = TESTS.parent / "examples" / "problems"
@@ -26,14 +27,15 @@ def test_the_same_twice_however_busy_the_machine(monkeypatch, name, jitter):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("cyclic", "seed")
     monkeypatch.setenv("milp", "tells")
-    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.6)))
-    monkeypatch.setattr(plan, "ROBUST", plan.Turn("milp", 0.5))
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("cyclic", 0.4), EngineRun("milp", 0.6)))
+    monkeypatch.setattr(plan, "JITTER_RUN", EngineRun("milp", 0.5))
     request = Request(
         problem=Problem.load(EXAMPLES / f"{name}.json"), time_limit_s=40.0, threads=1, seed=2, jitter=jitter
     )
     quiet = run(request)
-    monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
+    for module in (heuristic_runs, time_limit):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: SLOWER * time.monotonic()))
     assert run(request) == quiet
     assert any(isinstance(frame, Incumbent) for frame in quiet)
 
@@ -45,7 +47,7 @@ def test_an_engine_that_counts_finds_the_same_twice(engine):
     request = Request(problem=problem, method=engine, threads=1, seed=7, time_limit_s=60.0, warm_start=start)
     told = []
     for _ in range(2):
-        child = Child(crew.ENGINE, request)
+        child = Child(engine_processes.ENGINE, request)
         frames = list(
             islice((frame for frame in child.frames() if not isinstance(frame, End)), 4)
         )  # before any clock has a say

@@ -12,9 +12,9 @@ import optpipe
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.jitter import Noise, percentile_ms
 from optpipe.process.protocol import Bound, Incumbent, Note, Programs, Request
-from optpipe_solver import crew, plan, robust
+from optpipe_solver import plan, robust
 from optpipe_solver.heuristics import generate
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import Portfolio, engine_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
@@ -87,8 +87,8 @@ def test_where_nothing_is_to_be_gained_by_nominal_times_only_robust_goes_on(monk
     monkeypatch.setenv("cyclic", "slow")
     monkeypatch.setenv("milp", "slow")
     monkeypatch.setenv("robust", "seed 1.0")
-    monkeypatch.setattr(crew, "ENGINE", "support.fake_engine")
-    monkeypatch.setattr(plan, "AUTO", (plan.Turn("cyclic", 0.4), plan.Turn("milp", 0.3)))
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setattr(plan, "AUTO", (plan.EngineRun("cyclic", 0.4), plan.EngineRun("milp", 0.3)))
     frames: list[object] = []
     request = Request(problem=Problem.load(EXAMPLES / "figure4-4x6.json"), jitter=0.05, time_limit_s=8.0, threads=1)
     Portfolio(request, frames.append).run()

@@ -8,6 +8,7 @@ from itertools import groupby, product
 from math import ceil, gcd
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import InputError, Kind, Schedule, certify, check
+from optpipe.model.program import KIND, STAGE
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.chronos import gradient_windows
 
 PAGE = "systems/chronos.md"
 AGAIN: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": 0}
@@ -25,6 +26,25 @@ AGAIN: dict[str, Any] = {"recompute_ms": 1.0, "checkpoint_bytes": 0}
 def peaks(schedule: Any) -> list[float]:
     """Of each device, in activations of one stage."""
     return [peak.bytes / ACTIVATION for peak in certify(schedule.problem, schedule).device]
+
+
+def gradient_windows(schedule: Schedule) -> list[list[float]]:
+    """By stage, the times (ms) from the last weight gradient of a launch to the first one of the next launch.
+
+    In such a window the gradients must be communicated. In Chronos-Pipe's unit model it is 3(v-1)g+1 for groups of g in
+    a full pipeline, and less while it drains.
+    """
+    timeline = schedule.timeline
+    gradients = np.isin(timeline.table[:, KIND], [Kind.W, Kind.BW])
+    columns = (timeline.table[gradients, STAGE], timeline.start[gradients], timeline.end[gradients])
+    windows: list[list[float]] = [[] for _ in schedule.problem.stages]
+    ended: dict[int, float] = {}
+    for s, row in groupby(zip(*(column.tolist() for column in columns), strict=True), key=lambda op: op[0]):
+        launch = list(row)
+        if s in ended:
+            windows[s].append(launch[0][1] - ended[s])
+        ended[s] = launch[-1][2]
+    return windows
 
 
 def most_held(p: int, v: int, g: int = 1) -> float:

@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 from itertools import product
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.units import unevenly, units
 
-from optpipe import Device, InputError, Problem, certify, check
+from optpipe import Device, InputError, Kind, Problem, Schedule, certify, check
+from optpipe.model.ops import OPTIMIZER
 from optpipe_solver.systems import generate
-from optpipe_solver.systems.optimizer_offload import fits_in_bubbles, idle_before_deep, idle_before_shallow, overlap
+from optpipe_solver.systems.order import in_order
 
 F, BW = 1, 2  # units of a chunk
 
 
 def on_host(p: int, m: int, out: float, update: float, back: float, v: int = 2) -> Problem:
     return units(p, m, v=v, gradient_out_ms=float(out), update_ms=float(update), parameters_in_ms=float(back))
+
+
+def idle_before_shallow(p: int, backward_ms: float) -> float:
+    """Eq. 4: how long a device is idle (ms) in the cool-down before the backwards of chunk 1.
+
+    `backward_ms` is a micro-batch's backward through all 2p chunks.
+    """
+    return (p - ceil((2 * p - 3) / 6) - 1) * backward_ms / (2 * p)
+
+
+def idle_before_deep(p: int, forward_ms: float) -> float:
+    """Eq. 6: likewise in the warm-up before the forwards of chunk 2."""
+    return (p - ceil((p - 3) / 6) - 1) * forward_ms / (2 * p)
+
+
+def fits_in_bubbles(problem: Problem) -> bool:
+    """Eq. 5 and 7 for two chunks a device: whether optimizers fit into what Chronos-Pipe leaves idle.
+
+    Sufficient, not necessary: they run beside compute, and other devices' drain and fill last longer.
+    """
+    p = len(problem.stages) // 2
+    ms = problem.costs.ms
+    step, upload = ms[[Kind.G, Kind.U]].sum(axis=0).max(), ms[Kind.P].max()
+    backward, forward = float(ms[Kind.BW].sum()), float(ms[Kind.F].sum())
+    return bool(step <= idle_before_shallow(p, backward) + 1e-9 and upload <= idle_before_deep(p, forward) + 1e-9)
+
+
+def overlap(schedule: Schedule) -> float:
+    """The share of the host optimizers' time that hides behind compute, of the devices where they take longest."""
+    problem = schedule.problem
+    spent = [0.0, 0.0]
+    without = []
+    for program in schedule.programs:
+        ops = [op for op in program.ops() if op.kind in OPTIMIZER]
+        inward = sum(float(problem.costs.ms[op.kind, op.stage]) for op in ops if op.kind == Kind.P)
+        outward = sum(float(problem.costs.ms[op.kind, op.stage]) for op in ops if op.kind != Kind.P)
+        spent = [max(spent[0], inward), max(spent[1], outward)]
+        without.append([op for op in program.ops() if op.kind not in OPTIMIZER])
+    grown = schedule.makespan_ms - in_order(problem, without).makespan_ms
+    return max(0.0, 1.0 - grown / sum(spent)) if sum(spent) else 1.0
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 9, 16])

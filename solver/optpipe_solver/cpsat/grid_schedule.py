@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optpipe.evaluate.graph import Flags, flatten, is_transfer
+from optpipe.evaluate.graph import flatten, is_transfer
+from optpipe.model.arrays import Flags
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import JOINED, KIND, STAGE
 from optpipe.schedule import Schedule

@@ -1,27 +1,19 @@
-"""Heuristics: schedules in milliseconds, for every problem. `GENERATORS` by name; `STREAMS` go on to better ones."""
+"""Heuristics: schedules in milliseconds, for every problem. `STREAMS` goes on to better and better ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_solver import plan
 from optpipe_solver.heuristics.generators import STREAMS
-from optpipe_solver.heuristics.search import value
 
-__all__ = ["GENERATORS", "STREAMS", "generate", "value"]
-
-ENOUGH = 30_000  # compute ops handled, about half a second, before `generate` settles for the best so far
-TRIES = 50  # likewise, of small schedules
+__all__ = ["STREAMS", "generate"]
 
 
 def generate(method: str, problem: Problem, objective: Objective = "makespan") -> Schedule:
-    """A heuristic's best schedule with little effort."""
-    tries = min(TRIES, max(2, ENOUGH // (3 * len(problem.stages) * problem.microbatches)))
+    """Return a heuristic's best schedule with little effort."""
+    passes = len(problem.stages) * problem.microbatches
+    tries = min(plan.GENERATE_TRIES, max(2, plan.GENERATE_OPS // (3 * passes)))
     found = [schedule for schedule, _ in zip(STREAMS[method](problem, objective), range(tries), strict=False)]
-    return min(found, key=lambda schedule: value(schedule, objective))
-
-
-GENERATORS: dict[str, Callable[[Problem], Schedule]] = {name: partial(generate, name) for name in STREAMS}
+    return min(found, key=lambda schedule: length_ms(schedule, objective))

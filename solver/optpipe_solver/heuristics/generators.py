@@ -11,51 +11,52 @@ from time import monotonic
 from typing import Protocol
 
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.objective import NEVER, Objective, length_ms
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_solver import systems
-from optpipe_solver.heuristics.listed import MANY
-from optpipe_solver.heuristics.naive import in_turn
+from optpipe_solver.heuristics.descent import descend
+from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.heuristics.search import descend, value
-from optpipe_solver.heuristics.tolerance import tolerated
+from optpipe_solver.heuristics.policy_schedules import is_large
+from optpipe_solver.heuristics.tolerance import tolerated_forwards
 
 Shares = tuple[float, ...]
-NEVER = float("inf")
 
 
 class Stream(Protocol):
-    """A heuristic's schedules, one after the other; it ends soon after the deadline, a moment of `time.monotonic`."""
+    """A heuristic: yields schedules, and ends soon after the deadline, a moment of `time.monotonic`."""
 
     def __call__(self, problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]: ...
 
 
 def naive(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """One micro-batch at a time, with offload or recompute only where memory demands it: it fits wherever any schedule
-    does."""
-    yield in_turn(problem, "naive")
+    """One micro-batch at a time, with offload or recompute only where memory demands it."""
+    yield one_at_a_time(problem, "naive")
 
 
 def zero_bubble(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """Zero bubble's automatic schedule within memory (Qi et al. 2023, section 3): backwards are split, input gradients
-    come first, weight gradients fill what is idle. Never worse than the handcrafted ZB-H1 and ZB-H2 where these fit."""
+    """Zero bubble's automatic schedule within memory (Qi et al. 2023, section 3).
+
+    Backwards are split, input gradients come first, weight gradients fill what is idle. It is never worse than the
+    handcrafted ZB-H1 and ZB-H2 where these fit.
+    """
     aspects = {"in_flight": _limits(problem), "patience": (0.0, 0.5, 1.0), "alike": (False, True)}
     descent = descend(problem, objective, _starts(problem, [Policy()]), aspects, "zb-auto", deadline)
     if begin := [*islice(descent, 1), *_published(problem, ("zb-h1", "zb-h2"), "zb-auto", deadline)]:
-        yield min(begin, key=lambda schedule: value(schedule, objective))
+        yield min(begin, key=lambda schedule: length_ms(schedule, objective))
     yield from descent
 
 
 def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER) -> Iterator[Schedule]:
-    """AdaOffload (OptPipe, Algorithm 1): before its first backward a stage runs the forwards that memory admits, as
-    many as delay that backward by the tolerance T at most; then an offload after each forward and a reload before its
-    backward, as in PipeOffload.
+    """AdaOffload (OptPipe, Algorithm 1).
 
-    T (`tolerated`), what may be in flight, the share of activations that leave or are computed again, and how early a
-    reload starts are searched by simulation. Where PO-H and PO-F (Wan et al. 2025) are for these stages and fit, it is
-    never worse than they are.
+    Before its first backward a stage runs the forwards that memory admits, as many as delay that backward by the
+    tolerance T at most. Then an offload follows each forward and a reload precedes its backward, as in PipeOffload. T
+    (`tolerated_forwards`), what may be in flight, the share of activations that leave or are recomputed, and how early
+    a reload starts are searched by simulation. It is never worse than PO-H and PO-F (Wan et al. 2025) where these apply
+    to the stages and fit.
     """
     can_offload, can_recompute = problem.costs.can_offload.tolist(), problem.costs.can_recompute.tolist()
     offloads, recomputes = _shares(problem, can_offload), _shares(problem, can_recompute)
@@ -77,9 +78,9 @@ def ada_offload(problem: Problem, objective: Objective, deadline: float = NEVER)
         yield first
         others = sorted(
             _published(problem, ("po-h", "po-f"), "adaoffload", deadline),
-            key=lambda schedule: value(schedule, objective),
+            key=lambda schedule: length_ms(schedule, objective),
         )
-        yield from (schedule for schedule in others[:1] if value(schedule, objective) < value(first, objective))
+        yield from (schedule for schedule in others[:1] if length_ms(schedule, objective) < length_ms(first, objective))
     yield from descent
 
 
@@ -91,11 +92,11 @@ STREAMS: dict[str, Stream] = {
 
 
 def _published(problem: Problem, names: Sequence[str], method: str, deadline: float) -> Iterator[Schedule]:
-    """The systems among these that are for the problem's stages and fit, as this method's."""
+    """Yield the schedules of these systems that apply to the problem's stages and fit, under the name of a method."""
     for name in names:
         if monotonic() > deadline:
             return
-        with suppress(InputError):  # other stages than it is for
+        with suppress(InputError):  # it does not apply to these stages
             schedule = replace(systems.generate(name, problem), method=method)
             if certify(problem, schedule).fits:
                 yield schedule
@@ -107,16 +108,20 @@ def _everything_leaves(problem: Problem) -> Policy:
 
 
 def _starts(problem: Problem, policies: list[Policy]) -> list[Policy]:
-    """What a descent begins with: where list scheduling takes its time, what finds its rhythm soonest; where ops may
-    run in pairs, fused backwards as well, since a forward finds more to run with in them."""
+    """Return the policies that a descent begins with.
+
+    Large problems begin with what becomes periodic soonest. Where ops may run in pairs fused backwards come in as well,
+    since a forward finds more to run with in them.
+    """
     fused = [replace(policies[0], split=False)] if problem.overlap_factor is not None else []
-    large = len(problem.stages) * problem.microbatches > MANY
-    return [replace(policy, alike=large) for policy in (*policies, *fused)]
+    return [replace(policy, alike=is_large(problem)) for policy in (*policies, *fused)]
 
 
 def _depths(problem: Problem) -> list[tuple[int, int]]:
-    """(S,) of each stage how many stages remain on its route, itself included, and how long that route is; where there
-    are several, of the one that takes longest from there."""
+    """Return (S,) how many stages remain on a stage's route, itself included, and the number of stages of that route.
+
+    Of several routes it is the one that takes longest from there.
+    """
     found = [(0, 1)] * len(problem.stages)
     for route in problem.all_routes:
         for k, s in enumerate(route):
@@ -129,7 +134,7 @@ def _to_the_end(problem: Problem, factor: float, more: int) -> tuple[int, ...]:
 
 
 def _limits(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
-    """How many micro-batches may be in flight at each stage."""
+    """Return choices of how many micro-batches may be in flight at each stage."""
     return (
         None,
         *(
@@ -140,15 +145,14 @@ def _limits(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
 
 
 def _tolerances(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
-    """AdaOffload's T: none, as a device does not make a backward wait for forwards anyway; a third of the longest F, B
-    and W; all of it."""
+    """Return choices of the forwards before the first backward: for T none, or a third or all of the longest op."""
     longest_ms = float(problem.costs.ms[[Kind.F, Kind.BW]].sum(axis=0).max())
-    return (None, tolerated(problem, longest_ms / 3), tolerated(problem, longest_ms))
+    return (None, tolerated_forwards(problem, longest_ms / 3), tolerated_forwards(problem, longest_ms))
 
 
 def _shares(problem: Problem, can: list[bool]) -> tuple[Shares, ...]:
-    """Which share of a stage's activations leaves: all, all but the last stage's, fewer from stage to stage, or
-    alike."""
+    """Return choices of the share of activations that leaves: all, all but the last stage's, fewer from stage to stage,
+    or the same share of each."""
     depths = _depths(problem)
     shapes = (
         [1.0 for _ in depths],

@@ -1,5 +1,4 @@
-"""One micro-batch at a time, written down without a clock: there at once however large the problem, and wherever any
-schedule fits."""
+"""One micro-batch at a time: it fits wherever any schedule does, and needs no clock, so it is there at once."""
 
 from __future__ import annotations
 
@@ -11,19 +10,18 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import STAGE, Program
 from optpipe.schedule import Schedule
-from optpipe_solver.floor import Relief, reliefs
+from optpipe_solver.bounds.least_memory import Relief, reliefs
 
 
-def in_turn(problem: Problem, method: str) -> Schedule:
-    """Each micro-batch begins behind the one before it in every program, and leaves or computes again no more than
-    memory demands.
+def one_at_a_time(problem: Problem, method: str) -> Schedule:
+    """Schedule each micro-batch behind the one before it, and offload or recompute no more than memory demands.
 
     All programs and shared links keep one order of all ops, so nothing deadlocks.
     """
     passes = [_one_pass(route, reliefs(problem, route)) for route in problem.all_routes]
-    mine = [passes[r] for r in problem.costs.route.tolist()]
-    kind, stage, part = np.concatenate(mine).T
-    microbatch = np.repeat(np.arange(problem.microbatches), [len(rows) for rows in mine])
+    rows_of = [passes[r] for r in problem.costs.route.tolist()]
+    kind, stage, part = np.concatenate(rows_of).T
+    microbatch = np.repeat(np.arange(problem.microbatches), [len(rows) for rows in rows_of])
     table: Table = np.stack([kind, stage, microbatch, part, np.zeros_like(kind)], axis=1).astype(np.int32)
     device, transfer = problem.costs.device[table[:, STAGE]], is_transfer(table)
     programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
@@ -34,8 +32,10 @@ def in_turn(problem: Problem, method: str) -> Schedule:
 
 
 def _one_pass(route: tuple[int, ...], relief: dict[int, Relief]) -> list[tuple[int, int, int]]:
-    """Kind, stage and part of every op of one micro-batch: an activation leaves right after its forward and is back for
-    its backward."""
+    """Return kind, stage and part of every op of one micro-batch.
+
+    An activation leaves right after its forward and is back right before its backward.
+    """
     there = [[(Kind.F, s, 0), *((kind, s, p) for kind in (Kind.O, Kind.D) for p in relief[s].parts)] for s in route]
     back = [
         [

@@ -1,4 +1,4 @@
-"""`paired`: where a forward and a backward that run together take less time, neighbours in a program become pairs."""
+"""Pairs: a forward and a backward that take less time together are joined if they are neighbours in a program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import JOINED, KIND, MICROBATCH, Program
 from optpipe.schedule import Schedule, check
 
-AT_ONCE_MS = 1e-6
+AT_ONCE_MS = 1e-6  # between two ops that follow each other at once
 
 
-def paired(schedule: Schedule) -> Schedule | None:
-    """The schedule with a forward and a backward of another micro-batch joined wherever one followed the other at once
-    and memory holds both; None where the problem knows no pairs or that is no schedule."""
+def join_pairs(schedule: Schedule) -> Schedule | None:
+    """Join a forward and a backward of different micro-batches that follow each other at once, if memory holds both.
+
+    Returns None if the problem has no `overlap_factor`, if there is nothing to join, or if the result is not valid.
+    """
     problem = schedule.problem
     if problem.overlap_factor is None:
         return None
@@ -42,5 +44,5 @@ def paired(schedule: Schedule) -> Schedule | None:
     found = replace(schedule, programs=tuple(Program(table[device == d]) for d in range(len(problem.devices))))
     try:
         return None if joined < 0 or check(problem, found) else found
-    except OptPipeError:  # what ran one after the other waits for each other now
+    except OptPipeError:  # ops that ran one after the other wait for each other now
         return None

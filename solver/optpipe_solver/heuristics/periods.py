@@ -1,5 +1,7 @@
-"""`lengthened`: a long schedule from a short one. List scheduling falls into a rhythm once the pipeline is full; its
-period is repeated."""
+"""`lengthened`: a long schedule from a short one.
+
+List scheduling becomes periodic once the pipeline is full; the period is repeated.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,14 @@ import numpy as np
 from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
+from optpipe_solver import plan
 
-MOST = 6  # micro-batches a period
-SAME_MS = 1e-6
+SAME_MS = 1e-6  # times closer than this are the same
 
 
 @dataclass(frozen=True)
 class Period:
-    """From `begin` on, for `ms`, a number of micro-batches enter and as many leave; then everything happens once
-    more."""
+    """From `begin` on, for `ms`, a number of micro-batches enter and as many leave; then everything repeats."""
 
     begin: float
     ms: float
@@ -26,9 +27,10 @@ class Period:
 
 
 def lengthened(table: Table, start: Floats, microbatches: int) -> tuple[Table, Floats] | None:
-    """Rows and starts (ms) for more micro-batches: a period is put in, right behind itself, as often as is needed; None
-    where nothing repeats. What is in flight when it begins and when it ends differs by its number only, so what follows
-    may follow any copy.
+    """Return rows and starts (ms) for more micro-batches, with a period repeated as often as is needed.
+
+    What is in flight when the period begins and when it ends differs by micro-batch numbers only, so what follows it
+    may follow any copy. None if nothing repeats.
     """
     few = int(table[:, MICROBATCH].max(initial=-1)) + 1
     period = _period(table, start, few)
@@ -48,7 +50,7 @@ def lengthened(table: Table, start: Floats, microbatches: int) -> tuple[Table, F
 
 
 def _without(table: Table, start: Floats, first: int, count: int) -> tuple[Table, Floats]:
-    """Some micro-batches left out; those behind them take their numbers."""
+    """Leave some micro-batches out; those behind them take their numbers."""
     own = table[:, MICROBATCH]
     stays = (own < first) | (own >= first + count)
     table = table[stays].copy()
@@ -57,14 +59,14 @@ def _without(table: Table, start: Floats, first: int, count: int) -> tuple[Table
 
 
 def _period(table: Table, start: Floats, few: int) -> Period | None:
-    """The shortest there is, in micro-batches, and of those the one nearest to the middle."""
+    """Find the shortest period in micro-batches; of several the one nearest to the middle."""
     order = np.argsort(start, kind="stable")
     when, own = start[order], table[order, MICROBATCH].astype(np.int64)
     op = _codes(table[order])
     first_stage = table[order, STAGE] == table[order[0], STAGE] if len(order) else np.zeros(0, np.bool_)
     leaves = when[first_stage & np.isin(table[order, KIND], list(BACKWARD))]
     leaves = leaves[leaves < when[first_stage & (table[order, KIND] == Kind.F)].max(initial=0.0)]  # while others enter
-    for size in range(1, min(MOST, few // 3) + 1):
+    for size in range(1, min(plan.REPEAT_MICROBATCHES, few // 3) + 1):
         for i in sorted(range(len(leaves) - size), key=lambda i: abs(2 * i + size - few)):
             period = Period(float(leaves[i]), float(leaves[i + size] - leaves[i]), size)
             if period.ms > 0 and _repeats(when, own, op, period):
@@ -73,7 +75,7 @@ def _period(table: Table, start: Floats, few: int) -> Period | None:
 
 
 def _codes(table: Table) -> Ints:
-    """(n,) a number for each sort of op: kind, stage and part."""
+    """Return (n,) a number for each sort of op: kind, stage and part."""
     sizes = table.max(axis=0, initial=0).astype(np.int64) + 1
     codes: Ints = (table[:, KIND] * sizes[STAGE] + table[:, STAGE]) * sizes[PART] + table[:, PART]
     return codes

@@ -5,34 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optpipe_solver.floor import Relief
+from optpipe_solver.bounds.least_memory import Relief
+
+ROUNDING = 1e-9  # of a sum of shares
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a heuristic wants. Sequences have an entry a stage; None limits nothing, or relieves nothing."""
+    """What a heuristic prefers. Sequences have an entry for each stage; None sets no limit, or relieves nothing.
 
-    in_flight: Sequence[int] | None = None  # most micro-batches between their forward and their backward at a stage
-    before: Sequence[int] | None = (
-        None  # forwards that a stage starts, if it can, before its first backward, though that may wait for them
-    )
-    split: bool = True  # B and W, or both fused
-    offload: Sequence[float] | None = (
-        None  # share of the micro-batches whose activation leaves, where there is time for it
-    )
-    recompute: Sequence[float] | None = None  # share of the micro-batches whose activation is computed again
-    patience: float = 0.0  # a weight gradient waits for a backward that comes within this share of its time
-    # as if each op took everywhere as long as where it takes longest: more regular, so less is in each other's way
+    Attributes
+    ----------
+    in_flight
+        The most micro-batches between their forward and their backward at a stage.
+    before
+        How many forwards a stage starts, if it can, before its first backward, although that may have to wait for them.
+    split
+        Whether backwards are split into B and W.
+    offload
+        The share of the micro-batches whose activation leaves, if there is time for that.
+    recompute
+        The share of the micro-batches whose activation is computed again.
+    patience
+        A weight gradient waits for a backward that comes within this share of the weight gradient's time.
+    alike
+        Whether each op counts as long as on the stage where it takes longest: schedules become more regular.
+    eager
+        A reload begins this many reload times before its backward is expected.
+    """
+
+    in_flight: Sequence[int] | None = None
+    before: Sequence[int] | None = None
+    split: bool = True
+    offload: Sequence[float] | None = None
+    recompute: Sequence[float] | None = None
+    patience: float = 0.0
     alike: bool = False
-    eager: float = 1.5  # a reload begins this many reload times before its backward is expected
+    eager: float = 1.5
 
-    def wish(self, stage: int, microbatch: int, parts: int) -> Relief:
-        """What becomes of one activation; the shares are spread evenly over the micro-batches, and over the parts of
-        each."""
+    def relief(self, stage: int, microbatch: int, parts: int) -> Relief:
+        """Return what should become of one activation of a stage whose activations leave in so many parts.
 
-        def falls(shares: Sequence[float] | None, of: int) -> int:
+        Shares are spread evenly over the micro-batches, and over the parts of each.
+        """
+
+        def count(shares: Sequence[float] | None, of: int) -> int:
             share = shares[stage] * of if shares else 0.0
-            return int((microbatch + 1) * share + 1e-9) - int(microbatch * share + 1e-9)
+            return int((microbatch + 1) * share + ROUNDING) - int(microbatch * share + ROUNDING)
 
-        leaving = falls(self.offload, parts)
-        return Relief(tuple(range(leaving))) if leaving else Relief(recompute=falls(self.recompute, 1) > 0)
+        leaving = count(self.offload, parts)
+        return Relief(tuple(range(leaving))) if leaving else Relief(recompute=count(self.recompute, 1) > 0)

@@ -1,41 +1,54 @@
-"""`Reserve`: what is in flight can always be finished (the banker's algorithm, with micro-batches as customers).
+"""`Reserve`: what is in flight can always be finished (Dijkstra's banker's algorithm; micro-batches are the customers).
 
 Micro-batches stand in the order in which they were admitted. A grant of memory is safe as long as each of them, in that
-order, could run to its end alone, with all before it gone and all behind it holding what they hold. Counted is what an
-activation settles at: its offloads drain and its weight gradient runs without asking anyone.
+order, could run to its end alone, with all before it gone and all behind it holding what they hold. What counts is what
+an activation settles at: its offloads end and its weight gradient runs without asking anyone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from optpipe.model.problem import Problem
-from optpipe_solver.floor import Relief, part_bytes
+from optpipe_solver.bounds.least_memory import Relief
+from optpipe_solver.bounds.stage_bytes import stage_bytes
 
 
 class Reserve:
-    """Device memory and pinned host memory of every device, as promised to the micro-batches in flight."""
+    """Device memory and pinned host memory of every device, as promised to the micro-batches in flight.
 
-    def __init__(
-        self, problem: Problem, limit: list[int], host_limit: list[int], base: list[dict[int, Relief]]
-    ) -> None:
+    Parameters
+    ----------
+    base
+        For each route, the relief of every stage with which one micro-batch at a time fits.
+    """
+
+    def __init__(self, problem: Problem, base: Sequence[dict[int, Relief]]) -> None:
+        costs = problem.costs
         devices, m = len(problem.devices), problem.microbatches
-        self._limit, self._host_limit = limit, host_limit
-        self._route: list[int] = problem.costs.route.tolist()
-        self._activation: list[int] = [stage.activation_bytes for stage in problem.stages]
+        self._limit: list[int] = costs.activation_budget.tolist()
+        self._host_limit: list[int] = costs.host_memory.tolist()
+        self._bytes = stage_bytes(problem)
+        self._route: list[int] = costs.route.tolist()
         self._device = [stage.device for stage in problem.stages]
         self._own = [
             [[s for s in route if self._device[s] == d] for d in range(devices)] for route in problem.all_routes
         ]
-        self._residual: list[dict[int, int]] = [
-            {s: settled(problem, s, relief)[0] for s, relief in reliefs.items()} for reliefs in base
+        settled = [{s: self.settled(s, relief) for s, relief in reliefs.items()} for reliefs in base]
+        self._residual = [{s: held for s, (held, _) in own.items()} for own in settled]
+        self._host_need = [{s: host for s, (_, host) in own.items()} for own in settled]
+        self._peaks = [
+            {s: self._bytes[s].recomputed_peak if r.recompute else self._bytes[s].peak for s, r in reliefs.items()}
+            for reliefs in base
         ]
-        self._host_need = [{s: settled(problem, s, relief)[1] for s, relief in reliefs.items()} for reliefs in base]
         self._to_go = [[len(own) for own in self._own[r]] for r in self._route]  # (m, D) backwards
         self._holds = [[0] * m for _ in range(devices)]
         self._hosts = [[0] * m for _ in range(devices)]
         self._total, self._host_total = [0] * devices, [0] * devices
         self._of: dict[tuple[int, int], tuple[int, int]] = {}  # stage, micro-batch: device and host bytes
-        self._largest = [
-            max((sum(self._activation[s] for s in own[d]) for own in self._own), default=0) for d in range(devices)
+        self._largest = [  # upper bounds of `_peak`
+            max((sum(peaks[s] for s in own[d]) for peaks, own in zip(self._peaks, self._own, strict=True)), default=0)
+            for d in range(devices)
         ]
         self._most_hosted = [
             max(sum(need[s] for s in own[d]) for need, own in zip(self._host_need, self._own, strict=True))
@@ -43,9 +56,15 @@ class Reserve:
         ]
         self.active: list[int] = []
 
+    def settled(self, stage: int, relief: Relief) -> tuple[int, int]:
+        """Return the device and host bytes of an activation between forward and backward, once its offloads ended."""
+        if relief.recompute:
+            return self._bytes[stage].checkpoint, 0
+        away = sum(self._bytes[stage].parts[part] for part in relief.parts)
+        return self._bytes[stage].stays - away, away
+
     def admits(self, stage: int, j: int, held: int, host: int) -> bool:
-        """Books that a micro-batch's activation of a stage settles at so many device and host bytes, if that is
-        safe."""
+        """Book that an activation settles at so many device and host bytes; False, and nothing, if that is unsafe."""
         before = self._of.get((stage, j))
         new = j not in self.active
         if new:
@@ -63,17 +82,16 @@ class Reserve:
         return False
 
     def regains(self, stage: int, j: int) -> bool:
-        """Books that an activation comes back whole, if that is safe; its host memory stays taken until the
-        backward."""
-        return self.admits(stage, j, self._activation[stage], self._of[stage, j][1])
+        """Book that all of an activation comes back, if that is safe; host memory stays taken until the backward."""
+        return self.admits(stage, j, self._bytes[stage].stays, self._of[stage, j][1])
 
     def keeps(self, stage: int, j: int, stays: int) -> bool:
-        """Books that so many bytes of an activation do not leave after all, if that is safe."""
+        """Book that so many bytes of an activation do not leave after all, if that is safe."""
         held, host = self._of[stage, j]
         return self.admits(stage, j, held + stays, host - stays)
 
     def backward_done(self, stage: int, j: int) -> None:
-        """A backward has ended: its bytes are as good as free."""
+        """Book that a backward has ended: its bytes are as good as free."""
         self._book(stage, j, (0, 0))
         d = self._device[stage]
         self._to_go[j][d] -= 1
@@ -102,14 +120,14 @@ class Reserve:
         return True
 
     def _peak(self, d: int, i: int) -> int:
-        """The most bytes that a micro-batch still holds at once on a device if it runs to its end alone."""
+        """Return the most bytes that a micro-batch still holds at once on a device if it runs to its end alone."""
         r = self._route[i]
         own = self._own[r][d][: self._to_go[i][d]]
         if len(own) == 1:
-            return self._activation[own[0]]
+            return self._peaks[r][own[0]]
         peak, before = 0, 0
         for s in own:
-            peak = max(peak, before + self._activation[s])
+            peak = max(peak, before + self._peaks[r][s])
             before += self._of.get((s, i), (self._residual[r][s], 0))[0]
         return peak
 
@@ -126,13 +144,3 @@ class Reserve:
                 break
             others -= self._hosts[d][i]
         return True
-
-
-def settled(problem: Problem, stage: int, relief: Relief) -> tuple[int, int]:
-    """Device and host bytes of an activation between its forward and its backward, once its offloads have ended."""
-    cost = problem.stages[stage]
-    if relief.recompute:
-        return cost.checkpoint_bytes or 0, 0
-    size = part_bytes(cost)
-    away = sum(size[p] for p in relief.parts)
-    return cost.activation_bytes - away, away

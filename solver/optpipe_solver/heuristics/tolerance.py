@@ -10,15 +10,25 @@ import numpy as np
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
+ROUNDING = 1e-9  # of a quotient of times
 
-def tolerated(problem: Problem, tolerance_ms: float) -> tuple[int, ...]:
-    """(S,) The forwards that each stage starts before its first backward, if these may delay it by T = `tolerance_ms`.
 
-    Steps 1 and 2 of the algorithm: they start, one after the other, as long as the one before has ended before
-    EstStart(B_{s,0}) + T; at EstStart the backward could start if its micro-batch were alone. Forwards come at the pace
-    of the slowest device on the way to the stage, with all of its stages. That a forward also waits for the offload
-    before it (lines 16 and 18) is left to the rule of memory, which knows whether there is room for both. Where a stage
-    is on several routes the largest number counts.
+def tolerated_forwards(problem: Problem, tolerance_ms: float) -> tuple[int, ...]:
+    """Count the forwards that each stage starts before its first backward, if they may delay it by T (steps 1 and 2).
+
+    A forward starts if the one before has ended before EstStart(B_{s,0}) + T, where EstStart is the moment at which the
+    backward could start if its micro-batch were alone. Forwards come at the pace of the slowest device on the way to
+    the stage, with all of its stages. That a forward also waits for the offload before it (lines 16 and 18) is left to
+    the memory rule, which knows whether there is room for both.
+
+    Parameters
+    ----------
+    tolerance_ms
+        T, the delay that is tolerated.
+
+    Returns
+    -------
+    (S,) numbers of forwards; for a stage on several routes the largest.
     """
     costs, m = problem.costs, problem.microbatches
     most = [1] * len(problem.stages)
@@ -31,6 +41,6 @@ def tolerated(problem: Problem, tolerance_ms: float) -> tuple[int, ...]:
         load = np.bincount(costs.device[stages], weights=forward)
         pace = np.maximum.accumulate(load[costs.device[stages]])
         for s, wait, step in zip(route, (back - ended).tolist(), pace.tolist(), strict=True):
-            more = ceil((wait + tolerance_ms) / step - 1e-9) if step else m
+            more = ceil((wait + tolerance_ms) / step - ROUNDING) if step else m
             most[s] = max(most[s], min(m, 1 + more))
     return tuple(most)

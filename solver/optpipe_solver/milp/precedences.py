@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe_solver.floor import used_routes
+from optpipe_solver.bounds.least_memory import used_routes
 
 COMPUTE = (Kind.F, Kind.B, Kind.W)  # all that the model knows of
 Arc = tuple[Op, Op, float]  # the second op starts that many ms after the first has ended, or later

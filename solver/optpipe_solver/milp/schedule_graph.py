@@ -6,7 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from optpipe.evaluate.graph import ACROSS, Flags, Floats, Ints, dependencies, streams
+from optpipe.evaluate.graph import ACROSS, dependencies, streams
+from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import JOINED, KIND
 from optpipe.schedule import Schedule, check

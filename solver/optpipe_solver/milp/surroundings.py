@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.graph import ISSUED, Floats, Ints, is_transfer
+from optpipe.evaluate.graph import ISSUED, is_transfer
+from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import KIND, STAGE
 from optpipe_solver.milp.precedences import Arc

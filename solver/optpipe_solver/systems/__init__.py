@@ -1,5 +1,7 @@
-"""The published schedules, each as its paper has it: `generate(name, problem)`. They ask neither whether memory
-suffices nor for the time ops take, unless the paper does; `check` says whether one fits."""
+"""The published schedules, each as its paper has it: `generate(name, problem)`.
+
+They do not ask whether memory suffices, nor how long ops take unless the paper does; `check` says whether one fits.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,12 @@ _PARAMETER = re.compile(r"([a-z]+)=([0-9]{1,9})")
 
 
 def parse(method: str) -> tuple[str, dict[str, int]]:
-    """A system's name and its parameters, such as `gis:group=5`. Raises `InputError` for what is no system or no
-    parameter of it."""
-    name, colon, listed = method.partition(":")
+    """Read a system's name and its parameters, such as `gis:group=5`. Raises InputError if either is unknown."""
+    name, colon, given = method.partition(":")
     if name not in SYSTEMS:
         raise InputError(f"method = {method!r}: the published schedules are {', '.join(SYSTEMS)}")
     has, parameters = SYSTEMS[name].parameters, dict[str, int]()
-    for pair in listed.split(",") if colon else []:
+    for pair in given.split(",") if colon else []:
         match = _PARAMETER.fullmatch(pair)
         if not match:
             raise InputError(
@@ -60,14 +61,24 @@ def parse(method: str) -> tuple[str, dict[str, int]]:
 
 
 def generate(method: str, problem: Problem, placements: Placements = "keep") -> Schedule:
-    """The schedule of a system, e.g. `1f1b` or `gis:group=5`, on the problem's own stages; with `placements="all"`,
-    where these are not what the system runs on, on the same model as stages that are.
+    """Make the schedule of a system.
 
-    Raises `InputError` for what the paper excludes, such as other stages than it is for.
+    Parameters
+    ----------
+    method
+        The system and its parameters, such as `1f1b` or `gis:group=5`.
+    placements
+        `keep`: on the problem's own stages. `all`: if the system does not run on these, on the same model as stages
+        that it runs on.
+
+    Raises
+    ------
+    InputError
+        If the paper excludes the problem, such as for other stages than the system is for.
     """
     name, parameters = parse(method)
     system = SYSTEMS[name]
     placement = system.placement(problem, placements)
     placed = placement.apply(problem) if placement else problem
-    given: dict[str, Any] = dict(parameters)
-    return replace(system.build(placed, **given), method=method, placement=placement)
+    keywords: dict[str, Any] = dict(parameters)
+    return replace(system.build(placed, **keywords), method=method, placement=placement)

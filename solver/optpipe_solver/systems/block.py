@@ -1,6 +1,8 @@
-"""Schedules that repeat a building block (Qi et al. 2024, Pipeline Parallelism with Controllable Memory): a block says
-in which slot, counted from a micro-batch's launch, each stage runs its F, B and W; a schedule is the block once for
-each micro-batch, squeezed."""
+"""Schedules that repeat a building block (Qi et al. 2024, Pipeline Parallelism with Controllable Memory).
+
+A block says in which slot, counted from a micro-batch's launch, each stage runs its F, B and W. A schedule is the block
+once for each micro-batch, squeezed.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,16 @@ from optpipe_solver.systems.order import by_slot
 
 @dataclass(frozen=True)
 class Block:
-    """The slots, by stage, in which one micro-batch's F, B and W start, relative to its launch, and how many slots each
-    of them lasts."""
+    """The slots, by stage, in which one micro-batch's F, B and W start, counted from its launch."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     weight: Sequence[float] | None = None  # None: B and W are fused
-    lasts: tuple[float, float, float] = (1, 1, 1)  # F, B (or both fused), W
+    lasts: tuple[float, float, float] = (1, 1, 1)  # slots of F, B (or BW), W
 
     @property
     def passes(self) -> list[tuple[Kind, Sequence[float], float]]:
-        """Each kind of op with its slots by stage and how long it lasts."""
+        """Each kind of op, its slots by stage, and how long it lasts."""
         f, b, w = self.lasts
         if self.weight is None:
             return [(Kind.F, self.forward, f), (Kind.BW, self.backward, b)]
@@ -37,11 +38,12 @@ class Block:
 
 
 def repeat(problem: Problem, block: Block, launches: Sequence[float]) -> Schedule:
-    """The block once for each micro-batch j, from slot launches[j] on: what a device runs is in the order of the slots,
-    and its times are those of the problem, each op as soon as it can (squeezed, as the paper has it).
+    """Repeat the block for each micro-batch j, from slot launches[j] on.
 
-    Raises `ValueError` where two ops of a device take one slot: the block is wrong, or the launches are. Where such ops
-    are to be moved instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
+    A device's ops are in the order of the slots, and each runs as soon as it can (squeezed, as the paper has it).
+
+    Raises ValueError if two ops of a device take one slot: the block or the launches are wrong. If such ops are to be
+    moved instead, `by_slot(problem, *slots(block, launches))` lets the later one wait.
     """
     table, slot = slots(block, launches)
     if found := collisions(problem, block, table, slot):
@@ -51,7 +53,7 @@ def repeat(problem: Problem, block: Block, launches: Sequence[float]) -> Schedul
 
 
 def slots(block: Block, launches: Sequence[float]) -> tuple[Table, Floats]:
-    """Rows of a program's table, by kind, stage and micro-batch, and the slot in which each op starts."""
+    """Return rows of a program's table, by kind, stage and micro-batch, and the slot in which each op starts."""
     kinds, starts, _ = zip(*block.passes, strict=True)
     slot = np.add.outer(np.array(starts, dtype=np.float64), launches)
     table = np.zeros((*slot.shape, 5), dtype=np.int32)
@@ -61,7 +63,7 @@ def slots(block: Block, launches: Sequence[float]) -> tuple[Table, Floats]:
 
 
 def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> list[tuple[int, int]]:
-    """Rows of ops next to each other on a device of which the second starts before the first has ended."""
+    """Return pairs of rows: ops next to each other on a device, the second starting before the first has ended."""
     lasts = np.zeros(len(Kind))
     for kind, _, length in block.passes:
         lasts[kind] = length
@@ -73,8 +75,7 @@ def collisions(problem: Problem, block: Block, table: Table, slot: Floats) -> li
 
 
 def with_weights(problem: Problem, block: Block, interval: int) -> Block:
-    """The block with each W in the first slot behind its B that is free on its device when the block is repeated every
-    `interval` slots.
+    """Put each W in the first slot behind its B that is free when the block is repeated every `interval` slots.
 
     Slots are whole, and every op lasts one.
     """
@@ -91,14 +92,13 @@ def with_weights(problem: Problem, block: Block, interval: int) -> Block:
 
 
 def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
-    """The slots after the paper's reordering, which fills the bubbles of warm-up and cool-down and holds no more than
-    before.
+    """Return the slots after the paper's reordering: it fills bubbles of warm-up and cool-down within the same peak.
 
     In the order of their slots, ops move to the first slot of their device that is free behind what they need; an F
     only as far as no device then holds more activations, each from its F to its W, than the fullest did. From the first
-    B of stage 0 to its last F the pipeline is full: ops overtake none there, since the block's own order is what other
-    times than these fit in as well. Behind a device's last F nothing is allocated: its weight gradients wait there
-    until the input gradients, which others wait for, have chosen.
+    B of stage 0 to its last F the pipeline is full: there no op overtakes another, since the block's own order suits
+    other times as well. Behind a device's last F nothing is allocated: there weight gradients take what slots input
+    gradients, for which other devices wait, leave.
 
     Stages are one row, backwards are split, slots are whole, every op lasts one.
     """
@@ -121,9 +121,9 @@ def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
     taken = [bytearray(end) for _ in problem.devices]
     for d, was in zip(device[~waits].tolist(), at[~waits].tolist(), strict=True):
         taken[d][was] = True
-    in_turn = np.lexsort((microbatch, stage, kind, at, waits))
-    columns = (in_turn, kind[in_turn], device[in_turn], at[in_turn], waits[in_turn], _needs(problem, table)[in_turn])
-    moved = [-1] * (len(table) + 1)  # the last one is that of no op, for which nobody waits
+    by_time = np.lexsort((microbatch, stage, kind, at, waits))
+    columns = (by_time, kind[by_time], device[by_time], at[by_time], waits[by_time], _needs(problem, table)[by_time])
+    moved = [-1] * (len(table) + 1)  # the last entry is for no op: nothing to wait for
     reached = [0] * len(problem.devices)  # the slot behind the last op that has moved
     for row, k, d, was, later, needs in zip(*(column.tolist() for column in columns), strict=True):
         to = moved[needs] + 1
@@ -145,7 +145,7 @@ def reordered(problem: Problem, table: Table, slot: Floats) -> Floats:
 
 
 def _needs(problem: Problem, table: Table) -> Ints:
-    """The row of the op that each waits for, besides those of its own device; -1 where there is none."""
+    """Return the row of the op that each waits for, besides those of its own device; -1 if there is none."""
     row = np.full((len(Kind), len(problem.stages) + 1, problem.microbatches), -1)
     kind, stage, microbatch = table[:, [KIND, STAGE, MICROBATCH]].T
     row[kind, stage, microbatch] = np.arange(len(table))

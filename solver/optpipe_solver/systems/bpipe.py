@@ -1,5 +1,4 @@
-"""BPipe: 1F1B whose early stages keep some of their activations on the devices of late ones, so that all devices hold
-alike."""
+"""BPipe: 1F1B whose early stages keep some of their activations on the devices of late stages."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ def bpipe(problem: Problem) -> Schedule:
     activations.
 
     Compute is 1F1B's, and waits for no transfer where an eviction and a load together last no longer than a forward.
-    The paper says which stages make a pair, and its figure what leaves in one example. Here those leave that are needed
-    last (Belady 1966), no more of them than the limit asks for. An eviction runs beside the op before the one that
-    needs its place, a load beside the op before its backward. Room for the first evictions is made at the start, for
-    each further one where the load that frees it has ended: as many rooms as the limit leaves, so that a peer holds
-    ⌈(p+2)/2⌉, too, where the paper's figure shows one less.
+    The paper says which stages make a pair; its figure shows what leaves in one example. Here the activations that are
+    needed last leave (Belady 1966), no more of them than the limit asks for. An eviction runs beside the op before the
+    one that needs its memory, a load beside the op before its backward. The peer accepts the first evictions at the
+    start, and each further one when the load that frees memory for it has ended. It accepts as many at a time as the
+    limit leaves, so that it holds ⌈(p+2)/2⌉, too, where the paper's figure shows one less.
 
-    Raises `InputError` where a stage that must evict has no `evict_ms`, or its device another `peer`.
+    Raises InputError if a stage that must evict has no `evict_ms`, or its device has another `peer`.
     """
     p = len(problem.stages)
     limit = (p + 3) // 2  # ⌈(p+2)/2⌉
@@ -41,7 +40,7 @@ def bpipe(problem: Problem) -> Schedule:
         lists[home] = _evicting(lists[home], limit)
         marks[peer] = _rooms(lists[home], limit - (evictor + 1))
     plain = {peer: lists[peer] for peer in marks}
-    for peer, rooms in marks.items():  # room for all of them, as long as it takes: when each load ends then
+    for peer, rooms in marks.items():  # first accept all of them for the whole iteration, to see when each load ends
         lists[peer] = [
             *(accept for accept, _ in rooms),
             *plain[peer],
@@ -60,8 +59,7 @@ def bpipe(problem: Problem) -> Schedule:
 
 
 def _lasting(problem: Problem) -> Problem:
-    """The problem in which every forward and backward lasts a while: of two ops at one time no clock says which waits
-    for the other."""
+    """Let every forward and backward last a while: of two ops at one time no clock says which waits for the other."""
     least = float(problem.costs.ms.max()) / 1e6 or 1.0
     names = ("forward_ms", "backward_input_ms")
     return problem.replace(
@@ -73,7 +71,7 @@ def _lasting(problem: Problem) -> Problem:
 
 
 def _devices(problem: Problem, evictor: int, acceptor: int) -> tuple[int, int]:
-    """Those of the two stages, which must be peers."""
+    """Return the devices of two stages, which must be peers. Raises InputError if they are not."""
     home, peer = problem.stages[evictor].device, problem.stages[acceptor].device
     if problem.devices[home].peer != peer:
         given = problem.devices[home].peer
@@ -87,7 +85,7 @@ def _devices(problem: Problem, evictor: int, acceptor: int) -> tuple[int, int]:
 
 
 def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
-    """One stage's compute ops with what keeps `limit` activations on its device at most: evictions, drops and loads."""
+    """Add to a stage's compute ops the evictions, drops and loads that keep `limit` activations on its device."""
     begins = {op.microbatch: i for i, op in enumerate(ops) if op.kind == Kind.F}
     needed = {op.microbatch: i for i, op in enumerate(ops) if op.kind in BACKWARD}
     first_of_cool_down = ops[
@@ -116,8 +114,7 @@ def _evicting(ops: Sequence[Op], limit: int) -> list[Op]:
 
 
 def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
-    """The peer's accept for each eviction, in order, with the load that frees its room; None where it is one of the
-    first."""
+    """Return the peer's accept for each eviction, in order, with the load before it; None for the first accepts."""
     free: deque[Op | None] = deque([None] * rooms)
     found = []
     for op in ops:
@@ -129,10 +126,10 @@ def _rooms(ops: Sequence[Op], rooms: int) -> list[tuple[Op, Op | None]]:
 
 
 def _accepting(ops: Sequence[Op], rooms: Sequence[tuple[Op, Op | None]], places: dict[Op, int]) -> list[Op]:
-    """The peer's ops with its accepts and vacates. `places`: before which of its ops each load has ended.
+    """Add accepts and vacates to the peer's ops. `places` says before which of its ops each load has ended.
 
     Nothing waits in a circle: what stands before such a place begins before the load has ended, and so before the
-    eviction that gets its room, which stands behind the load on the way between the devices.
+    eviction that gets its memory, which stands behind the load on the link between the devices.
     """
     before: list[list[Op]] = [[] for _ in range(len(ops) + 1)]
     before[0] = [accept for accept, load in rooms if load is None]

@@ -1,19 +1,18 @@
-"""Chronos-Pipe and what is built on it (Lin et al. 2025, Enhancing Memory Efficiency in Large Language Model Training
-Through Chronos-aware Pipeline Parallelism): v looped chunks a device, activations that live as short as a full pipeline
-allows.
+"""Chronos-Pipe and what is built on it: activations live as briefly as a full pipeline allows.
 
-The unit is the forward of one chunk; its backward, input and weight gradient fused, takes two. A device does a forward
-and a backward in turn, one of each a beat, and device i is 2i units ahead of device 0. So a chunk that runs without a
-wait, one unit a device on the way there and two on the way back, has its backward in the same beat on all devices, its
-forward one beat further on each. What is left to choose is the beat in which each chunk is launched: no two in the same
-beat modulo v, or they collide on every device.
+Lin et al. 2025, Enhancing Memory Efficiency in Large Language Model Training Through Chronos-aware Pipeline
+Parallelism. Each device has v looped chunks. The unit is the forward of one chunk; its backward, input and weight
+gradient fused, takes two. A device does one forward and one backward in each beat, and device i is 2i units ahead of
+device 0. So a chunk that runs without a wait, one unit a device on the way there and two on the way back, has its
+backward in the same beat on all devices, and its forward one beat later on each. What is left to choose is the beat in
+which each chunk is launched: no two in the same beat modulo v, or they collide on every device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import count
 
 import numpy as np
 
@@ -35,16 +34,16 @@ def chronos(problem: Problem) -> Schedule:
     3v(m+p-1) units for any p, m and v, which are 1F1B's. Device s holds N - s chunk activations: N = p + sum c (d_c +
     e_c) / v over c < v, where d_c beats lie between the forwards of chunks c and c + 1 and e_c between their backwards.
     For v = 2 that is N = p + 1 + ceil((p-3)/6) + ceil((2p-3)/6); at large p it is (v+1)/(2v) of M, 1F1B's v p, so 75 %.
-    The paper adds up both chunks' peaks, which for odd p are not at one time: one too many. Its formula for p2p > 0 is
-    that of messages that occupy both devices: docs/systems/chronos.md.
+    The paper adds up both chunks' peaks, which for odd p do not occur at one time: one too many. Its formula for p2p >
+    0 is that of messages that occupy both devices: docs/systems/chronos.md.
     """
     return _pipe(problem, group=1)
 
 
 def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
-    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row, there and
-    back, so that its gradients are reduced once for all of them, in the time that `gradient_windows` tells. The last
-    group has the r micro-batches left.
+    """The ZeRO-2-compatible variant (section 4.3): each chunk is launched for `group` micro-batches in a row.
+
+    So its gradients are reduced once for all of them. The last group has the r micro-batches left.
 
     Memory as for Chronos-Pipe, d_c and e_c being whole groups of beats. At most 3v(m+p-1) units; 3(v-1)(min(r, p)-1)
     less where group divides p, or m and is at least p.
@@ -55,9 +54,10 @@ def chronos_zero2(problem: Problem, group: int = 2) -> Schedule:
 
 
 def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
-    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are computed again just before their backwards,
-    whose beats are C longer for that. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they would
-    come too early (appendix A, Eq. 8).
+    """Chronos-Recomp (section 4.2): the `recomputed` shallowest chunks are recomputed just before their backwards.
+
+    The beats of these backwards are C longer. Chunks keep Chronos-Pipe's beats modulo v, whole rounds later where they
+    would come too early (appendix A, Eq. 8).
 
     For v = 2 and p > 1 at most 6p + 7(m-1) units, less by up to a period where chunk 1's first backward has to wait for
     its beat. Chunk 2 needs the paper's ceil(p/2) activations on device 0, 25 % of M. With the one that is computed
@@ -88,30 +88,9 @@ def chronos_recomp(problem: Problem, recomputed: int = 1) -> Schedule:
     return by_slot(problem, np.concatenate([table, again]), np.r_[start, start[backward] - C])
 
 
-def gradient_windows(schedule: Schedule) -> list[list[float]]:
-    """By stage, the time (ms) between its launches backwards: from the end of the last weight gradient in a row on its
-    device to the start of the next one of that stage, other stages' in between. In it the gradients must be
-    communicated, or the accumulator is not free.
-
-    In Chronos-Pipe's unit model 3(v-1)g+1 for groups of g in a full pipeline; less while it drains, without forwards in
-    between.
-    """
-    timeline = schedule.timeline
-    gradients = np.isin(timeline.table[:, KIND], [Kind.W, Kind.BW])
-    columns = (timeline.table[gradients, STAGE], timeline.start[gradients], timeline.end[gradients])
-    windows: list[list[float]] = [[] for _ in schedule.problem.stages]
-    ended: dict[int, float] = {}
-    for s, row in groupby(zip(*(column.tolist() for column in columns), strict=True), key=lambda op: op[0]):
-        launch = list(row)
-        if s in ended:
-            windows[s].append(launch[0][1] - ended[s])
-        ended[s] = launch[-1][2]
-    return windows
-
-
 @dataclass(frozen=True)
 class _Beats:
-    """How many units each beat lasts, again and again; the first starts at 0."""
+    """How many units each beat lasts, repeated; the first starts at 0."""
 
     lasts: Sequence[int]
 
@@ -120,7 +99,7 @@ class _Beats:
         return rounds * sum(self.lasts) + sum(self.lasts[:rest])
 
     def first(self, like: int, ready: int) -> int:
-        """The first beat from `ready` on that is `like` one modulo their number."""
+        """Return the first beat that starts at `ready` or later and is `like` one modulo their number."""
         return next(n for n in count(like % len(self.lasts), len(self.lasts)) if self.start(n) >= ready)
 
 
@@ -137,27 +116,26 @@ def _pipe(problem: Problem, group: int) -> Schedule:
 
 
 def _launches(p: int, v: int, group: int = 1) -> tuple[list[int], list[int]]:
-    """The beats, by chunk, of the first device's forward and of the backward: a chunk's p forwards last p/3 beats, its
-    backwards 2p/3.
+    """Return the beats, by chunk, of the first device's forward and of the backward.
 
-    In the deepest chunk, the last device's backward follows its forward in one beat.
+    A chunk's p forwards last p/3 beats, its backwards 2p/3. In the deepest chunk, the last device's backward follows
+    its forward in one beat.
     """
-    there = [group * n for n in _in_turn(v, -(-p // (3 * group)))]
-    back = [group * n + there[-1] + p - 1 for n in _in_turn(v, -(-2 * p // (3 * group)))]
+    there = [group * n for n in _distinct_beats(v, -(-p // (3 * group)))]
+    back = [group * n + there[-1] + p - 1 for n in _distinct_beats(v, -(-2 * p // (3 * group)))]
     return there, back[::-1]
 
 
-def _in_turn(v: int, apart: int) -> list[int]:
-    """The beats of v chunks one after the other, each at least `apart` from the one before and in no other's place
-    modulo v.
+def _distinct_beats(v: int, apart: int) -> list[int]:
+    """Return the beats of v chunks, each at least `apart` behind the one before, no two the same modulo v.
 
-    So a chunk waits gcd(apart, v) - 1 times in all; no other choice holds less.
+    So chunks wait gcd(apart, v) - 1 times in all; no other choice holds less.
     """
-    turns = [0]
-    while len(turns) < v:
-        taken = {n % v for n in turns}
-        turns.append(next(n for n in count(turns[-1] + apart) if n % v not in taken))
-    return turns
+    beats = [0]
+    while len(beats) < v:
+        taken = {n % v for n in beats}
+        beats.append(next(n for n in count(beats[-1] + apart) if n % v not in taken))
+    return beats
 
 
 def _block(p: int, there: Sequence[int], back: Sequence[int], beats: _Beats) -> Block:

@@ -1,4 +1,4 @@
-"""The schedules that everything else is measured against: GPipe, 1F1B, plain, interleaved and with recomputation."""
+"""The schedules that all others are compared with: GPipe and 1F1B, the latter plain, interleaved and recomputed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from optpipe_solver.systems.system import System
 
 
 def gpipe(problem: Problem) -> Schedule:
-    """GPipe (Huang et al. 2019): all forwards, then all backwards. Bubble (p-1)/(p-1+m) of the time; every activation
-    is held."""
+    """GPipe (Huang et al. 2019): all forwards, then all backwards.
+
+    Bubble (p-1)/(p-1+m) of the time; every activation is held.
+    """
     return _in_phases(problem, [problem.microbatches] * len(problem.stages), _fused)
 
 
 def one_f_one_b(problem: Problem) -> Schedule:
-    """1F1B (PipeDream-Flush, Narayanan et al. 2021): stage s of p begins with p - s - 1 forwards, then runs one
-    forward, one backward. GPipe's bubble; p - s activations at most."""
+    """1F1B (PipeDream-Flush, Narayanan et al. 2021): stage s of p begins with p - s - 1 forwards.
+
+    Then it runs one forward, one backward. GPipe's bubble; p - s activations at most.
+    """
     return _in_phases(problem, _until_the_first_backward(problem), _fused)
 
 
 def recomputed(problem: Problem, every: int = 1) -> Schedule:
-    """1F1B with activation checkpointing (survey, section on it): of every n-th micro-batch only the checkpoints stay
-    behind its forward, and what they lack is computed again right before its backward.
+    """1F1B with activation checkpointing (survey, section on it).
 
-    How much is dropped and computed again is in the stages' `checkpoint_bytes` and `recompute_ms`, so full and
-    selective checkpointing are two sets of figures. The survey drops every n-th layer; a stage has one figure for all
-    of its layers, so that is one more set of figures, or, for the same share of all activations, every n-th micro-batch
-    here. All stages take the same ones, since then nobody waits for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C. Stage s
-    holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as checkpoints.
+    Of every n-th micro-batch only the checkpoints stay behind its forward, and the rest is recomputed right before its
+    backward. How much is dropped and recomputed is in the stages' `checkpoint_bytes` and `recompute_ms`, so full and
+    selective checkpointing are two sets of figures. The survey drops every n-th layer. A stage has one figure for all
+    of its layers, so that is one more set of figures or, for the same share of all activations, every n-th micro-batch
+    here. All stages take the same micro-batches, since then no stage waits for a neighbour: (m+p-1)(F+B+W) + ⌊m/n⌋·C.
+    Stage s holds one activation, and of p - s - 1 more ⌊(p-s-1)/n⌋ as checkpoints.
 
-    Raises `InputError` where a stage cannot be recomputed, and for `every` = 0.
+    Raises InputError if a stage cannot be recomputed, or if `every` is 0.
     """
     if every < 1:
         raise InputError(
@@ -51,8 +55,7 @@ def recomputed(problem: Problem, every: int = 1) -> Schedule:
 
 
 def interleaved(problem: Problem) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): v stages a device, which groups of p micro-batches visit
-    one after the other.
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): groups of p micro-batches pass v stages a device in order.
 
     Rank i begins with 2(p-i-1) + (v-1)p forwards, then runs one forward, one backward; PipeOffload counts the first of
     these forwards as well, d(v-1) + 2(d-i) - 1. Bubble (p-1)(F+B+W)/v with a device's whole times; vp + p - 1

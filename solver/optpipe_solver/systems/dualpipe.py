@@ -1,5 +1,4 @@
-"""DualPipe (DeepSeek-V3) and DualPipeV: micro-batches run in two directions, the forward of one together with the
-backward of another."""
+"""DualPipe (DeepSeek-V3) and DualPipeV: micro-batches run in two directions, forwards together with backwards."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ class Chunk:
 def dualpipe(problem: Problem) -> Schedule:
     """DualPipe (DeepSeek-V3, section 3.2.1): device d runs stage d of the one direction and stage p-1-d of the other.
 
-    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the whole backward (here B + W) and F&B the time of a pair;
+    Published: a bubble of (p/2-1)(F&B + B - 3W), where B is the full backward (here B + W) and F&B the time of a pair;
     p + 1 activations of one direction's stage; parameters twice. In our terms that is (p/2-1)(F&B + B - 2W), and it
-    holds where F = B >= W. For any times, and an F&B between the longer one and both in turn, the innermost devices,
-    which run most pairs, have a bubble of (p/2-1)(F&B + max(F, B) - W - min(B, W)) - min(F, (p/2-1)·max(0, B-F)).
-    (Found by measurement; a test holds it for random times.) Where the problem has no `overlap_factor` the same order
-    runs unpaired, and since nobody waits for both of a pair the bubble is shorter: half of it at F = B = W.
+    holds where F = B >= W. For any times, and an F&B between the longer one and both one after the other, the innermost
+    devices, which run most pairs, have a bubble of (p/2-1)(F&B + max(F, B) - W - min(B, W)) - min(F, (p/2-1)·max(0,
+    B-F)). (Found by measurement; a test holds it for random times.) Without `overlap_factor` the same order runs
+    unpaired. No op waits for both inputs of a pair then, so the bubble is shorter: half of it at F = B = W.
 
-    p is even. The paper's m is even and at least 2p: of others, the schedule leaves out the micro-batches that are not
+    p is even. The paper's m is even and at least 2p; for other m the schedule leaves out the micro-batches that are not
     there.
     """
     p = len(problem.stages) // 2
@@ -51,9 +50,11 @@ def dualpipe(problem: Problem) -> Schedule:
 
 
 def dualpipe_v(problem: Problem) -> Schedule:
-    """DualPipeV, the cut-in-half form: n devices run what the first half of a DualPipe with p = 2n devices runs. What
-    would go on there comes back on the second chunk of the V, so one direction is left, and the parameters are there
-    once. Formulas as DualPipe's, with m of one direction; any n."""
+    """DualPipeV, the cut-in-half form: n devices run what the first half of a DualPipe with p = 2n devices runs.
+
+    What would go on to the second half comes back on the second chunk of the V. So one direction is left, and
+    parameters are held once. The formulas are DualPipe's, with m of one direction; n may be odd.
+    """
     n = len(problem.stages) // 2
     every = range(problem.microbatches)
     lists: list[list[Op | Pair]] = [[] for _ in problem.devices]
@@ -63,14 +64,14 @@ def dualpipe_v(problem: Problem) -> Schedule:
 
 
 def _device(problem: Problem, n: int, r: int, near: Chunk, far: Chunk) -> list[Op | Pair]:
-    """What device r of n, counted from the end that direction 0 (`near`) enters, runs of the phases."""
+    """Return the ops of device r of n, counted from the end where direction 0 (`near`) enters."""
     m = max(2 * n, len(near.microbatches), len(far.microbatches))
     chunks = {"0": near, "1": far}
     following = {(step, way): count() for step in "FB" for way in chunks}
     weights: deque[Op | None] = deque()
 
     def op(word: str) -> Op | None:
-        """The next micro-batch's; None where it is not there."""
+        """Return the op for the next micro-batch; None if there is none."""
         if word == "W":
             return weights.popleft()
         kind, chunk, number = Kind[word[:-1]], chunks[word[-1]], next(following[word[0], word[-1]])
@@ -80,30 +81,33 @@ def _device(problem: Problem, n: int, r: int, near: Chunk, far: Chunk) -> list[O
         return Op(kind, chunk.stage, chunk.microbatches[number]) if there else None
 
     items: list[Op | Pair] = []
-    for entry in _phases(n, r, m).split():
+    for entry in _steps(n, r, m).split():
         ops = [found for word in entry.split("+") if (found := op(word))]
         items += [Pair(*ops)] if len(ops) == 2 and problem.overlap_factor is not None else ops
     return items
 
 
-def _phases(n: int, r: int, m: int) -> str:
-    """The eight phases of a device, as the figure's legend names them: m >= 2n micro-batches each way, 0 the direction
-    that enters at this end, 1 the other; W is the weight gradient that has waited longest."""
+def _steps(n: int, r: int, m: int) -> str:
+    """Write down the eight steps of a device, for m >= 2n micro-batches each way.
+
+    0 is the direction that enters at this end, 1 the other. W is the weight gradient that has waited longest. Comments
+    name the steps as DeepSeek's code does, where B is the full backward.
+    """
     outer, inner = n - r - 1, r + 1
     pairs = "F0+BW1 F1+BW0 "
     first = pairs if outer else "F0 BW1 F1+BW0 "  # the innermost sends F0 on before BW1, for which nobody has to wait
-    last = "".join(f"{'BW' if k < inner else 'B'}{1 - k % 2} " for k in range(2 * inner))
-    return (
-        "F0 " * (2 * outer)
-        + "F0 F1 " * inner
-        + "B1 W F1 " * outer
-        + first
-        + pairs * (m - 2 * n + inner - 1)
-        + "BW1 F1+BW0 " * outer
-        + last  # BW1 BW0, and in the second half B1 B0
-        + "W B0 " * outer
-        + "W " * inner
+    ends = "".join(f"{'BW' if k < inner else 'B'}{1 - k % 2} " for k in range(2 * inner))
+    steps = (
+        "F0 " * (2 * outer),  # Step 1: nF0
+        "F0 F1 " * inner,  # Step 2: nF0F1
+        "B1 W F1 " * outer,  # Step 3: nB1W1F1, split, so that the next device has its gradient sooner
+        first + pairs * (m - 2 * n + inner - 1),  # Step 4 (main step): nF0B1F1B0
+        "BW1 F1+BW0 " * outer,  # Step 5: nB1F1B0
+        ends,  # Step 6: nB1B0, the second half of them split
+        "W B0 " * outer,  # Step 7: nWB0
+        "W " * inner,  # Step 8: nW
     )
+    return "".join(steps)
 
 
 SYSTEMS = (

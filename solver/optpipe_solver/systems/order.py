@@ -1,4 +1,4 @@
-"""From orders to schedules: what systems say of each device's ops, as programs."""
+"""From the order of each device's ops to a schedule."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from optpipe.schedule import Schedule
 
 
 def in_order(problem: Problem, lists: Sequence[Iterable[Op | Pair]]) -> Schedule:
-    """A schedule without transfers, from what each device runs, in order."""
+    """Make a schedule without transfers from the ops of each device, in order."""
     return Schedule(problem, tuple(Program.of(ops) for ops in lists))
 
 
 def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
-    """A schedule without transfers, from rows of a program's table and the slot in which each stands; of two in one
-    slot the one that is named first comes first."""
+    """Make a schedule without transfers from rows of a program's table and the slot of each.
+
+    Of two ops in one slot the one whose row comes first runs first.
+    """
     device = problem.costs.device[table[:, STAGE]]
     order = np.lexsort((slot, device))
     ends = np.searchsorted(device[order], np.arange(len(problem.devices) + 1))
@@ -29,8 +31,10 @@ def by_slot(problem: Problem, table: Table, slot: Floats) -> Schedule:
 
 
 def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up: int) -> list[Op]:
-    """The phases of 1F1B: `warm_up` forwards, then in turn a forward and a backward (which may be B and W), then the
-    backwards left."""
+    """Order ops in the phases of 1F1B: `warm_up` forwards, then one forward, one backward, then the backwards left.
+
+    A backward may be B and W.
+    """
     ops = list(forwards[:warm_up])
     for k, backward in enumerate(backwards):
         ops += [*forwards[warm_up + k : warm_up + k + 1], *backward]
@@ -38,15 +42,16 @@ def warmed_up(forwards: Sequence[Op], backwards: Sequence[Sequence[Op]], warm_up
 
 
 def even_groups(m: int, size: int) -> list[range]:
-    """As many groups of at least `size` micro-batches as m allow, as even as can be, the larger first; one where there
-    are fewer."""
+    """Divide m micro-batches into as many groups of at least `size` as possible, as even as can be, larger ones first.
+
+    If there are fewer than `size` they are one group.
+    """
     count = max(1, m // size)
     ends = [k * (m // count) + min(k, m % count) for k in range(count + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
 
 
 def visits(groups: Iterable[Sequence[int]], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """The interleaving strategy: group by group, chunk by chunk in this order, the group's micro-batches. Chunk and
-    micro-batch."""
+    """Interleave: group by group, chunk by chunk, the group's micro-batches. Returns chunk and micro-batch."""
     chunks = list(chunks)
     return [(c, j) for group in groups for c in chunks for j in group]

@@ -1,5 +1,5 @@
-"""PipeOffload (Wan et al. 2025): interleaved schedules that hold less (GIS, GIS-H), uniform ones that offload (PO-H,
-PO-F).
+"""PipeOffload (Wan et al. 2025): interleaved schedules that hold less, GIS and GIS-H; uniform ones that offload, PO-H
+and PO-F.
 
 The paper's letters: d devices, v looped stages on each, g micro-batches a group; T_F, T_B, T_W are f, b, w.
 """
@@ -24,9 +24,9 @@ from optpipe_solver.systems.system import System
 
 
 def gis(problem: Problem, group: int | None = None) -> Schedule:
-    """GIS, the generalised interleaved schedule (section 3): stages take turns every `group` micro-batches, d by
-    default; W right behind B.
+    """GIS, the generalised interleaved schedule (section 3): a device changes its stage every `group` micro-batches.
 
+    The default is d; W comes right behind B.
     Rank i begins with g(v-1) + d - i forwards, the one before its first B included, then runs one backward, one
     forward. So rank 0 holds g(v-1) + d activations at most, whether they count until B or until W. Bubble: (d-1)(f+b),
     and for each of the v-1 changes of stage (d-g)f + max(0, db - g(b+w)) more: the paper's (d-g)(v-1) is meant in units
@@ -38,8 +38,7 @@ def gis(problem: Problem, group: int | None = None) -> Schedule:
 
 
 def gis_h(problem: Problem, group: int | None = None) -> Schedule:
-    """GIS-H: GIS with groups of ceil(d/2) micro-batches, the fewest between whose turns a forward can pass all
-    devices."""
+    """GIS-H: GIS with groups of ceil(d/2) micro-batches, the smallest in whose time a forward can pass all devices."""
     return _in_groups(problem, "gis-h", ceil(_devices(problem) / 2) if group is None else group)
 
 
@@ -50,7 +49,7 @@ def _in_groups(problem: Problem, name: str, g: int) -> Schedule:
         raise InputError(f"group = {g}: {name} on {d} devices takes {ceil(d / 2)} to {d}")
     groups = [
         range(first, first + g) for first in range(0, m, g)
-    ]  # the last one may count micro-batches that are not there
+    ]  # the last one may have micro-batches that do not exist
     there, back = visits(groups, range(v)), visits(groups, range(v)[::-1])
     lists: list[list[Op]] = [[] for _ in problem.devices]
     for i in range(d):
@@ -66,25 +65,26 @@ def po_h(problem: Problem) -> Schedule:
 
     Where k is at most 1 about (v+2)/(8v) of M stays (Table 1), d(v+2)/8 activations, and up to 3.5 on their way.
     Bubble: Table 1's v(d-1)T, T = f + b + w, where d forwards and d backwards, each in whole slots, fit in d slots:
-    ceil(df/T) + ceil(db/T) <= d (but for
-    d = 3, v = 2). Elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
+    ceil(df/T) + ceil(db/T) <= d (but for d = 3, v = 2). Elsewhere up to 3(v-2)/8 activations more and up to (vd-1)T.
     """
     return pipe_offload(problem, ceil(_chunks(problem) / 2))
 
 
 def po_f(problem: Problem) -> Schedule:
-    """PO-F: all stages leave. Where k is at most 1 a device holds three activations at most, whatever d and v are (the
-    paper's experiments say about four); the bubble is bounded as PO-H's."""
+    """PO-F: all stages leave.
+
+    Where k is at most 1 a device holds three activations at most, whatever d and v are (the paper's experiments say
+    about four). The bubble is bounded as PO-H's.
+    """
     return pipe_offload(problem, _chunks(problem))
 
 
 def pipe_offload(problem: Problem, leaving: int) -> Schedule:
-    """PipeOffload (sections 2, 3.2, 4.2): GIS-H's block repeated uniformly; `leaving` stages of each device are
-    offloaded.
+    """PipeOffload (sections 2, 3.2, 4.2): GIS-H's block repeated uniformly, `leaving` stages a device offloaded.
 
-    Those with the longest lifespan are, of the ones that can leave; each activation of them, or each part of one, that
+    Of the stages that can leave, those with the longest lifespan do. An activation of theirs, or a part of one, that
     finds no slot in time stays. All stages count as lasting as long as the longest, and nothing is squeezed before the
-    transfers have their slots, so that the links keep up; the programs that come of it run as soon as they can.
+    transfers have their slots, so that the links keep up. The resulting programs run as soon as they can.
     """
     block, slot_ms = uniform_block(problem)
     interval = slot_ms * _chunks(problem)
@@ -114,28 +114,29 @@ def pipe_offload(problem: Problem, leaving: int) -> Schedule:
 
 
 def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -> list[int]:
-    """Selective offload (section 2): stages in the order in which they should leave, the longest time between forward
-    and backward first: the longer activations live, the more of them there are at a time."""
+    """Selective offload (section 2): sort stages by the time between forward and backward, the longest first.
+
+    The longer activations live, the more of them there are at a time.
+    """
     return sorted(stages, key=lambda s: lives[s][0] - lives[s][1])
 
 
 def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
-    """Figure 3: the bytes that the fullest device holds where none, one, up to all v stages of each device leave."""
+    """Figure 3: return the bytes of the fullest device if none, one, up to all v stages of each device leave."""
     schedules = [pipe_offload(problem, leaving) for leaving in range(_chunks(problem) + 1)]
     return [max(peak.bytes for peak in certify(problem, schedule).device) for schedule in schedules]
 
 
 def uniform_block(problem: Problem) -> tuple[Block, float]:
-    """A block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is: F, B and W of the longest
-    stage.
+    """Return a block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is.
 
-    Rank i computes in slots that begin i·x ms after rank 0's. To the next rank a forward needs x ms and a backward n·T
-    - x, so that F, B and W stand in the same places of all slots; n is 1 unless they are longer under way than W leaves
-    time for. A stage takes its turn a whole number of slots after the one before, the fewest in which a forward, or on
-    the way back a backward, can pass all devices: both together d where n is 1 and d f and d b, each rounded up, leave
-    room for it; d/2 each where f = b and d is even, as in GIS-H. Where this would put two stages of a device in one
-    slot, turns being a multiple of v apart, the later one takes the next that is free (the paper's minor
-    modifications).
+    A slot is F, B and W of the longest stage. Rank i computes in slots that begin i·x ms after rank 0's. To the next
+    rank a forward needs x ms and a backward n·T - x, so that F, B and W stand in the same places of all slots; n is 1
+    unless messages take longer than W leaves time for. A stage starts a whole number of slots after the one before, the
+    fewest in which a forward, or on the way back a backward, can pass all devices: both together d where n is 1 and d f
+    and d b, each rounded up, leave room for it; d/2 each where f = b and d is even, as in GIS-H. If that puts two
+    stages of a device in one slot, being a multiple of v apart, the later one takes the next slot that is free (the
+    paper's minor modifications).
     """
     d, v = _devices(problem), _chunks(problem)
     f, b, w = (float(problem.costs.ms[kind].max()) for kind in (Kind.F, Kind.B, Kind.W))
@@ -145,16 +146,18 @@ def uniform_block(problem: Problem) -> tuple[Block, float]:
     n = _whole((f + b + 2 * h) / T)
     there_g, back_g = _intervals(d * (f + h) / T, d * (b + h) / T, n * d)
     x = max(f + h, n * T - (back_g * T - b - h) / max(1, d - 1))
-    there = _turns(0, v, there_g)
-    back = _turns(there[-1], v, back_g)[::-1]
+    there = _starts(0, v, there_g)
+    back = _starts(there[-1], v, back_g)[::-1]
     forward = [there[c] * T + i * x for c in range(v) for i in range(d)]
     backward = [(back[c] + n * (d - 1 - i)) * T + i * x + f for c in range(v) for i in range(d)]
     return Block(forward, backward, [start + b for start in backward], (f, b, w)), T
 
 
 def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
-    """The slots between a device's turns on the way there and on the way back: whole, no fewer than these, together as
-    few as can be and no fewer than `both`; what is to spare as even as can be."""
+    """Return the slots between a device's stages on the way there and on the way back.
+
+    Whole numbers, no fewer than these, and together as few as can be but no fewer than `both`; slack is shared evenly.
+    """
     fewest = _whole(there), _whole(back)
     both = max(both, sum(fewest))
     pairs = [(g, both - g) for g in range(fewest[0], both - fewest[1] + 1)]
@@ -165,16 +168,16 @@ def _whole(slots: float) -> int:
     return ceil(slots - 1e-9)
 
 
-def _turns(first: int, v: int, g: int) -> list[int]:
-    """The slots in which v stages take their turns, at least g after each other, no two of them the same modulo v."""
-    turns = [first]
-    while len(turns) < v:
-        turns.append(next(slot for slot in count(turns[-1] + g) if all((slot - other) % v for other in turns)))
-    return turns
+def _starts(first: int, v: int, g: int) -> list[int]:
+    """Return the slots in which v stages start, at least g after each other, no two the same modulo v."""
+    starts = [first]
+    while len(starts) < v:
+        starts.append(next(slot for slot in count(starts[-1] + g) if all((slot - other) % v for other in starts)))
+    return starts
 
 
 def _links(problem: Problem, leave: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """The devices with stages that leave, by the link that they share."""
+    """Group the devices with stages that leave by the link that they share."""
     links: dict[int, list[int]] = {}
     for d, link in enumerate(problem.costs.link.tolist()):
         if leave[d]:
@@ -189,8 +192,10 @@ def _slots(
     lives: Sequence[tuple[float, float]],
     slot_ms: float,
 ) -> list[tuple[Slots, Slots]]:
-    """The slots of the devices that share a link: one each way for each slot of a device or, where activations leave in
-    parts, for each part; from where the first sharer's first forward ends."""
+    """Make the slots of the devices that share a link, from the end of the first forward on.
+
+    There is one each way for each slot of a device or, where activations leave in parts, for each part.
+    """
     ms = problem.costs.ms
     lengths = [(float(ms[Kind.O, leave[d]].max()), float(ms[Kind.R, leave[d]].max())) for d in sharers]
     parts = max(problem.stages[s].offload_parts for d in sharers for s in leave[d])
@@ -199,12 +204,12 @@ def _slots(
 
 
 def _devices(problem: Problem) -> int:
-    """d: of the devices there are those that run any stage."""
+    """d, the devices that run any stage."""
     return len({stage.device for stage in problem.stages})
 
 
 def _chunks(problem: Problem) -> int:
-    """v: the stages of each of these."""
+    """v, the stages of each of these devices."""
     return len(problem.stages) // _devices(problem)
 
 

@@ -1,5 +1,8 @@
-"""Slots for offloads and reloads (PipeOffload, section 4.2 and appendix D): a link runs one offload and one reload in
-turn, each in a slot of its own; devices that share a link take turns."""
+"""Slots for offloads and reloads (PipeOffload, section 4.2 and appendix D).
+
+A link runs offloads and reloads alternately, each in a slot of its own. Devices that share a link use it one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ TOLERANCE = 1e-9  # of a pitch
 
 @dataclass
 class Slots:
-    """One device's slots for transfers one way: slot n lasts `length` ms from `first` + n·`pitch` on; n may be
-    negative."""
+    """One device's slots for transfers one way: slot n lasts `length` ms from `first` + n·`pitch` on.
+
+    n may be negative.
+    """
 
     first: float
     pitch: float
@@ -24,12 +29,12 @@ class Slots:
         return self.first + n * self.pitch
 
     def within(self, begin: float, end: float) -> range:
-        """The slots that start no earlier and end no later."""
+        """Return the slots that start no earlier than `begin` and end no later than `end`."""
         lowest, most = (begin - self.first) / self.pitch, (end - self.length - self.first) / self.pitch
         return range(ceil(lowest - TOLERANCE), floor(most + TOLERANCE) + 1)
 
     def take(self, slots: Iterable[int]) -> float | None:
-        """The start of the first of these that is free; nobody else gets it."""
+        """Take the first of these slots that is free, and return its start; None if none is free."""
         for n in slots:
             if n not in self.taken:
                 self.taken.add(n)
@@ -40,12 +45,17 @@ class Slots:
 def staggered(
     lengths: Sequence[tuple[float, float]], begin: float, pitch: float, half_duplex: bool
 ) -> list[tuple[Slots, Slots]]:
-    """The slots for offloads and for reloads of each device of one link, from how many ms these last at most.
+    """Make the slots for offloads and for reloads of each device of one link.
 
     One device's offload and the next one's reload stand together, as in the paper's synchronized interleaved transfers:
-    at one time or, on a link that carries one transfer at a time, one behind the other. After the last device it is the
-    first one's turn again, `pitch` ms after its last, or as soon after as the link allows. A device that has a link for
-    itself so offloads at the beginning of each pitch, the first of which is at `begin`, and has reloaded by its end.
+    at one time or, on a half-duplex link, one behind the other. The first device's next slot is `pitch` ms after its
+    last one, or as soon after as the link allows. So a device that has a link for itself offloads at the beginning of
+    each pitch, the first of which is at `begin`, and has reloaded by its end.
+
+    Parameters
+    ----------
+    lengths
+        How many ms the offloads and the reloads of each device last at most.
     """
     n = len(lengths)
     together = [(lengths[q][0], lengths[(q + 1) % n][1]) for q in range(n)]
@@ -64,13 +74,20 @@ def staggered(
 def fill(
     offloads: Slots, reloads: Slots, stays: Sequence[tuple[float, float]], patience: float, away: float
 ) -> list[tuple[float, float] | None]:
-    """When each of these activations, in order of time, leaves and comes back; None for one that finds no time for
-    both, and stays.
+    """Find when each of these activations leaves and comes back; None for one that finds no time for both, and stays.
 
-    `stays` says when its forward ends and its backward starts. From left to right each takes the first free slot behind
-    its forward, then from right to left the last one before its backward. Who would have to wait longer than `patience`
-    for a link that is too slow stays, or those behind would wait ever longer; who would not be `away` for so long
-    stays, too.
+    From left to right each takes the first free slot behind its forward, then from right to left the last one before
+    its backward.
+
+    Parameters
+    ----------
+    stays
+        When the forward of each ends and its backward starts (ms), in order of time.
+    patience
+        An activation that would wait longer than this (ms) for a link that is too slow stays; else those behind would
+        wait longer and longer.
+    away
+        An activation that would not be away for so long (ms) stays.
     """
     leaves = [offloads.take(offloads.within(begin, begin + patience + offloads.length)) for begin, _ in stays]
     found: list[tuple[float, float] | None] = []

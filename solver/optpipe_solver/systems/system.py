@@ -14,25 +14,39 @@ from optpipe.schedule import Schedule
 
 @dataclass(frozen=True)
 class System:
-    """`build` makes the schedule of a problem whose stages are as is said here, and raises `InputError` for what else
-    the paper excludes.
+    """A published schedule.
 
-    It runs on `least` to `most` (None: any number) stages a device in this shape; where it may choose it takes
-    `chunks`.
+    Attributes
+    ----------
+    source
+        Paper and section.
+    build
+        Makes the schedule of a problem with the stages described here. Raises InputError for what else the paper
+        excludes.
+    least, most
+        The numbers of stages a device on which it runs; None for any.
+    chunks
+        The number of stages a device that it takes where it may choose.
+    shape
+        How a micro-batch passes the stages.
+    parameters
+        Keywords of `build`, whole numbers.
     """
 
     name: str
-    source: str  # paper and section
+    source: str
     build: Callable[..., Schedule]
     least: int = 1
     most: int | None = 1
     chunks: int = 1
     shape: Shape = "looped"
-    parameters: tuple[str, ...] = ()  # keywords of `build`, whole numbers
+    parameters: tuple[str, ...] = ()
 
     def placement(self, problem: Problem, placements: Placements) -> Placement | None:
-        """How the problem's work becomes stages for this system; None where its own stages are, unless they are fewer
-        than it would take and it may choose."""
+        """Choose how the problem's work becomes stages for this system.
+
+        None if it runs on the problem's own stages, unless these are fewer than it would take and it may choose.
+        """
         own = self._own_chunks(problem)
         if own and (placements == "keep" or own >= self.chunks):
             return None
@@ -42,8 +56,7 @@ class System:
         if self.shape == "bidirectional" and problem.overlap_factor is None:  # as in the placement search
             raise InputError(
                 f"overlap_factor is missing: on stages not given both ways, {self.name} holds all parameters "
-                "twice to run forwards beside "
-                "backwards"
+                "twice to run forwards beside backwards"
             )
         try:
             return Placement.balanced(problem, self.chunks, self.shape)
@@ -53,8 +66,10 @@ class System:
             raise
 
     def _own_chunks(self, problem: Problem) -> int | None:
-        """How many stages a device has, each way, where devices and routes are what this shape makes of them; which
-        micro-batch takes which route is free."""
+        """Count the stages of a device, each way, if devices and routes have this shape; None if they do not.
+
+        Which micro-batch takes which route is free.
+        """
         own, ways = [stage.device for stage in problem.stages], WAYS[self.shape]
         length, chunks = len(own) // ways, len(own) // ways // len(set(own))
         rows = tuple(tuple(range(w * length, (w + 1) * length)) for w in range(ways))
@@ -67,11 +82,5 @@ class System:
             return "one stage a device each way, on two routes (bidirectional)"
         if self.most == 1:
             return "one stage a device, all in one row"
-        many = (
-            f"{self.least}"
-            if self.least == self.most
-            else f"{self.least} or more"
-            if self.most is None
-            else f"{self.least} to {self.most}"
-        )
-        return f"{many} {NAMES[self.shape]} stages a device"
+        upto = " or more" if self.most is None else f" to {self.most}" if self.most > self.least else ""
+        return f"{self.least}{upto} {NAMES[self.shape]} stages a device"

@@ -1,10 +1,11 @@
-"""The V-shaped schedules (Qi et al. 2023, ZB-V; Qi et al. 2024, V-Half and V-Min): two chunks a device, the second on
-the way back.
+"""The V-shaped schedules (Qi et al. 2023, ZB-V; Qi et al. 2024, V-Half and V-Min).
+
+Each device has two chunks; a micro-batch passes the second one on its way back.
 
 In the building block a micro-batch comes to the next device `there` slots later on the way there and `back` slots later
 on the way back, in its forwards as in its backwards. So device i of p holds the first chunk's activation for (there +
 back)(2(p-1) - i) slots, the second's for (there + back)i: the sum is the same on every device, and over an interval of
-six slots it makes (there + back)(p-1)/3 chunks, besides what the turns and W add. 1F1B's memory M is 2p chunks.
+six slots it makes (there + back)(p-1)/3 chunks, besides what the ends of the V and W add. 1F1B's memory M is 2p chunks.
 
 F, B and W below are those of a chunk. The formulas are those of the paper's unit model, F = B = W = 1; 1F1B's bubble is
 6(p-1) there.
@@ -41,7 +42,7 @@ def v_half(problem: Problem) -> Schedule:
     2B.
 
     Two slots there and one back are alike but for 3: ops that go either way stay apart where they differ by 1 or 2
-    modulo 3, those that go the same way where they differ at all; hence the turns.
+    modulo 3, those that go the same way where they differ at all; hence the slots at the ends.
     """
     return _v_schedule(problem, 2, 1, (1, 1 if _devices(problem) % 2 else 4, 2))
 
@@ -57,17 +58,25 @@ def v_min(problem: Problem) -> Schedule:
     return _v_schedule(problem, 1, 1, (1, 1 if _devices(problem) % 3 else 3, 1))
 
 
-def v_block(problem: Problem, there: int, back: int, turns: tuple[int, int, int]) -> Block:
-    """`turns`: the slots from the first chunk's last F to the second's first, from the last F to its B, from the second
-    chunk's last B to the first's first."""
+def v_block(problem: Problem, there: int, back: int, ends: tuple[int, int, int]) -> Block:
+    """Return the building block.
+
+    Parameters
+    ----------
+    there, back
+        The slots from one device to the next on the way there and on the way back.
+    ends
+        The slots from the first chunk's last F to the second's first F, from the last F to its B, and from the second
+        chunk's last B to the first's first B.
+    """
     hops = _devices(problem) - 1
-    first, last, second = turns
+    first, last, second = ends
     path = [*accumulate([0, *[there] * hops, first, *[back] * hops, last, *[there] * hops, second, *[back] * hops])]
     return with_weights(problem, Block(path[: len(path) // 2], path[len(path) // 2 :][::-1]), INTERVAL)
 
 
-def _v_schedule(problem: Problem, there: int, back: int, turns: tuple[int, int, int]) -> Schedule:
-    table, slot = slots(v_block(problem, there, back, turns), range(0, INTERVAL * problem.microbatches, INTERVAL))
+def _v_schedule(problem: Problem, there: int, back: int, ends: tuple[int, int, int]) -> Schedule:
+    table, slot = slots(v_block(problem, there, back, ends), range(0, INTERVAL * problem.microbatches, INTERVAL))
     return by_slot(problem, table, reordered(problem, table, slot))
 
 

@@ -1,5 +1,4 @@
-"""Zero Bubble's handcrafted schedules (Qi et al. 2023, section 2): the backward pass is split, and its weight gradients
-wait for bubbles.
+"""Zero Bubble's handcrafted schedules (Qi et al. 2023, section 2): weight gradients wait for bubbles.
 
 Stage s of p begins with k(p-s-1) forwards, then runs one forward, one input gradient; its weight gradients are k·s
 micro-batches behind. So every device holds the same number of activations, counted from F to W, and, counted from its
@@ -30,8 +29,8 @@ def zb_h2(problem: Problem) -> Schedule:
     W.
 
     The paper's bubble, (p-1)(F + B - 2W), is for F = B = W: none. From m = 2p - 1 on it is (p-1)·max(0, F + B - 2W, B -
-    F) in the span: no number of weight gradients fills less than nothing, and where B lasts longer than F the forwards
-    of the warm-up do not last until the first B. The makespan has no barrier to forgo: the last device begins (p-1)F
+    F) in the span: weight gradients cannot fill less than nothing, and where B lasts longer than F the forwards of the
+    warm-up do not last until the first B. The makespan has no barrier to forgo: the last device begins (p-1)F
     after the first.
     """
     return _zero_bubble(problem, 2)

@@ -28,7 +28,7 @@ from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Start
 from optpipe_server.first import Desk
 from optpipe_server.settings import LOCAL, Settings
-from optpipe_solver.floor import infeasibility
+from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
 SOON_S = 30.0  # on a busy machine; a maker that hangs does so for 60 s

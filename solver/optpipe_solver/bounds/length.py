@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
@@ -15,8 +14,10 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-from optpipe.model.records import Stage
-from optpipe_solver.floor import part_bytes, without_evictions
+from optpipe_solver import plan
+from optpipe_solver.bounds.least_memory import without_evictions
+from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+from optpipe_solver.bounds.weights import weights
 
 
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
@@ -50,7 +51,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     on top (`_unused`). A makespan has the `deferral_bound`, too.
     """
     problem = without_evictions(problem)
-    ways, ms = _ways(problem), _shortest(problem)
+    ways, ms, held = _ways(problem), _shortest(problem), stage_bytes(problem)
     work = _work(problem, (Kind.B, Kind.W))
     passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()
     own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
@@ -58,76 +59,48 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
         own[problem.stages[s].device].append((r, s))
     bounds = [deferral_bound(problem) if objective == "makespan" else 0.0]
     for d in np.flatnonzero(ways.used).tolist():
-        weight = _Weights.all()
-        stages = [problem.stages[s] for _, s in own[d]]
-        for measure in _measures(problem.devices[d].activation_budget_bytes, stages):
-            needed = work[d] * weight.compute
+        stages = [(held[s], ms[:, s]) for _, s in own[d]]
+        for measure in _measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
+            needed = work[d] * weights().compute
             for r, s in own[d]:
-                needed = needed + passing[r] * _cheapest(problem, s, ms[:, s], ways.turn[r, s], measure, weight)
-            unused = _unused(
-                measure,
-                [(stage, ms[:, s]) for stage, (_, s) in zip(stages, own[d], strict=True)],
-                float(needed.max()) / 2,
-            )
-            longest = float((needed + unused * weight.memory).max())
+                needed = needed + passing[r] * _cheapest(problem, s, held[s], ms[:, s], ways.turn[r, s], measure)
+            unused = _unused(measure, stages, float(needed.max()) / 2)
+            longest = float((needed + unused * weights().memory).max())
             bounds.append(longest + (float(ways.arrives[d]) if objective == "makespan" else 0.0))
     return max(bounds)
 
 
-def _cheapest(problem: Problem, s: int, ms: Floats, turn: float, measure: Measure, weight: _Weights) -> Floats:
-    """The least weighted cost of one activation: of what it holds from its forward to the end of its weight gradient,
-    of the link's time and of computing it again.
+def _cheapest(problem: Problem, s: int, held: StageBytes, ms: Floats, turn: float, measure: Measure) -> Floats:
+    """The least weighted cost of one activation, in ms of the device, for all `weights()`.
 
-    It is whole during its forward and its backward. In between, of one that leaves in part what stays and each part
-    during its own transfers are worth no more one by one than together, as f is superadditive.
+    It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
+    computing it again. Of one that leaves in part, what stays and each part during its own transfers are worth no more
+    one by one than together, as f is superadditive.
     """
-    stage = problem.stages[s]
-    size, ends = stage.activation_bytes, float(ms[Kind.F] + ms[Kind.B])
-    between = max(0.0, turn - ends)
-    whole, memory = measure(size), weight.memory
-    cheapest: Floats = memory * whole * turn
+    stage, weight = problem.stages[s], weights()
+    between = max(0.0, turn - float(ms[Kind.F] + ms[Kind.B]))
+    ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
+    cheapest: Floats = weight.memory * (ends + measure(held.stays) * between)
     if stage.can_offload:
         carry = float(ms[Kind.O] + ms[Kind.R])
-        duplex = (
-            1.0 if problem.transfer_mode == "half_duplex" else 0.5
-        )  # full duplex: two links' time, each the busier one's at least
-        parts = sorted(part_bytes(stage), reverse=True)
+        duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
+        parts = sorted(held.parts, reverse=True)
         for n, gone in enumerate(accumulate(parts), start=1):
-            held = whole * ends + measure(size - gone) * max(between, carry) + n * measure(parts[-1]) * carry
-            cheapest = np.minimum(cheapest, memory * held + duplex * weight.link * n * carry)
+            area = ends + measure(held.stays - gone) * max(between, carry) + n * measure(parts[-1]) * carry
+            cheapest = np.minimum(cheapest, weight.memory * area + duplex * weight.link * n * carry)
     if stage.can_recompute:
         again = float(ms[Kind.C])
-        held = whole * (ends + again) + measure(stage.checkpoint_bytes or 0) * max(0.0, between - again)
-        cheapest = np.minimum(cheapest, memory * held + weight.compute * again)
-    after: Floats = memory * measure(min(size, stage.saved_for_weight_bytes)) * float(ms[Kind.W])
+        area = ends + measure(held.recompute) * again + measure(held.checkpoint) * max(0.0, between - again)
+        cheapest = np.minimum(cheapest, weight.memory * area + weight.compute * again)
+    after: Floats = weight.memory * measure(held.weight) * float(ms[Kind.W])
     return cheapest + after
 
 
-WEIGHTS = 40  # steps from none to all of the weight
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """All ways to split one over memory, link and compute, in steps."""
-
-    memory: Floats
-    link: Floats
-    compute: Floats
-
-    @classmethod
-    @cache
-    def all(cls) -> _Weights:
-        points = [(a, b, WEIGHTS - a - b) for a in range(WEIGHTS + 1) for b in range(WEIGHTS + 1 - a)]
-        return cls(*(np.array(points).T / WEIGHTS))
-
-
 Measure = Callable[[int], float]
-FINEST = 12  # of the dual feasible functions that are tried
-MOST_STAGES = 256  # on a device, for more than one function
 
 
-def _measures(memory: int, stages: list[Stage]) -> list[Measure]:
-    """Bytes' share of the memory, and what else tells more for some of these sizes."""
+def _measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
+    """Return bytes' share of the memory, and the dual feasible functions that give more for some of these sizes."""
     if not memory:
         return [lambda size: 0.0]
 
@@ -137,39 +110,31 @@ def _measures(memory: int, stages: list[Stage]) -> list[Measure]:
     def steps(k: int) -> Measure:
         return lambda size: share(size) if (k + 1) * size % memory == 0 else (k + 1) * size // memory / k
 
-    sizes = {
-        size
-        for stage in stages
-        for size in (stage.activation_bytes, stage.checkpoint_bytes or 0, stage.saved_for_weight_bytes)
-    }
+    sizes = {size for held in stages for size in (held.stays, held.checkpoint, held.waiting)}
     found: dict[tuple[float, ...], Measure] = {tuple(map(share, sizes)): share}
-    for k in range(1, FINEST + 1 if len(stages) <= MOST_STAGES else 1):
+    for k in range(1, plan.MEASURES + 1 if len(stages) <= plan.MEASURE_STAGES else 1):
         measure = steps(k)
         if any(measure(size) > share(size) for size in sizes if size <= memory):
             found.setdefault(tuple(map(measure, sizes)), measure)
     return list(found.values())
 
 
-def _unused(measure: Measure, stages: list[tuple[Stage, Floats]], within: float) -> float:
-    """How much of a device's memory must stay unused at its start and at its end, each within so many ms; in ms of all
-    of it.
+def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: float) -> float:
+    """How much of a device's memory must stay unused at its start and its end, within so many ms; in ms of all of it.
 
     Forwards run one after the other: while the n-th runs, n activations are there at most. And whatever is held t ms
     before the end has its backward and weight gradient, or only the latter, still to run in that time, but for what is
     over of the one that runs.
     """
-    largest = max(measure(max(stage.activation_bytes, stage.saved_for_weight_bytes)) for stage, _ in stages)
+    largest = max(measure(held.most) for held, _ in stages)
     first = min(float(ms[Kind.F]) for _, ms in stages)
     steps = min(ceil(1 / largest) - 1 if largest else 0, ceil(within / first) if first else 0)
     start = sum((1 - n * largest) * min(first, within - (n - 1) * first) for n in range(1, steps + 1))
     rate, over = 0.0, 0.0  # of the memory, what a ms of compute can free; and ms that may have passed already
-    for stage, ms in stages:
-        weights, both = float(ms[Kind.W]), float(ms[Kind.B] + ms[Kind.W])
-        for held, lasts in (
-            (stage.saved_for_weight_bytes, weights),
-            (max(stage.activation_bytes, stage.saved_for_weight_bytes), both),
-        ):
-            rate = max(rate, measure(held) / lasts if lasts else inf if measure(held) else 0.0)
+    for held, ms in stages:
+        weight, both = float(ms[Kind.W]), float(ms[Kind.B] + ms[Kind.W])
+        for size, lasts in ((held.waiting_peak, weight), (held.most, both)):
+            rate = max(rate, measure(size) / lasts if lasts else inf if measure(size) else 0.0)
         over = max(over, both)
     emptying = min(within, 1 / rate - over) if rate else 0.0
     return start + max(0.0, emptying * (1 - rate * over) - rate * emptying**2 / 2 if emptying > 0 else 0.0)
@@ -185,15 +150,15 @@ def deferral_bound(problem: Problem) -> float:
     at the device, this work with as much weight gradient left out as memory can hold (a fractional knapsack), and the
     way from s back to the beginning.
     """
-    costs, ms = problem.costs, _shortest(problem)
+    costs, ms, held = problem.costs, _shortest(problem), stage_bytes(problem)
     ways = _ways(problem)
     passing = np.bincount(costs.route, minlength=len(problem.all_routes))
     bound = 0.0
-    for s, stage in enumerate(problem.stages):
+    for s in range(len(problem.stages)):
         d = int(costs.device[s])
         routes = [r for r in range(len(passing)) if passing[r] and s in problem.all_routes[r]]
         done = -ms[Kind.W, s]
-        weights: list[tuple[float, int, int]] = []  # ms of one weight gradient, its bytes, how many
+        gradients: list[tuple[float, int, int]] = []  # ms of one weight gradient, its bytes, how many
         for r in routes:
             route, m = problem.all_routes[r], int(passing[r])
             at = route.index(s)
@@ -201,8 +166,8 @@ def deferral_bound(problem: Problem) -> float:
                 if costs.device[other] == d:
                     done += m * (ms[Kind.F, other] + (ms[[Kind.B, Kind.W], other].sum() if k >= at else 0.0))
                     if k >= at:
-                        weights.append((ms[Kind.W, other], problem.stages[other].saved_for_weight_bytes, m))
-        waiting = _heaviest(weights, int(costs.activation_budget[d]) - stage.activation_bytes)
+                        gradients.append((ms[Kind.W, other], held[other].waiting, m))
+        waiting = _heaviest(gradients, int(costs.activation_budget[d]) - held[s].backward)
         way_back = min((ways.after[r, s] for r in routes), default=0.0)
         bound = max(bound, ways.arrives[d] + done - waiting + way_back) if routes else bound
     return float(bound)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Stage, certify
-from optpipe_solver.floor import Relief, infeasibility, least_memory, reliefs
+from optpipe_solver.bounds.least_memory import Relief, infeasibility, least_memory, reliefs
 
 TIMES = {"forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0}
 

@@ -1,4 +1,4 @@
-"""The published schedules in a search: which of them are for a problem's own stages, and with what parameters."""
+"""The published schedules in a search: which of them apply to a problem's own stages, and with what parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from math import ceil
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe_solver import plan
 from optpipe_solver.methods import METHODS
 from optpipe_solver.systems import SYSTEMS, parse
-
-MOST = 10  # choices of one parameter, evenly spread where there are more
 
 CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by devices and chunks a device
     "gis": ("group", lambda p, _: range(ceil(p / 2), p + 1)),
@@ -22,8 +21,7 @@ CHOICES: dict[str, tuple[str, Callable[[int, int], Iterable[int]]]] = {  # by de
 
 
 def is_system(method: str) -> bool:
-    """Whether the method is a published schedule, with its parameters. Raises `InputError` for what is no method at
-    all."""
+    """Whether the method is a published schedule. Raises InputError if it is no method, or its parameters are wrong."""
     if method in METHODS:
         return False
     if method.partition(":")[0] not in SYSTEMS:
@@ -32,8 +30,8 @@ def is_system(method: str) -> bool:
     return True
 
 
-def seeds(problem: Problem) -> Iterator[str]:
-    """The systems that run on the problem's own stages, as they are and with other choices of their parameters."""
+def variants(problem: Problem) -> Iterator[str]:
+    """Yield the systems that run on the problem's own stages, with choices of their parameters."""
     devices = len({stage.device for stage in problem.stages})
     for name, system in SYSTEMS.items():
         with suppress(InputError):
@@ -42,4 +40,5 @@ def seeds(problem: Problem) -> Iterator[str]:
             if name in CHOICES:
                 parameter, values = CHOICES[name]
                 choices = list(values(devices, len(problem.stages) // devices))
-                yield from (f"{name}:{parameter}={value}" for value in choices[:: -(-len(choices) // MOST) or 1])
+                step = -(-len(choices) // plan.VARIANTS) or 1
+                yield from (f"{name}:{parameter}={value}" for value in choices[::step])

@@ -1,4 +1,4 @@
-"""Published schedules as seeds: which run on a problem's own stages, and that none that fits is ever better than the
+"""Published schedules in a search: which run on a problem's own stages, and that none that fits is better than the
 answer."""
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from support.units import units
 
 from optpipe import InputError, OptPipeError, Problem, Schedule, certify, check
 from optpipe.process.protocol import Bound, Incumbent, Note, Request
-from optpipe_solver import plan, portfolio, seeds, systems
-from optpipe_solver.placements import PlacementSearch
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver import plan, systems
+from optpipe_solver.portfolio import PlacementSearch, Portfolio, heuristic_runs, time_limit
 from optpipe_solver.systems import SYSTEMS, System
+from optpipe_solver.systems.variants import variants
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
 
 @pytest.fixture(autouse=True)
 def no_engines(monkeypatch):
-    """What seeds alone bring, and the first schedule of each heuristic."""
+    """What published schedules alone bring, and the first schedule of each heuristic."""
     monkeypatch.setattr(plan, "AUTO", ())
-    monkeypatch.setattr(portfolio, "OPS_PER_S", 1)
+    monkeypatch.setattr(plan, "OPS_PER_S", 1)
 
 
 def tight() -> Problem:
@@ -55,7 +55,7 @@ def fitting(problem: Problem, placements: str) -> list[Schedule]:
             plain = systems.generate(name, problem, placements)
         except OptPipeError:
             continue
-        for method in seeds.seeds(plain.problem):
+        for method in variants(plain.problem):
             if method.partition(":")[0] == name:
                 try:
                     found.append(systems.generate(method, problem, placements))
@@ -109,21 +109,21 @@ def test_nor_on_any_problem(problem):
 
 def test_each_runs_on_the_stages_it_is_for_with_its_parameters():
     row, looped, back = units(4, 8), units(4, 8, v=2), units(4, 8, v=2, shape="v")
-    assert {"gpipe", "1f1b", "zb-h1", "zb-h2"} <= set(seeds.seeds(row))
-    assert "interleaved" not in set(seeds.seeds(row))
-    assert {"interleaved", "chronos", "gis", "gis:group=2", "gis:group=3", "gis:group=4"} <= set(seeds.seeds(looped))
-    assert {"zb-v", "v-half", "v-min", "dualpipe-v"} <= set(seeds.seeds(back))
-    assert not {"zb-v", "gpipe"} & set(seeds.seeds(looped))
+    assert {"gpipe", "1f1b", "zb-h1", "zb-h2"} <= set(variants(row))
+    assert "interleaved" not in set(variants(row))
+    assert {"interleaved", "chronos", "gis", "gis:group=2", "gis:group=3", "gis:group=4"} <= set(variants(looped))
+    assert {"zb-v", "v-half", "v-min", "dualpipe-v"} <= set(variants(back))
+    assert not {"zb-v", "gpipe"} & set(variants(looped))
     for problem in (row, looped, back):
-        for method in seeds.seeds(problem):
+        for method in variants(problem):
             systems.parse(method)
 
 
 def test_of_many_choices_some_are_tried():
-    groups = [method for method in seeds.seeds(units(32, 8, v=2)) if method.startswith("gis:")]
+    groups = [method for method in variants(units(32, 8, v=2)) if method.startswith("gis:")]
     assert groups[0] == "gis:group=16"
     assert groups[-1] == "gis:group=32"
-    assert len(groups) <= seeds.MOST
+    assert len(groups) <= plan.VARIANTS
 
 
 def test_what_needs_stages_of_its_own_gets_them_and_the_bound_is_one_for_all():
@@ -164,22 +164,22 @@ def test_what_does_not_fit_is_no_news_but_what_breaks_is(monkeypatch):
 
 def test_a_named_method_is_not_joined_by_others(monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr(portfolio, "seeds", lambda problem: asked.append("") or iter(()))
-    monkeypatch.setattr(Portfolio, "applies", lambda self, engine: False)
+    monkeypatch.setattr(heuristic_runs, "variants", lambda problem: asked.append("") or iter(()))
+    monkeypatch.setattr(Portfolio, "supports", lambda self, engine: False)
     for method in ("naive", "1f1b", "lns"):
         Portfolio(Request(problem=tight(), method=method), lambda frame: None).run()
         assert len(asked) == int(method == "lns")  # an engine starts from all there is
 
 
-def test_seeds_end_where_they_would_take_half_of_the_time(monkeypatch):
+def test_published_systems_stop_when_half_of_the_time_is_over(monkeypatch):
     made: list[str] = []
 
     def slow(method: str, problem: Problem) -> Schedule:
         made.append(method)
-        monkeypatch.setattr(portfolio, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
+        monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 40.0))
         raise InputError("too late")
 
-    monkeypatch.setattr(portfolio, "generate", slow)
+    monkeypatch.setattr(heuristic_runs, "generate", slow)
     frames: list[object] = []
     Portfolio(Request(problem=tight(), time_limit_s=60.0), frames.append).run()
     assert len(made) == 1

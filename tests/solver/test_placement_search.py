@@ -19,10 +19,9 @@ from optpipe.model.placement import Placement, rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_cli import main as cli
-from optpipe_solver import placements
+from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
-from optpipe_solver.placements import PlacementSearch
-from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio import PlacementSearch, Portfolio, placement_search
 
 FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 4, "saved_for_weight_bytes": 2}
 
@@ -30,7 +29,7 @@ FEW = {"backward_input_ms": 1.0, "backward_weight_ms": 1.0, "activation_bytes": 
 def pipeline(
     memory: int = 6, offload_ms: float | None = 0.25, devices: int = 4, microbatches: int = 8, **changes: Any
 ) -> Problem:
-    """DESIGN section 5: F, B and W one each, activations of 4 bytes, memory for one and a half."""
+    """F, B and W one each, activations of 4 bytes, memory for one and a half."""
     costs = {
         "forward_ms": 1.0,
         "backward_input_ms": 1.0,
@@ -96,7 +95,7 @@ def test_every_answer_is_better_than_those_before_and_valid_for_its_placement(pr
 
 
 def test_more_chunks_beat_what_one_chunk_can_ever_reach():
-    """Memory for one activation and a half, DESIGN section 5: no schedule of one chunk is shorter than 29."""
+    """Memory for one activation and a half: no schedule of one chunk is shorter than 29."""
     problem = pipeline()
     kept = optpipe.solve(problem, method="adaoffload", time_limit=3.0, threads=1)
     free = optpipe.solve(problem, method="adaoffload", time_limit=20.0, threads=1, placements="all")
@@ -109,7 +108,7 @@ def test_more_chunks_beat_what_one_chunk_can_ever_reach():
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_bounds_hold_for_every_placement(monkeypatch, objective):
-    monkeypatch.setattr(placements, "MOST_CHUNKS", 2)
+    monkeypatch.setattr(plan, "CHUNKS", 2)
     problem = problem_of([stage(0, (2, 4, 2), 2, 2), stage(1, (4, 2, 2), 2, 0)], [2, 2], 1)
     best = min(best_of_all(placed, objective)[0] for placed in (problem, rechunk(problem, 2), rechunk(problem, 2, "v")))
     frames = run(problem, objective=objective)
@@ -192,15 +191,16 @@ def test_a_warm_start_of_another_model_is_told_of():
     assert told == ["the warm start is no schedule of this problem: placement.layers: the problem has none"]
 
 
-class Shown:
-    """Stands where a portfolio stands: the more chunks and the more seconds the shorter is what it finds."""
+class FakePortfolio:
+    """In place of a portfolio: the more chunks and the more seconds the shorter is what it finds."""
 
     asked: list[Request]
-    seeded: list[Request]
+    with_published: list[Request]
 
     def __init__(self, request: Request, emit: Any) -> None:
         self.request, self.emit, self.best_ms = request, emit, float("inf")
-        Shown.asked.append(request)
+        self.state = self.heuristics = self
+        FakePortfolio.asked.append(request)
 
     def run(self) -> None:
         chunks = len(self.request.problem.stages) // 4
@@ -210,27 +210,27 @@ class Shown:
         self.emit(Incumbent(method="shown", schedule=Programs.of(generate("naive", self.request.problem))))
 
     def published(self) -> Iterator[None]:
-        Shown.seeded.append(self.request)
+        FakePortfolio.with_published.append(self.request)
         yield
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_from_all_placements_for_a_moment_to_the_best_for_long(monkeypatch, threads):
-    monkeypatch.setattr(placements, "Portfolio", Shown)
-    Shown.asked, Shown.seeded = [], []
+    monkeypatch.setattr(placement_search, "Portfolio", FakePortfolio)
+    FakePortfolio.asked, FakePortfolio.with_published = [], []
     frames = run(pipeline(), method="auto", time_limit_s=60.0, threads=threads)
-    first, *looks = [request for request in Shown.asked if request.method != "auto"]
-    deep = [request for request in Shown.asked if request.method == "auto"]
+    first, *looks = [request for request in FakePortfolio.asked if request.method != "auto"]
+    deep = [request for request in FakePortfolio.asked if request.method == "auto"]
     assert first.method == "naive"
-    assert looks == Shown.seeded
+    assert looks == FakePortfolio.with_published
     assert len(looks) == 7  # kept; 2, 3 and 4 chunks, looped and V-shaped; one chunk is what is given
-    assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * placements.FIRST_LOOK, rel=0.2)
+    assert sum(request.time_limit_s for request in looks) == pytest.approx(60 * plan.FIRST_LOOK_SHARE, rel=0.2)
     assert [len(request.problem.stages) for request in deep[:4]] == [16, 16, 12, 12]
     assert [len(request.problem.stages) for request in deep[4:7]] == [16, 16, 16]
     assert all(request.placements == "keep" and request.warm_start is not None for request in deep)
     assert deep[6].time_limit_s > 25.0
     if threads == 1:
-        assert sum(request.time_limit_s for request in Shown.asked[1:]) <= 60.0 + 1e-6
+        assert sum(request.time_limit_s for request in FakePortfolio.asked[1:]) <= 60.0 + 1e-6
     assert [frame.lower_bound_ms for frame in frames if isinstance(frame, Bound)][
         -1
     ] == 31.0  # the least of the placements' own

@@ -1,0 +1,8 @@
+"""What holds for every schedule of a problem, found without a search: lower bounds on its length, and the least memory
+that it needs (`least_memory`)."""
+
+from __future__ import annotations
+
+from optpipe_solver.bounds.length import deferral_bound, memory_bound, trivial_bound
+
+__all__ = ["deferral_bound", "memory_bound", "trivial_bound"]

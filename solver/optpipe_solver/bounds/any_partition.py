@@ -1,0 +1,121 @@
+"""What holds for every partition of a problem's layers into looped or V-shaped chunks: a lower bound on the length, and
+whether memory suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from optpipe.evaluate.objective import NEVER, Objective
+from optpipe.model.arrays import Floats
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage, StageCosts
+from optpipe_solver.bounds.least_memory import without_evictions
+from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+from optpipe_solver.bounds.weights import weights
+
+
+def partition_bound(problem: Problem, objective: Objective = "makespan") -> float:
+    """No schedule of any partition of the layers into looped or V-shaped chunks on the problem's devices is shorter, in
+    ms.
+
+    The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops
+    after the first, and after its last input gradient as much is still to come. All micro-batches pass each layer,
+    after the layers before it. One micro-batch passes all layers and all devices there and back. What layers hold over
+    time has to fit into all devices' memory, each left to its own best choice (`_held`, 0 where activations do not
+    leave in equally many parts).
+    """
+    problem = without_evictions(problem)
+    layers, m, hop = problem.layers or (), problem.microbatches, problem.p2p_ms
+    p = len({problem.stages[s].device for s in problem.all_routes[0]})
+    if p > len(layers):
+        return NEVER  # there is no partition
+    share = problem.overlap_factor or 1.0
+    forward, backward, weight = (
+        share * np.array([getattr(layer, f"{name}_ms") for layer in layers])
+        for name in ("forward", "backward_input", "backward_weight")
+    )
+    whole = forward + backward + weight
+    hops = hop * np.arange(p)
+    arrives = np.concatenate(([0.0], np.cumsum(forward)))[:p] + hops
+    leaves = np.concatenate(([0.0], np.cumsum(backward)))[:p] + hops + weight[0]
+    once = forward.sum() + backward.sum() + 2 * hops[-1] + weight[0]
+    held = m * _held(problem, layers, forward, backward, weight)
+    if objective == "span":
+        return float(max(once, m * whole.max(), m * whole.sum() / p, held / p))
+    inputs = m * (forward + backward).sum() + leaves.sum()
+    on, back = (np.cumsum(ms) - ms for ms in (forward, backward))  # what is passed before a layer
+    one_layer = on + np.maximum(m * whole, m * (forward + backward) + back + weight[0])
+    return float(max(once, one_layer.max(), (max(m * whole.sum(), inputs, held) + arrives.sum()) / p))
+
+
+def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backward: Floats, weight: Floats) -> float:
+    """The time that one micro-batch needs of all devices together so that memory, link and compute suffice.
+
+    A device that runs for T ms has T of link and T of compute, and its memory's bytes for T. Weights of the three,
+    adding up to one, make of this one sum over all layers, each with the cheapest of its choices (`memory_bound` has
+    the same of one device's stages). An activation is held from its stage's forward, which begins no later than the
+    layer's own, to the stage's input gradient. Where stages leave in n parts, the largest k parts of a stage are no
+    more than those of its layers, each cut into n.
+    """
+    parts = {layer.offload_parts for layer in layers if layer.can_offload} or {1}
+    roomiest = max(1, *(problem.devices[stage.device].activation_budget_bytes for stage in problem.stages))
+    if len(parts) > 1:
+        return 0.0
+    (n,) = parts
+    memory, link, compute = weights()
+    byte = memory / roomiest  # of a byte for a ms
+    duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
+    turns = (forward + backward)[::-1].cumsum()[::-1]
+    needed = compute * (forward + backward + weight).sum()
+    times = zip(forward, backward, weight, turns, strict=True)
+    for layer, held, (f_ms, b_ms, w_ms, turn_ms) in zip(layers, _layer_bytes(problem), times, strict=True):
+        between = turn_ms - f_ms - b_ms
+        ends = held.forward * f_ms + held.backward * b_ms
+        choices = [byte * (ends + held.stays * between)]
+        if layer.can_offload:
+            carry = (layer.offload_ms or 0.0) + (layer.reload_ms or 0.0)
+            for k, gone in enumerate(accumulate(sorted(held.parts, reverse=True)), start=1):
+                area = ends + (held.stays - gone) * between + gone * carry / n
+                choices.append(byte * area + duplex * link * carry * k / n)
+        if layer.can_recompute:
+            again = layer.recompute_ms or 0.0
+            area = ends + held.checkpoint * between + (held.recompute - held.checkpoint) * again
+            choices.append(byte * area + compute * again)
+        needed = needed + np.minimum.reduce(choices) + byte * held.weight * w_ms
+    return float(needed.max())
+
+
+def _layer_bytes(problem: Problem) -> list[StageBytes]:
+    """Return what the activation of each layer holds, as if it were a stage of its own."""
+    stages = tuple(Stage(device=0, **layer.model_dump(exclude_none=True)) for layer in problem.layers or ())
+    each = {"stages": stages, "layers": None, "routes": None, "microbatch_routes": None}
+    return stage_bytes(problem.model_copy(update=each))
+
+
+def no_partition_fits(problem: Problem) -> str | None:
+    """Say why memory admits no schedule of any partition of the layers; None if that cannot be shown at once."""
+    problem = without_evictions(problem)
+    devices = {stage.device for stage in problem.stages}
+    memory = [problem.devices[d].activation_budget_bytes for d in devices]
+    layers = problem.layers or ()
+    if len(devices) > len(layers):
+        return f"{len(layers)} layers cannot make a stage for each of {len(devices)} devices"
+    held = _layer_bytes(problem)
+    largest = max(range(len(layers)), key=lambda k: held[k].peak)
+    if held[largest].peak > max(memory):
+        return f"layers[{largest}] needs {held[largest].peak} bytes and no device has more than {max(memory)}"
+    stays = sum(_residual(layer, own) for layer, own in zip(layers, held, strict=True))
+    if stays > sum(memory):
+        return (
+            f"one micro-batch leaves at least {stays} bytes on the devices, and all of them together have {sum(memory)}"
+        )
+    return None
+
+
+def _residual(layer: StageCosts, held: StageBytes) -> int:
+    """The bytes that stay on the device at least, between forward and backward."""
+    left = held.stays - sum(held.parts) if layer.can_offload else held.stays
+    return min(left, held.checkpoint) if layer.can_recompute else left

@@ -1,0 +1,207 @@
+"""The least device memory with which any schedule exists.
+
+When the forward of stage b runs, every stage a before it on the route and on the same device is open, and holds at
+least its residual: its activation, or what offload or recompute leave of it. So every schedule needs the maximum over b
+of what b needs by itself and the residuals before b, and one micro-batch at a time needs no more. What remains is the
+choice for each stage, under the limit of pinned host memory. What may be evicted to a peer is taken to need no room
+there (`relaxed`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
+
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage, StageCosts
+from optpipe_solver import plan
+from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
+
+
+@dataclass(frozen=True)
+class Relief:
+    """What happens to an activation between forward and backward: parts of it are offloaded, or it is recomputed."""
+
+    parts: tuple[int, ...] = ()
+    recompute: bool = False
+
+
+Costs = TypeVar("Costs", bound=StageCosts)
+
+
+class _Option(NamedTuple):
+    """One choice for a stage's activation."""
+
+    relief: Relief
+    peak: int  # device bytes that the stage needs by itself
+    residual: int  # device bytes between forward and backward
+    host: int  # bytes of pinned host memory
+    ms: float  # of transfers and recompute
+
+
+class _State(NamedTuple):
+    """The choices for the first stages of a route."""
+
+    score: float  # the peak so far, or the time spent so far
+    residual: int  # device bytes that these stages hold on to
+    host: int  # host bytes that they take
+    before: _State | None = None
+    relief: Relief = Relief()  # of the last of these stages
+
+    @property
+    def reliefs(self) -> tuple[Relief, ...]:
+        """Of each of these stages, in order."""
+        found: list[Relief] = []
+        state = self
+        while state.before is not None:
+            found.append(state.relief)
+            state = state.before
+        return tuple(reversed(found))
+
+
+def relaxed(costs: Costs) -> Costs:
+    """A relaxation without evictions: for every schedule of the problem it has one that is no longer.
+
+    Instead of being evicted, an activation leaves as much for nothing and is back at once, like a recompute that takes
+    no time. So what holds for all schedules of the relaxation holds for those with evictions, too.
+    """
+    if not costs.can_evict:
+        return costs
+    stays = costs.activation_bytes - (costs.evict_bytes or 0)
+    kept = stays if costs.checkpoint_bytes is None else min(stays, costs.checkpoint_bytes)
+    return costs.model_copy(
+        update={"recompute_ms": 0.0, "checkpoint_bytes": kept, "evict_ms": None, "load_ms": None, "evict_bytes": None}
+    )
+
+
+def without_evictions(problem: Problem) -> Problem:
+    """The problem with `relaxed` stages and layers: a bound on its schedules is one on those of the problem."""
+    if not any(costs.can_evict for costs in (*problem.stages, *(problem.layers or ()))):
+        return problem
+    layers = problem.layers and tuple(map(relaxed, problem.layers))
+    return problem.model_copy(update={"stages": tuple(map(relaxed, problem.stages)), "layers": layers})
+
+
+def least_memory(problem: Problem) -> list[int]:
+    """Return (D,) the bytes below which no schedule exists, of each device."""
+    problem = without_evictions(problem)
+    held, routes = stage_bytes(problem), used_routes(problem)
+    return [
+        max((_least(problem, held, d, route, limit_host=True) for route in routes), default=0)
+        for d in range(len(problem.devices))
+    ]
+
+
+def infeasibility(problem: Problem) -> str | None:
+    """Say which device cannot hold even one micro-batch, what it needs and has; None if a schedule exists."""
+    for d, (needed, device) in enumerate(zip(least_memory(problem), problem.devices, strict=True)):
+        if needed > device.activation_budget_bytes:
+            relaxation, routes = without_evictions(problem), used_routes(problem)
+            held = stage_bytes(relaxation)
+            without_limit = max(_least(relaxation, held, d, route, limit_host=False) for route in routes)
+            host = f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload"
+            return (
+                f"device {d} needs at least {needed} bytes for one micro-batch at a time and has "
+                f"{device.activation_budget_bytes}{host if without_limit < needed else ''}"
+            )
+    return None
+
+
+def reliefs(problem: Problem, route: tuple[int, ...]) -> dict[int, Relief]:
+    """For one micro-batch at a time, choose what to offload or recompute so that every device's memory suffices.
+
+    The choice takes the least time. Where a device's memory does not suffice its stages keep everything;
+    `infeasibility` says so beforehand.
+    """
+    held = stage_bytes(problem)
+    found: dict[int, Relief] = {}
+    for d, device in enumerate(problem.devices):
+        own = [s for s in route if problem.stages[s].device == d]
+        states, _ = _search(problem, held, own, device.host_memory_bytes, device.activation_budget_bytes)
+        best = min(states, key=lambda state: state.score, default=None)
+        found |= dict(zip(own, best.reliefs if best else (Relief(),) * len(own), strict=True))
+    return found
+
+
+def used_routes(problem: Problem) -> list[tuple[int, ...]]:
+    """Return the routes that some micro-batch takes."""
+    return [problem.all_routes[r] for r in sorted(set(problem.costs.route.tolist()))]
+
+
+def _least(problem: Problem, held: list[StageBytes], device: int, route: tuple[int, ...], limit_host: bool) -> int:
+    stages = [s for s in route if problem.stages[s].device == device]
+    host = problem.devices[device].host_memory_bytes if limit_host else None
+    states, complete = _search(problem, held, stages, host, None)
+    if not complete:  # too many choices to try: what no limit of host memory would allow is still a bound
+        return _least(problem, held, device, route, limit_host=False)
+    return int(min(state.score for state in states))
+
+
+def _search(
+    problem: Problem, held: list[StageBytes], stages: Sequence[int], host: int | None, memory: int | None
+) -> tuple[list[_State], bool]:
+    """Find the choices for stages in route order that no other beats in all respects.
+
+    Returns
+    -------
+    The choices, and whether none was left out. Their score is the peak in bytes or, if `memory` is given, the time in
+    ms of those whose peak it admits.
+    """
+    states, complete = [_State(0, 0, 0)], True
+    host_is_free = host is None or sum(problem.stages[s].offload_bytes or 0 for s in stages) <= host
+    for s in stages:
+        options = list(_options(problem.stages[s], held[s], host_is_free))
+        if s == stages[-1]:
+            options = options[:1]  # nothing else runs on the device before its backward
+        following = []
+        most = max(1, plan.RELIEF_STATES // len(options))
+        if len(states) > most:
+            states, complete = sorted(states, key=lambda state: state.residual)[:most], False
+        for state in states:
+            for option in options:
+                peak, taken = state.residual + option.peak, state.host + option.host
+                if (host is None or taken <= host) and (memory is None or peak <= memory):
+                    score = max(state.score, peak) if memory is None else state.score + option.ms
+                    following.append(_State(score, state.residual + option.residual, taken, state, option.relief))
+        states = _undominated(following, host_is_free)
+    return states, complete
+
+
+def _options(stage: Stage, held: StageBytes, only_all_parts: bool) -> Iterator[_Option]:
+    """Yield a stage's choices; the first is that its activation stays."""
+    yield _Option(Relief(), held.peak, held.stays, 0, 0.0)
+    if stage.can_recompute:
+        ms = stage.recompute_ms or 0.0
+        yield _Option(Relief(recompute=True), held.recomputed_peak, held.checkpoint, 0, ms)
+    if stage.can_offload:
+        sizes, n = held.parts, stage.offload_parts
+        each_ms = (stage.offload_ms or 0.0) / n + (stage.reload_ms or 0.0) / n
+        smallest = min(sizes)  # parts differ by a byte where their number does not divide the total
+        larger = [part for part in range(n) if sizes[part] > smallest]
+        smaller = [part for part in range(n) if sizes[part] == smallest]
+        for count in (n,) if only_all_parts else range(1, n + 1):
+            for large in range(max(0, count - len(smaller)), min(count, len(larger)) + 1):
+                parts = tuple(sorted(larger[:large] + smaller[: count - large]))
+                taken = sum(sizes[part] for part in parts)
+                yield _Option(Relief(parts), held.peak, held.stays - taken, taken, count * each_ms)
+
+
+def _undominated(states: list[_State], host_is_free: bool) -> list[_State]:
+    """Keep those that no other equals or betters in score, residual and host bytes."""
+    kept: list[_State] = []
+    residuals: list[int] = []  # of what is kept, the least host bytes for a residual: rising residuals,
+    hosts: list[int] = []  # falling host bytes
+    for state in sorted(states, key=itemgetter(0, 1, 2)):
+        host = 0 if host_is_free else state.host
+        at = bisect_right(residuals, state.residual)
+        if at and hosts[at - 1] <= host:
+            continue
+        kept.append(state)
+        worse = at
+        while worse < len(hosts) and hosts[worse] >= host:
+            worse += 1
+        residuals[at:worse], hosts[at:worse] = [state.residual], [host]
+    return kept

@@ -1,0 +1,52 @@
+"""`StageBytes`: what one activation of a stage holds on its device from step to step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from optpipe.evaluate.effects import Effects
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
+
+F, B, W, BW, C = Kind.F, Kind.B, Kind.W, Kind.BW, Kind.C
+
+
+class StageBytes(NamedTuple):
+    """The bytes that an activation holds, by the memory rule of `optpipe.evaluate.effects`.
+
+    Where there is a choice, B and W or BW, it is the least of both: whatever is chosen, a step holds no less.
+    """
+
+    forward: int  # while F runs
+    stays: int  # between F and the backward, if nothing leaves
+    checkpoint: int  # between F and C, if it is recomputed
+    recompute: int  # while C runs
+    backward: int  # while B runs, or BW
+    waiting: int  # between B and W
+    weight: int  # while W runs, or BW
+    waiting_peak: int  # the most from the end of B to that of W
+    peak: int  # the most from F to the end of the backward
+    recomputed_peak: int  # likewise, if it is recomputed
+    most: int  # the most at once, whatever is chosen
+    parts: list[int]  # of each part that can leave
+
+
+def stage_bytes(problem: Problem) -> list[StageBytes]:
+    """Return (S,) the bytes of an activation of each stage."""
+    effects = Effects(problem)
+    takes, frees = effects.takes.tolist(), effects.frees.tolist()
+    again_takes, again_frees = (amounts.tolist() for amounts in effects.recomputed)
+    found = []
+    for s, stage in enumerate(problem.stages):
+        forward, stays = takes[F][s], takes[F][s] - frees[F][s]
+        checkpoint = again_takes[F][s] - again_frees[F][s]
+        recompute = checkpoint + again_takes[C][s]
+        fused, split = stays + takes[BW][s], stays + takes[B][s]
+        waiting = split - frees[B][s]
+        waiting_peak = waiting + takes[W][s]
+        peak = max(forward, min(fused, split))
+        again = max(peak, recompute)
+        most = max(again if stage.can_recompute else peak, fused, split, waiting_peak)
+        backwards = min(split, fused), waiting, min(waiting_peak, fused), waiting_peak
+        found.append(StageBytes(forward, stays, checkpoint, recompute, *backwards, peak, again, most, effects.parts[s]))
+    return found

@@ -1,0 +1,50 @@
+"""What an engine is, and which there are.
+
+Each engine runs in a process of its own (`optpipe_solver.engine`): highspy and ortools cannot live in one process,
+since their bundled HiGHS symbols clash. So an engine's package loads neither before `run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Frame, Request
+
+
+class Engine(Protocol):
+    """A search that improves schedules or proves bounds, such as CP-SAT on windows of a schedule."""
+
+    name: str
+
+    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+        """Say in one sentence why the engine cannot work on this problem; None if it can.
+
+        With `alone` it was asked for by name, and may take longer than it would beside others. Loads nothing heavy.
+        """
+
+    def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
+        """Search until the request's time is up, and emit each better schedule and bound.
+
+        Returns
+        -------
+        The seconds of its time limit that it used by its own count of work; None if it goes by the clock.
+        """
+
+
+REGISTRY = {  # name -> module:object
+    "cyclic": "optpipe_solver.cyclic:ENGINE",
+    "lns": "optpipe_solver.lns:ENGINE",
+    "cpsat": "optpipe_solver.cpsat:ENGINE",
+    "milp": "optpipe_solver.milp:ENGINE",
+    "robust": "optpipe_solver.robust:ENGINE",
+}
+
+
+def load(name: str) -> Engine:
+    """Import an engine by its name. Raises KeyError if there is none of that name."""
+    module, _, attribute = REGISTRY[name].partition(":")
+    engine: Engine = getattr(import_module(module), attribute)
+    return engine

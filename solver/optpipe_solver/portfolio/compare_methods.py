@@ -1,0 +1,83 @@
+"""Comparison: the schedule of every published system and every heuristic, whether it fits or not.
+
+Reads one request, whose method names those that are asked for, separated by spaces, or is `auto` for all. For each of
+them it writes the bound for its stages and its schedule or, if it does not apply to the problem, a note that says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe.process.protocol import (
+    Bound,
+    End,
+    Frame,
+    Incumbent,
+    Note,
+    Programs,
+    Refused,
+    Request,
+    read_request,
+    write_frame,
+)
+from optpipe.schedule import Schedule
+from optpipe_solver import heuristics, systems
+from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.methods import HEURISTICS
+from optpipe_solver.systems.variants import is_system
+
+EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
+
+
+def main() -> None:
+    request = read_request()
+    try:
+        names = named(request.method)
+    except InputError as error:
+        write_frame(Refused(reason=str(error)))
+        return
+    bounds_ms: dict[str, float] = {}
+    for name in names:
+        for frame in frames_of(name, request, bounds_ms):
+            write_frame(frame)
+    write_frame(End())
+
+
+def named(methods: str) -> tuple[str, ...]:
+    """Return the methods to compare. Raises InputError for a name that is neither a system's nor a heuristic's."""
+    if methods == "auto":
+        return EVERY
+    for name in methods.split():
+        if name not in HEURISTICS and not is_system(name):
+            raise InputError(f"method = {name!r}: those to compare are auto, {', '.join(EVERY)}")
+    return tuple(methods.split())
+
+
+def frames_of(name: str, request: Request, bounds_ms: dict[str, float]) -> list[Frame]:
+    """Return the frames about one method. `bounds_ms` keeps the bounds of the placed problems seen so far."""
+    try:
+        schedule = _schedule(name, request)
+    except OptPipeError as error:
+        return [Note(method=name, text=str(error))]
+    except Exception as error:  # one method's fault does not end the comparison
+        return [Note(method=name, text=f"{type(error).__name__}: {error}")]
+    placed = schedule.problem
+    if placed.sha256 not in bounds_ms:
+        bounds_ms[placed.sha256] = max(
+            trivial_bound(placed, request.objective), memory_bound(placed, request.objective)
+        )
+    return [
+        Bound(method=name, lower_bound_ms=bounds_ms[placed.sha256]),
+        Incumbent(method=name, schedule=Programs.of(schedule)),
+    ]
+
+
+def _schedule(name: str, request: Request) -> Schedule:
+    """A heuristic stays on the problem's own stages and within memory; a system does not ask for either."""
+    if name not in HEURISTICS:
+        return systems.generate(name, request.problem, request.placements)
+    if reason := infeasibility(request.problem):
+        raise InputError(reason)
+    return replace(heuristics.generate(name, request.problem, request.objective), method=name)

@@ -1,0 +1,157 @@
+"""`EngineRuns`: which engine runs when, from which schedule and for how long; what engines find; how much they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optpipe.errors import OptPipeError
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Request
+from optpipe.schedule import Schedule
+from optpipe_solver import plan
+from optpipe_solver.plan import EngineRun
+from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
+from optpipe_solver.portfolio.search_state import Emit, SearchState
+from optpipe_solver.portfolio.time_limit import TimeLimit
+
+MIB = 2**20
+
+
+class EngineRuns:
+    """The planned runs of engines, and those that are under way.
+
+    With one thread an engine's share is planned in seconds of counted work, and the next engine has what is left of it.
+    """
+
+    def __init__(
+        self, request: Request, planned: Sequence[EngineRun], state: SearchState, limit: TimeLimit, emit: Emit
+    ) -> None:
+        self._request, self._state, self._limit, self._emit = request, state, limit, emit
+        self._planned = list(planned)
+        self._processes = EngineProcesses()
+        self._parallel = min(plan.PARALLEL, request.threads) if request.method == "auto" else 1
+        share = 1 - plan.heuristics_share(limit.seconds)
+        self._engines_s = share * limit.seconds * (plan.COUNTED_SHARE if limit.counted else 1)
+        self._uncounted_s = self._engines_s  # of it, what no engine has used yet by its own count
+        self._started = 0
+        self._exhausted: dict[str, Schedule | None] = {}  # the schedule from which an engine found nothing more to do
+
+    @property
+    def running(self) -> bool:
+        return bool(self._processes.running)
+
+    def start_next(self, beside_heuristics: bool) -> None:
+        """Start planned runs as long as fewer than `plan.PARALLEL` searches are under way.
+
+        Heuristics that still run count as one of them. Each run has its share of the threads that are free.
+        """
+        running, request = self._processes.running, self._request
+        free = self._parallel - len(running) - beside_heuristics
+        threads = request.threads - sum(process.threads for process in running)
+        threads -= beside_heuristics * (request.threads // self._parallel)
+        while free > 0 and self._planned:
+            if self._left_s() <= plan.ENGINE_START_S:
+                self._planned.clear()
+                return
+            run = next((run for run in self._planned if self.may_gain(run.engine)), None)
+            if run is None:
+                return
+            self._planned.remove(run)
+            if run.repeat:
+                self._planned.append(run)
+            own_threads = max(1, -(-threads // free))
+            self.start(run, self._allotted_s(run), own_threads)
+            free, threads = free - 1, threads - own_threads
+
+    def _left_s(self) -> float:
+        left_s = self._limit.left_s
+        return min(self._uncounted_s, left_s) if self._limit.counted else left_s
+
+    def _allotted_s(self, run: EngineRun) -> float:
+        """A run's share of the time; all that is left if no run is planned behind it."""
+        all_s = self._uncounted_s if self._limit.counted else self._limit.left_s
+        return min(run.share * self._parallel * self._engines_s, all_s) if self._planned else all_s
+
+    def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
+        """Start an engine; the time that it needs to start and to end is part of what it is allotted."""
+        asked = {
+            "method": run.engine,
+            "time_limit_s": max(allotted_s - plan.ENGINE_START_S, allotted_s / 2),
+            "threads": threads,
+            "seed": (self._request.seed + self._started) % 2**31,
+        }
+        deadline = self._limit.until(allotted_s * (plan.COUNTED_TIMEOUT if self._limit.counted else 1.0))
+        self._started += 1
+        start = None if run.from_scratch else self._state.start_for(run.engine)
+        self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
+
+    def may_gain(self, engine: str) -> bool:
+        """Whether an engine never ended early, or there is a better schedule to start from since it did."""
+        return engine not in self._exhausted or self._exhausted[engine] is not self._state.start_for(engine)
+
+    def handle_messages(self, wait_s: float = 0.0) -> None:
+        """Take what engines have said; wait for a first message, `wait_s` at most."""
+        for process, message in self._processes.messages(wait_s):
+            self.handle(process, message)
+
+    def stop_all(self) -> None:
+        """Stop all engines, and take what they said before."""
+        for process, message in self._processes.stop_all():
+            self.handle(process, message)
+
+    def handle(self, process: EngineProcess, message: Message) -> None:
+        """Take what an engine found, once it is verified. What goes wrong becomes a note, and the search goes on."""
+        engine = process.engine
+        if isinstance(message, Incumbent):
+            try:
+                wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
+            except OptPipeError as error:
+                wrong = str(error)
+            if wrong:
+                self._emit(Note(text=f"a schedule of {engine} was rejected: {wrong}"))
+        elif isinstance(message, Bound):
+            claim_ms = message.lower_bound_ms
+            if self._state.contradicts(claim_ms):
+                shortest_ms = self._state.shortest_ms
+                self._emit(Note(text=f"{engine} claims a bound of {claim_ms} ms, above a schedule of {shortest_ms} ms"))
+            else:
+                self._state.raise_bound(claim_ms, message.method)
+        elif isinstance(message, Note):
+            self._emit(message)
+        elif isinstance(message, OptPipeError):
+            self._emit(Note(text=f"{engine} failed: {message}"))
+            self._cancel(engine)
+        elif isinstance(message, End):
+            process.spent_s = message.spent_s
+        elif message is None:
+            self._ended(process)
+
+    def _ended(self, process: EngineProcess) -> None:
+        spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_START_S
+        self._uncounted_s -= min(process.allotted_s, spent_s)
+        if process.ended_early:
+            self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
+
+    def keep_only(self, engine: str) -> None:
+        """Cancel the runs of all other engines, and stop those under way."""
+        self._planned = [run for run in self._planned if run.engine == engine]
+        for process in self._processes.running:
+            if process.engine != engine:
+                self._processes.stop(process)
+
+    def _cancel(self, engine: str) -> None:
+        self._planned = [run for run in self._planned if run.engine != engine]
+
+    def limit_memory(self) -> None:
+        """Stop the engine that holds most if all processes together hold more than the request allows."""
+        allowed_mib = self._request.memory_mib
+        if allowed_mib is None or not self.running:
+            return
+        held = self._processes.memory_bytes()
+        total = sum(held.values()) + own_memory_bytes()
+        if held and total > allowed_mib * MIB:
+            largest = max(held, key=held.__getitem__)
+            self._processes.stop(largest)
+            self._cancel(largest.engine)
+            sizes = f"{total // MIB} MiB together, {held[largest] // MIB} of them {largest.engine}"
+            told = f"{largest.engine} was ended: the solver's processes held {sizes}, and memory_mib is {allowed_mib}"
+            self._emit(Note(text=told))

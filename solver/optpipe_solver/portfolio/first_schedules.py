@@ -1,0 +1,75 @@
+"""First schedules: what is known of a problem at once, in a process that answers one request after the other.
+
+An answer is the beginning of the real search: the bounds, the warm start and the first schedules of the heuristics. The
+process has paid for its imports before. An answer ends with `End`, or with `Refused` if the method is unknown or does
+not apply.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+from pydantic import ValidationError
+
+from optpipe.errors import InputError, input_error
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.model.problem import Problem
+from optpipe.process.heap import settle
+from optpipe.process.protocol import End, Note, Refused, Request, requests, write_frame
+from optpipe_solver import plan
+from optpipe_solver.portfolio.portfolio import Portfolio
+from optpipe_solver.portfolio.search_state import Emit
+
+
+def main() -> None:
+    asked = requests()
+    resource.setrlimit(resource.RLIMIT_DATA, (plan.FIRST_MAX_BYTES, plan.FIRST_MAX_BYTES))
+    compile_at_once()
+    answer(Request(problem=_small()), lambda _: None)  # so that nobody waits for imports and compiled code
+    settle()
+    for request in asked:
+        if isinstance(request, ValidationError):
+            write_frame(Refused(reason=str(input_error(request, "the request"))))
+        else:
+            answer(request, write_frame)
+
+
+def answer(request: Request, emit: Emit) -> None:
+    """Emit the frames of one answer.
+
+    The first schedules of list scheduling are enough. Where that would take too long, `naive` comes at once, and
+    published systems are tried for the request's time limit.
+    """
+    ops = 3 * len(request.problem.stages) * request.problem.microbatches
+    large = ops / plan.OPS_PER_S > plan.FIRST_LIST_S
+    enough = time.monotonic() + (min(request.time_limit_s, plan.FIRST_LIST_S) if large else 0.0)
+    try:
+        search = Portfolio(request.model_copy(update={"time_limit_s": 2 * plan.FIRST_LIST_S}), emit)
+    except InputError as error:
+        emit(Refused(reason=str(error)))
+        return
+    try:
+        if search.begin():
+            streams = search.heuristics.streams()
+            if large and "naive" in streams:
+                streams = {"naive": streams["naive"]}
+            for _ in search.heuristics.run(streams, share=1.0):
+                if search.state.optimal or (search.state.best and time.monotonic() > enough):
+                    break
+    except Exception as error:  # one request's fault does not end the process
+        emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
+    emit(End())
+
+
+def _small() -> Problem:
+    stage = {
+        "forward_ms": 1.0,
+        "backward_input_ms": 1.0,
+        "backward_weight_ms": 1.0,
+        "activation_bytes": 2,
+        "saved_for_weight_bytes": 1,
+    }
+    leaves = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2}
+    stages = [{"device": d, **stage, **leaves} for d in range(2)]
+    return Problem.from_dict({"microbatches": 4, "devices": [{"activation_budget_bytes": 4}] * 2, "stages": stages})

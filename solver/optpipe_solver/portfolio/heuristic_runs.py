@@ -1,0 +1,117 @@
+"""`HeuristicRuns`: the heuristics of one search, in this process, a schedule of each in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count
+
+from optpipe.errors import OptPipeError
+from optpipe.evaluate.objective import NEVER, length_ms
+from optpipe.process.protocol import Note, Request
+from optpipe.schedule import Schedule
+from optpipe_solver import plan
+from optpipe_solver.heuristics import STREAMS
+from optpipe_solver.methods import ENGINES, HEURISTICS
+from optpipe_solver.portfolio.search_state import Emit, SearchState
+from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.systems import generate
+from optpipe_solver.systems.variants import variants
+
+Streams = dict[str, Iterator[Schedule]]
+
+
+class HeuristicRuns:
+    """Offers the schedules of heuristics and published systems to the search's state.
+
+    Parameters
+    ----------
+    system
+        The schedule of the published system that the request names; None if it names another method.
+    """
+
+    def __init__(
+        self, request: Request, system: Schedule | None, state: SearchState, limit: TimeLimit, emit: Emit
+    ) -> None:
+        self._request, self._system, self._state = request, system, state
+        self._limit, self._emit = limit, emit
+        problem = request.problem
+        passes = len(problem.stages) * problem.microbatches
+        self._ops = 3 * passes * (plan.JITTER_WORK if request.jitter else 1)  # handled for one schedule
+        self._with_published = request.method in ("auto", *ENGINES)
+
+    def streams(self) -> Streams:
+        """The schedules of what the request names, a heuristic or a system; else of every heuristic.
+
+        The most promising comes first. Where list scheduling takes its time `naive`, which takes none, does.
+        """
+        request, problem = self._request, self._request.problem
+        if self._system:
+            return {request.method: iter([self._system])}
+        names = [request.method] if request.method in HEURISTICS else list(reversed(HEURISTICS))
+        if sum(stage.offload_parts for stage in problem.stages) * problem.microbatches > plan.LARGE_PARTS:
+            names.sort(key=lambda name: name != "naive")
+        return {name: STREAMS[name](problem, request.objective, self._limit.deadline) for name in names}
+
+    def run(self, streams: Streams, share: float) -> Iterator[None]:
+        """Offer schedules for a share of the time; yield after each.
+
+        Heuristics come in rounds, a schedule of each: first what they are known for, then what variations of their
+        policies bring. Behind the first round come the published systems, unless that takes half of the time. A
+        heuristic that is behind the best of them runs in some of the rounds only.
+        """
+        limit, state = self._limit, self._state
+        until = limit.until(limit.left_s * (1.0 if limit.counted else share))
+        ops, max_ops = 0, share * limit.seconds * plan.OPS_PER_S
+        shortest_ms = dict.fromkeys(streams, NEVER)
+
+        def is_over() -> bool:
+            return state.best is not None and (time.monotonic() > until or (limit.counted and ops > max_ops))
+
+        for turn in count():
+            ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
+            for name in [name for name in streams if turn % plan.BEHIND == 0 or shortest_ms[name] <= ahead_ms]:
+                if is_over():
+                    break
+                ops += self._ops
+                schedule = self._next(name, streams[name])
+                if schedule is None:
+                    del streams[name]
+                else:
+                    shortest_ms[name] = min(shortest_ms[name], length_ms(schedule, self._request.objective))
+                yield
+            if turn == 0 and self._with_published:
+                for _ in self.published():
+                    ops += self._ops
+                    yield
+                    if limit.left_s < limit.seconds / 2:
+                        break
+            if is_over() or not streams:
+                return
+
+    def _next(self, name: str, stream: Iterator[Schedule]) -> Schedule | None:
+        """Offer the next schedule of a heuristic, and return it; None if it has no more, or none that is valid."""
+        try:
+            schedule = next(stream, None)
+            wrong = self._state.offer(schedule) if schedule else None
+        except OptPipeError as error:
+            schedule, wrong = None, str(error)
+        except Exception as error:  # one heuristic's fault does not end the search
+            schedule, wrong = None, f"{type(error).__name__}: {error}"
+        if wrong:
+            self._emit(Note(text=f"{name} gives no schedule: {wrong}"))
+        return None if wrong else schedule
+
+    def published(self) -> Iterator[None]:
+        """Offer each published system for these stages once, so that none that fits is better than the answer.
+
+        A system that does not fit or does not apply to the problem is passed over in silence.
+        """
+        for method in variants(self._request.problem):
+            try:
+                self._state.offer(generate(method, self._request.problem))
+            except OptPipeError:
+                pass
+            except Exception as error:  # as above
+                self._emit(Note(text=f"{method} gives no schedule: {type(error).__name__}: {error}"))
+            yield

@@ -1,0 +1,113 @@
+"""`Portfolio`: the search for one request, an algorithm portfolio (Gomes and Selman 2001).
+
+Heuristics run in this process, engines in processes of their own, as `plan` has it. The best schedule and the best
+bound of all of them are kept.
+"""
+
+from __future__ import annotations
+
+from optpipe.errors import OptPipeError
+from optpipe.process.protocol import Infeasible, Note, Request
+from optpipe_solver import engines, plan
+from optpipe_solver.bounds import memory_bound, trivial_bound
+from optpipe_solver.bounds.least_memory import infeasibility
+from optpipe_solver.methods import ENGINES, ROBUST
+from optpipe_solver.portfolio.engine_runs import EngineRuns
+from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
+from optpipe_solver.portfolio.search_state import Emit, SearchState
+from optpipe_solver.portfolio.time_limit import TimeLimit
+from optpipe_solver.repair import repair
+from optpipe_solver.systems import generate
+from optpipe_solver.systems.variants import is_system
+
+
+class Portfolio:
+    """One request's search on the problem's own stages.
+
+    Parameters
+    ----------
+    request
+        The problem, the method and the limits.
+    emit
+        Called with each better schedule, each better bound, and what else there is to say, as soon as it is known.
+
+    Raises
+    ------
+    InputError
+        If the method is unknown or does not apply to this problem.
+    """
+
+    def __init__(self, request: Request, emit: Emit) -> None:
+        self.request, self.emit = request, emit
+        system = generate(request.method, request.problem) if is_system(request.method) else None
+        self.limit = TimeLimit(request)
+        self.state = SearchState(request, emit)
+        self.heuristics = HeuristicRuns(request, system, self.state, self.limit, emit)
+
+    def run(self) -> None:
+        """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven."""
+        if not self.begin():
+            return
+        request, state, limit = self.request, self.state, self.limit
+        planned = plan.engine_runs(request.method, request.jitter, request.problem, self.supports)
+        runs = EngineRuns(request, planned, state, limit, self.emit)
+        share = plan.heuristics_share(limit.seconds) if planned else 1.0
+        heuristics = self.heuristics.run(self.heuristics.streams(), share)
+        trying = True  # whether heuristics have something left to try
+        try:
+            while not state.optimal and limit.left_s > 0:
+                if trying:
+                    trying = next(heuristics, True) is None
+                if state.proven:  # nothing is left to gain by nominal times
+                    runs.keep_only(ROBUST)
+                if state.best or not trying:
+                    runs.start_next(beside_heuristics=trying)
+                if not (trying or runs.running):
+                    break
+                runs.handle_messages(0.0 if trying else min(plan.POLL_S, max(0.0, limit.left_s)))
+                runs.limit_memory()
+        finally:
+            runs.stop_all()
+
+    def begin(self) -> bool:
+        """Emit what needs no search: that the problem is infeasible, or bounds and the warm start.
+
+        Returns
+        -------
+        Whether any schedule exists.
+        """
+        problem, objective = self.request.problem, self.request.objective
+        if reason := infeasibility(problem):
+            self.emit(Infeasible(reason=reason))
+            return False
+        self.state.raise_bound(trivial_bound(problem, objective), "trivial")
+        self._take_warm_start()
+        self.state.raise_bound(memory_bound(problem, objective), "memory")
+        return True
+
+    def _take_warm_start(self) -> None:
+        """Offer the warm start, re-timed with today's costs; repaired if it does not hold for them.
+
+        Its stages are taken for those of the problem, whatever placement it names.
+        """
+        if self.request.warm_start is None:
+            return
+        problem, programs = self.request.problem, self.request.warm_start.model_copy(update={"placement": None})
+        wrong: str | None
+        try:
+            given = programs.schedule(problem, "warm start")
+            wrong = self.state.offer(given)
+            if wrong and (repaired := repair(problem, given)) is not None:
+                wrong = self.state.offer(repaired)
+        except OptPipeError as error:
+            wrong = str(error)
+        if wrong:
+            self.emit(Note(text=f"the warm start is no schedule of this problem: {wrong}"))
+
+    def supports(self, engine: str) -> bool:
+        """Whether an engine can work on the problem; emits a note if it was asked for by name and cannot."""
+        alone = engine == self.request.method
+        reason = engines.load(engine).unsupported(self.request.problem, alone=alone)
+        if reason and engine in ENGINES and alone:
+            self.emit(Note(text=f"{engine} does not apply: {reason}"))
+        return reason is None

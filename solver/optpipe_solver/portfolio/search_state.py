@@ -1,0 +1,107 @@
+"""`SearchState`: the best schedules and the best bound that one search has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optpipe.errors import ScheduleError
+from optpipe.evaluate.jitter import Noise
+from optpipe.evaluate.objective import NEVER, length_ms, raises, reaches, shorter
+from optpipe.model.program import JOINED
+from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
+from optpipe_solver import plan
+from optpipe_solver.methods import ROBUST
+from optpipe_solver.paths import has_only_known_ops
+
+Emit = Callable[[Frame], None]
+
+
+class SearchState:
+    """What is known so far; each improvement is emitted at once.
+
+    Attributes
+    ----------
+    best, best_ms
+        The incumbent, by what counts: the objective or, where there is jitter, its percentile.
+    shortest, shortest_ms
+        The schedule that is shortest by nominal times.
+    modelled, modelled_ms
+        The shortest of those whose ops the models of all engines know: no pairs, no evictions.
+    bound_ms
+        No schedule is shorter than this by nominal times.
+    """
+
+    def __init__(self, request: Request, emit: Emit) -> None:
+        self._problem, self._objective, self._emit = request.problem, request.objective, emit
+        self._noise = Noise(request.problem, request.jitter, request.seed) if request.jitter else None
+        self.best: Schedule | None = None
+        self.shortest: Schedule | None = None
+        self.modelled: Schedule | None = None
+        self.best_ms = self.shortest_ms = self.modelled_ms = NEVER
+        self.bound_ms = float("-inf")  # the first bound is emitted, whatever it is
+
+    @property
+    def proven(self) -> bool:
+        """Whether no schedule is shorter by nominal times."""
+        return self.shortest is not None and reaches(self.shortest_ms, self.bound_ms)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no schedule is better. Under jitter no bound on the nominal time proves that."""
+        return self._noise is None and self.proven
+
+    def raise_bound(self, lower_bound_ms: float, method: str) -> None:
+        """Take a bound that holds for every schedule, if it is higher than those before."""
+        if raises(lower_bound_ms, self.bound_ms):
+            self.bound_ms = lower_bound_ms
+            self._emit(Bound(method=method, lower_bound_ms=lower_bound_ms))
+
+    def contradicts(self, lower_bound_ms: float) -> bool:
+        """Whether a schedule is shorter than this claims to be possible."""
+        return raises(lower_bound_ms, self.shortest_ms)
+
+    def offer(self, schedule: Schedule) -> str | None:
+        """Take a schedule if it is better than those before and valid.
+
+        This is where schedules are checked, once: those of this process and those that an engine's process sends.
+
+        Returns
+        -------
+        What is wrong with the schedule; None if nothing is, or if it is no better.
+        """
+        try:
+            nominal_ms = length_ms(schedule, self._objective)
+            counts_ms = self._counts_ms(schedule, nominal_ms)
+        except ScheduleError as error:  # it cannot run
+            return str(error)
+        shortest, best = shorter(nominal_ms, self.shortest_ms), shorter(counts_ms, self.best_ms)
+        modelled = shorter(nominal_ms, self.modelled_ms) and is_modelled(schedule)
+        if not (shortest or best or modelled):
+            return None
+        if wrong := check(self._problem, schedule):
+            return wrong[0]
+        if shortest:
+            self.shortest, self.shortest_ms = schedule, nominal_ms
+        if modelled:
+            self.modelled, self.modelled_ms = schedule, nominal_ms
+        if best:
+            self.best, self.best_ms = schedule, counts_ms
+            self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
+        return None
+
+    def _counts_ms(self, schedule: Schedule, nominal_ms: float) -> float:
+        if self._noise is None:
+            return nominal_ms
+        if nominal_ms > self.shortest_ms * plan.JITTER_NEAR:
+            return NEVER
+        return self._noise.percentile_ms(schedule, self._objective)
+
+    def start_for(self, engine: str) -> Schedule | None:
+        """The schedule that an engine starts from: the best one that it knows all ops of."""
+        return self.best if engine == ROBUST else self.modelled
+
+
+def is_modelled(schedule: Schedule) -> bool:
+    """Whether engines' models know all its ops, and none of them run in pairs."""
+    return has_only_known_ops(schedule) and not any(program.table[:, JOINED].any() for program in schedule.programs)
