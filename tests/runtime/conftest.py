@@ -11,25 +11,25 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks inherit it
 
-import rank_worker
+from support.ranks import worker
 
 
-def _ranks(count: int, folders: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
-    pool = rank_worker.Ranks(rank_worker.STARTER, count, folders.mktemp("ranks"))
+def _ranks(count: int, folders: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
+    pool = worker.Ranks(worker.STARTER, count, folders.mktemp("ranks"))
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     yield from _ranks(2, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     yield from _ranks(3, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rank_worker.Ranks]:
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     yield from _ranks(4, tmp_path_factory)

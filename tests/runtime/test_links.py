@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_links
+from support.ranks import cases
+from support.ranks import links as rank_links
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_links import Transfer
-from rank_worker import Ranks
+from support.ranks.links import Transfer
+from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.errors import InputError, ScheduleError
@@ -34,7 +34,7 @@ ORDER = ["0O0", "1O0", "1R0", "0O1", "0R0", "1O1", "1R1", "0R1"]
 def shared(
     placement: list[int], microbatches: int, links: list[str | None], mode: str = "half_duplex", **stage: Any
 ) -> Problem:
-    problem = rank_cases.problem(placement, microbatches, **stage)
+    problem = cases.problem(placement, microbatches, **stage)
     devices = [device.model_copy(update={"link": link}) for device, link in zip(problem.devices, links, strict=True)]
     return problem.replace(devices=devices, transfer_mode=mode)
 
@@ -42,7 +42,7 @@ def shared(
 def require_same(schedule: Schedule, results: list[Any], steps: int = 1) -> list[Transfer]:
     """Losses and gradients of every step are a plain run's; returns what was transferred."""
     layout = Layout.of(schedule.problem)
-    (losses,), (gradients,) = rank_cases.plain(len(layout.placement), layout.microbatches)
+    (losses,), (gradients,) = cases.plain(len(layout.placement), layout.microbatches)
     for step in range(steps):
         assert results[layout.placement[-1]][0][step] == dict(enumerate(losses))
         found = {name: grad for _, by_step, _ in results for name, grad in by_step[step].items()}

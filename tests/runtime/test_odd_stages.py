@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd_stages import AT_B, BATCH, STAGES, WIDTH, Of, linear
+from support.ranks.odd_stages import AT_B, BATCH, STAGES, WIDTH, Of, linear
 from torch import Tensor, nn
 from torch.nn import functional
 

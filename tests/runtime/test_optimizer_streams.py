@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fake_cuda
+from support.ranks import fake_cuda
 import pytest
-import rank_cases
+from support.ranks import cases
 import torch
 from test_streams import CPU, CUDA, SHAPE, Unordered
 
@@ -60,7 +60,7 @@ def races(kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine,
         monkeypatch.setattr(fake_cuda.Event, "synchronize", lambda event: compute.wait_event(event), raising=False)
         monkeypatch.setattr(pool, "engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
-        stage = StageRunner(0, rank_cases.Block(), CPU, link, HostPool(CPU))
+        stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
         stage.learn((torch.zeros(SHAPE, requires_grad=True),))
         host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Desk())
         with simulation:

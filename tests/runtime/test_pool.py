@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rank_cases
-import rank_links
+from support.ranks import cases
+from support.ranks import links
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.schedule import Schedule
@@ -27,9 +27,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
     """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what
     is used is what was reserved."""
-    problem = rank_cases.problem(placement, 3, offload_parts=2)
+    problem = cases.problem(placement, 3, offload_parts=2)
     chosen: list[Schedule] = [data.draw(schedules(problem)) for _ in range(4)]
-    for allocated, used, reserved in ranks(rank_links.allocations, schedules=chosen, steps=10):
+    for allocated, used, reserved in ranks(links.allocations, schedules=chosen, steps=10):
         assert allocated == 0
         assert used == reserved
 

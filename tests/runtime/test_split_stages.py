@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import rank_split
+from support.ranks import split as rank_split
 import torch
-from odd_stages import AT_B, BATCH, WIDTH, Delaying, Of, linear, slope
-from rank_worker import Ranks
+from support.ranks.odd_stages import AT_B, BATCH, WIDTH, Delaying, Of, linear, slope
+from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 

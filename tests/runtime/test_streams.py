@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rank_cases
+from support.ranks import cases
 import torch
-from fake_cuda import Races
+from support.ranks.fake_cuda import Races
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.strategies import schedules
@@ -21,7 +21,7 @@ from optpipe_runtime.memory import pool
 from optpipe_runtime.memory.pool import HostPool, Link, OnHost, StreamEngine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
+SHAPE = (2, cases.LENGTH, cases.WIDTH)
 AWAY = [
     "0F0",
     "0O0",
@@ -40,7 +40,7 @@ AWAY = [
     "0R1.1",
     "0BW1",
 ]
-PROBLEM = rank_cases.problem([0], 3, offload_parts=2)
+PROBLEM = cases.problem([0], 3, offload_parts=2)
 
 
 def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[str]:
@@ -49,7 +49,7 @@ def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[
         simulation = Races(monkeypatch)
         monkeypatch.setattr(pool, "engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
-        stage = StageRunner(0, rank_cases.Block(), CPU, link, HostPool(CPU))
+        stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
         stage.learn((torch.zeros(SHAPE, requires_grad=True),))
         stage.start_step((), 2)
         with simulation:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_systems
-from rank_systems import Outcome
-from rank_worker import Ranks
+from support.ranks import cases as rank_cases
+from support.ranks import systems as rank_systems
+from support.ranks.systems import Outcome
+from support.ranks.worker import Ranks
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op, Pair

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from rank_cases import Gradients, batch, loss_fn, numbers, own_stages
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from rank_cases import LENGTH, WIDTH, Gradients, numbers
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 

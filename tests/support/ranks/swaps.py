@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_cases import LENGTH, WIDTH, Gradients, numbers
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rank_cases import batch, loss_fn, make_stages, numbers
+from support.ranks.cases import batch, loss_fn, make_stages, numbers
 from torch import nn
 
 from optpipe.errors import OptPipeError

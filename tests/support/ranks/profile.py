@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rank_cases import WIDTH, batch, loss_fn, own_stages
+from support.ranks.cases import WIDTH, batch, loss_fn, own_stages
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rank_cases import LENGTH, WIDTH, Block, Gradients, numbers
+from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
-from rank_replicas import Seen, gradients, mesh, parameters, wrapped
+from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
+from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rank_cases import Gradients, batch, loss_fn, make_stages, numbers
+from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers
 from torch import nn
 
 from optpipe.model.ops import Kind

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rank_cases import batch, loss_fn, own_stages
+from support.ranks.cases import batch, loss_fn, own_stages
 from torch import Tensor
 
 from optpipe.schedule import Schedule

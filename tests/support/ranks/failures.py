@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_cases import Gradients, batch, loss_fn, numbers, own_stages
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from rank_cases import batch, loss_fn, own_stages
+from support.ranks.cases import batch, loss_fn, own_stages
 
 from optpipe import Problem
 from optpipe.evaluate import timeline

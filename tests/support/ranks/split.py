@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from odd_stages import BATCH, STAGES, WIDTH
-from rank_cases import numbers, one_at_a_time
+from support.ranks.odd_stages import BATCH, STAGES, WIDTH
+from support.ranks.cases import numbers, one_at_a_time
 from torch import nn
 from torch.nn.functional import mse_loss
 

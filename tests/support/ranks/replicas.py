@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages
+from support.ranks.cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
