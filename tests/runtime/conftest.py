@@ -1,16 +1,11 @@
-"""Ranks for the tests: processes that run functions of `rank_cases` and `rank_systems`; two that live for the whole
-session, and four."""
+"""Ranks for the tests: processes that run functions of `support.ranks`. Two live for the whole session, three and four
+for a file."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # the ranks inherit it
-
 from support.ranks import worker
 
 

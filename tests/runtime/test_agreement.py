@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 from support.ranks import cases
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
-from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
 
 from optpipe.schedule import Schedule
 
@@ -61,9 +61,7 @@ def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
 
 
 def test_no_step_after_one_that_failed(ranks: Ranks) -> None:
-    schedule = Schedule.parse(
-        cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]]
-    )
+    schedule = Schedule.parse(cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
     said, where = ranks(cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
     assert said == (
         "this pipeline has failed, make a new one: rank 0 was at 1F0: F of stage 1, micro-batch 0: "

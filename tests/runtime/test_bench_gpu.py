@@ -36,7 +36,7 @@ from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals, emu
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept, share_offloaded
 from optpipe_runtime.bench.gpu_verdict import Report, Row
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.execute.lowering import Message
+from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +199,7 @@ def test_a_stage_between_stand_ins_takes_as_long_as_predicted(make: Callable[[Pr
     try:
         with Pipeline({s: paced.Stage(times) for s in range(3)}, [0] * 3, paced.loss, 4, full_duplex=True) as pipe:
             measured = pipe.profile(batch, batch, activation_budget_bytes=2**40, repeats=1).stages[1]
-            paced.pace(pipe, times.copy)
+            paced.slow_down_copies(pipe, times.copy)
             given = problem(3, 3, copy_ms=times.copy, microbatches=4)
             sizes = {
                 name: getattr(measured, name)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import changes
+from support.ranks import cases, changes
 from support.ranks.changes import Turn
+from support.ranks.programs import ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
-from test_executor import ONE_F_ONE_B, RECOMPUTED, SPLIT
 
 from optpipe.schedule import Schedule
 

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import follow
-from support.ranks import swaps
-from support.ranks.worker import Ranks
 from support import fake_service as fake
 from support.chain import chain, gpipe
 from support.fake_service import by_path, fake_service
+from support.ranks import cases, follow, swaps
+from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 from support.strategies import arranged
 

@@ -14,7 +14,7 @@ from support.fake_service import Answer, Answers, by_path, fake_service
 from support.following import QUICK, until
 
 from optpipe_runtime.service.client import CLOSE_S, Offer, ScheduleClient
-from optpipe_runtime.service.search import Search
+from optpipe_runtime.service.remote_search import RemoteSearch
 
 LONGEST_S = 0.05
 SOME = Offer(1, gpipe(chain()), "a1", 1)
@@ -25,11 +25,11 @@ def test_no_call_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     forever."""
     reached, over = threading.Event(), threading.Event()
 
-    def stands(_self: Search, _incumbent: Any) -> None:
+    def stands(_self: RemoteSearch, _incumbent: Any) -> None:
         reached.set()
         over.wait(60)
 
-    monkeypatch.setattr(Search, "_verified", stands)
+    monkeypatch.setattr(RemoteSearch, "_verified", stands)
     table = {"/jobs": fake.job(), "/events": fake.open_events(fake.one()), "/1": fake.incumbent(gpipe(chain()))}
     with fake_service(by_path(table)) as (url, _):
         client = ScheduleClient(url, chain(), **QUICK)

@@ -16,8 +16,9 @@ from support.following import QUICK, news, until, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
-from optpipe_runtime.service.search import longest_answer
-from optpipe_runtime.service.wire import LONGEST_WAIT_S, Backoff, _seconds, api_key, base_url
+from optpipe_runtime.service.connection import LONGEST_WAIT_S, _seconds, api_key, base_url
+from optpipe_runtime.service.outages import Backoff
+from optpipe_runtime.service.remote_search import longest_answer
 
 GOOD_FILE = fake.document(gpipe(chain()))
 TOO_BIG = fake.document(gpipe(chain()))  # for two activations; the problem asked has memory for one
@@ -287,7 +288,7 @@ def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.Monk
             backoff = Backoff(0.5, 30.0)
             for _ in range(10):
                 await backoff.wait()
-            backoff.forget()
+            backoff.reset()
             await backoff.wait()
             await backoff.wait(40.0)
 
@@ -338,7 +339,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
         with fake_service(by_path({"/jobs": jobs, "/events": events, "/1": GOOD})) as (url, asked):
             with ScheduleClient(url, chain(), key=given, **QUICK) as client:
                 until(lambda: client.ended)
-                assert KEY not in repr(client) + repr(client._wire)
+                assert KEY not in repr(client) + repr(client._connection)
             assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
     assert "does not let this client in: it does not know the API key" in caplog.text
     assert KEY not in caplog.text

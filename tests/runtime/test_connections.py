@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from support.ranks import cases
-from support.ranks import connections
+from support.ranks import cases, connections
 from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 
-SCHEDULE = Schedule.parse(
-    cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
-)
+SCHEDULE = Schedule.parse(cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
 
 
 def test_pipelines_made_one_after_the_other_leave_no_connections_behind(ranks: Ranks) -> None:

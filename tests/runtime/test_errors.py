@@ -4,8 +4,7 @@ wait for it."""
 from __future__ import annotations
 
 import pytest
-from support.ranks import cases
-from support.ranks import errors
+from support.ranks import cases, errors
 from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule

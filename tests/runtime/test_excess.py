@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.ranks import cases
-from support.ranks import excess
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases, excess
+from support.ranks.calls import measured
 from support.ranks.worker import Ranks
 from support.strategies import schedules
-from test_profiler import measured
 
 from optpipe.evaluate.memory import held_bytes
 from optpipe.model.problem import Problem
@@ -24,9 +23,7 @@ PROGRAMS = [
 
 def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -> None:
     more = 2 * excess.ROWS * excess.WIDTH * 4  # bytes: the results of two tanh
-    (problem, reports, told), (_, others, nothing) = ranks(
-        excess.profiled_then_large, programs=PROGRAMS, large=[2]
-    )
+    (problem, reports, told), (_, others, nothing) = ranks(excess.profiled_then_large, programs=PROGRAMS, large=[2])
     usual, first, again, swapped = (report.excess for report in reports)
     assert usual is None
     assert first is not None

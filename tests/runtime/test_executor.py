@@ -8,96 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks.calls import same
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.model.ops import COMPUTE
 from optpipe.schedule import Schedule
-
-ONE_F_ONE_B = [
-    ["0F0", "0F1", "0BW0", "0F2", "0BW1", "0F3", "0BW2", "0BW3"],
-    ["1F0", "1BW0", "1F1", "1BW1", "1F2", "1BW2", "1F3", "1BW3"],
-]
-SPLIT = [
-    ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0W0", "0B2", "0W1", "0B3", "0W2", "0W3"],
-    ["1F0", "1B0", "1F1", "1W0", "1B1", "1F2", "1W1", "1B2", "1F3", "1B3", "1W2", "1W3"],
-]
-OFFLOADED = [
-    [
-        "0F0",
-        "0O0",
-        "0D0",
-        "0F1",
-        "0O1",
-        "0F2",
-        "0D1",
-        "0R0",
-        "0B0",
-        "0W0",
-        "0R1",
-        "0F3",
-        "0B1",
-        "0W1",
-        "0B2",
-        "0W2",
-        "0B3",
-        "0W3",
-    ],
-    ["1F0", "1O0", "1D0", "1R0", "1BW0", "1F1", "1O1", "1F2", "1D1", "1R1", "1B1", "1W1", "1BW2", "1F3", "1BW3"],
-]
-RECOMPUTED = [
-    ["0F0", "0F1", "0C0", "0BW0", "0F2", "0BW1", "0F3", "0C2", "0B2", "0W2", "0BW3"],
-    ["1F0", "1C0", "1BW0", "1F1", "1BW1", "1F2", "1BW2", "1F3", "1C3", "1B3", "1W3"],
-]
-V_SHAPED = [  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
-    [
-        "0F0",
-        "0F1",
-        "0O1",
-        "3F0",
-        "0D1",
-        "3B0",
-        "0F2",
-        "3F1",
-        "3W0",
-        "3B1",
-        "0B0",
-        "0R1",
-        "3W1",
-        "3F2",
-        "0W0",
-        "0B1",
-        "3BW2",
-        "0W1",
-        "0BW2",
-    ],
-    ["1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "1F2", "2F2", "2W0", "2B1", "1W0", "1B1", "2W1", "1W1", "2BW2", "1BW2"],
-]
-
-
-def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = True, **stage: Any) -> list[Any]:
-    """Trains one step with each schedule on two ranks and compares with the plain run; returns the ranks' reports."""
-    microbatches = sum(text.startswith("0F") for program in programs[0] for text in program)
-    problem = cases.problem(placement, microbatches, **stage)
-    schedules = [Schedule.parse(problem, texts) for texts in programs]
-    results = ranks(cases.train, placement=placement, schedules=schedules)
-    losses, gradients = cases.plain(len(placement), microbatches, len(programs))
-    for step in range(len(programs)):
-        assert results[placement[-1]][0][step].losses == losses[step]
-        found = {name: grad for _, by_step in results for name, grad in by_step[step].items()}
-        assert found.keys() == gradients[step].keys()
-        for name, grad in found.items():
-            if exact:
-                np.testing.assert_array_equal(grad, gradients[step][name], err_msg=f"step {step}, {name}")
-            else:
-                np.testing.assert_allclose(
-                    grad, gradients[step][name], rtol=1e-4, atol=1e-7, err_msg=f"step {step}, {name}"
-                )
-    return [reports for reports, _ in results]
 
 
 @pytest.mark.parametrize(

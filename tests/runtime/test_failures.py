@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import failures
+from support.ranks import cases, failures
 from support.ranks.failures import Trouble
 from support.ranks.worker import STARTER, Ranks
 
@@ -38,9 +37,7 @@ def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str
     placement = PLACES[crew.world]
     losses, (gradients,) = cases.plain(len(placement), 4)
     for bad in (0, crew.world - 1):
-        told = crew(
-            failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2)
-        )
+        told = crew(failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2))
         s = placement.index(bad)
         at = f"rank {bad} was at {s}{kind}1: {kind} of stage {s}, micro-batch 1"
         for rank, heard in enumerate(told):
@@ -105,8 +102,7 @@ def test_what_ranks_give_differently_is_said_and_none_waits(
     ranks: Ranks, different: dict[str, Any], sentence: str
 ) -> None:
     assert (
-        ranks(failures.apart, placement=[0, 1], different=different)
-        == [f"{sentence}: every rank gives the same"] * 2
+        ranks(failures.apart, placement=[0, 1], different=different) == [f"{sentence}: every rank gives the same"] * 2
     )
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import cases
-from support.ranks import follow
-from support.ranks.worker import Ranks
 from support import fake_service as fake
 from support.chain import gpipe
 from support.fake_service import Answer, Asked, fake_service
+from support.ranks import cases, follow
+from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError

@@ -3,63 +3,24 @@ a sentence."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
-from support.ranks import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks.channels import run_by_hand
 from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute import lowering
-from optpipe_runtime.execute.lowering import AHEAD, Message, Plan, prepare
+from optpipe_runtime.lowering import prepare as preparing
+from optpipe_runtime.lowering.actions import AHEAD
+from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
 
 PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0]]
-
-
-def run_by_hand(plans: list[Plan]) -> dict[int, int]:
-    """Executes all ranks' communication over first-in, first-out channels; returns the most messages that a rank had
-    waiting."""
-    channels: dict[tuple[int, int], deque[Message]] = {}
-    posted: list[dict[tuple[int, int], list[Message]]] = [{} for _ in plans]
-    arrived: list[set[Message]] = [set() for _ in plans]
-    heads, most = [0] * len(plans), dict.fromkeys(range(len(plans)), 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank, plan in enumerate(plans):
-            while heads[rank] < len(plan.actions):
-                action = plan.actions[heads[rank]]
-                for message, source in action.post:
-                    waiting = posted[rank].setdefault((source, rank), [])
-                    if message not in waiting and message not in arrived[rank]:
-                        waiting.append(message)
-                for pair, waiting in posted[rank].items():
-                    while waiting and channels.get(pair):
-                        sent, expected = channels[pair].popleft(), waiting.pop(0)
-                        assert sent == expected, f"rank {pair[1]} takes {expected} for what is {sent}"
-                        arrived[rank].add(sent)
-                most[rank] = max(most[rank], len(arrived[rank]) + sum(map(len, posted[rank].values())))
-                if action.receives and action.receives not in arrived[rank]:
-                    break
-                arrived[rank].discard(action.receives)
-                if action.sends is not None:
-                    assert action.to is not None
-                    if action.to == rank:
-                        arrived[rank].add(action.sends)
-                    else:
-                        channels.setdefault((rank, action.to), deque()).append(action.sends)
-                heads[rank] += 1
-                moved = True
-    assert heads == [len(plan.actions) for plan in plans], "ranks wait for each other"
-    assert not any(channels.values())
-    assert not any(arrived)
-    return most
 
 
 @settings(max_examples=150)
@@ -137,7 +98,7 @@ def test_a_schedule_must_fit_what_was_measured_here() -> None:
 def test_an_op_that_the_executor_has_no_code_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cases.problem([0, 1], 1)
     schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1C0", "1BW0"]])
-    monkeypatch.setattr(lowering, "RUNS", (Kind.F, Kind.BW))
+    monkeypatch.setattr(preparing, "RUNS", (Kind.F, Kind.BW))
     for rank in range(2):
         with pytest.raises(ScheduleError, match=r"^1C0 in the program of device 1: this executor runs F, BW, not C$"):
             prepare(schedule, rank, Layout.of(problem))

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import optimizer as rank_optimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks import optimizer as rank_optimizer
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.ranks import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks.calls import same
 from support.ranks.worker import Ranks
 from support.strategies import schedules
-from test_executor import same
 
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.memory import certify

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases, profile
+from support.ranks.calls import measured
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 
@@ -87,15 +86,6 @@ def test_no_schedule_holds_more_than_certified(
         assert 0.3 * certificate.device[rank].bytes < report.peak_activation_bytes <= certificate.device[rank].bytes
 
 
-@cache
-def measured(ranks: Ranks, placement: tuple[int, ...], peers: tuple[int | None, ...]) -> Problem:
-    problem: Problem = ranks(cases.measure, placement=placement, microbatches=M, offload_parts=2, peers=peers)[0]
-    for stage in problem.stages:
-        assert stage.can_evict == (peers[stage.device] is not None)
-        assert not stage.can_evict or (stage.offload_bytes or 0) <= (stage.evict_bytes or 0) <= stage.activation_bytes
-    return problem
-
-
 # Measured while the others are at it
 
 
@@ -116,11 +106,11 @@ def test_a_rank_with_quick_copies_goes_on_until_the_slow_one_has_done(ranks: Ran
 
 def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
     results = ranks(profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], full_duplex=True)
-    for measured, out, back in results:
-        assert measured.problem.transfer_mode == "full_duplex"
+    for found, out, back in results:
+        assert found.problem.transfer_mode == "full_duplex"
         beside = [any(a < d and c < b for c, d in out) for a, b in back]
         assert sum(beside) >= len(back) - 1, "but for the last, which brings home what is still away"
-        for times in measured.stages:
+        for times in found.stages:
             assert times["offload_ms"].ms >= 5
             assert times["reload_ms"].ms >= 5
 

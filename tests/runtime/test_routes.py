@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import routes as rank_routes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks import routes as rank_routes
+from support.ranks.channels import run_by_hand
 from support.ranks.worker import Ranks
 from support.strategies import schedules
-from test_lowering import run_by_hand
 
 from optpipe.errors import ScheduleError
 from optpipe.model.problem import Problem

@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.ranks import cases
 import torch
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ranks import cases
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory.pool import PAGE, HostPool, Link
-from optpipe_runtime.memory.store import OffloadedError, balance
+from optpipe_runtime.memory.activation import OffloadedError, balance
+from optpipe_runtime.memory.host_pool import PAGE, HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 SHAPE = (2, cases.LENGTH, cases.WIDTH)
@@ -36,7 +38,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
 def make(module: nn.Module, link: Link, parts: int = 1, limit: int | None = None) -> tuple[StageRunner, HostPool]:
     pool = HostPool(CPU, limit)
     stage = StageRunner(0, module, CPU, link, pool)
-    stage.learn((torch.zeros(SHAPE, requires_grad=True),))
+    learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
     stage.start_step((), parts)
     return stage, pool
 
@@ -126,8 +128,8 @@ class Remembering(nn.Module):
 
 def test_what_others_hold_is_found(link: Link) -> None:
     stage, pool = make(Remembering(), link)
-    assert stage.passages[0].stuck == {0}
-    assert stage.passages[0].leaving == (0,)
+    assert stage.io[0].shared_blocks == {0}
+    assert stage.io[0].block_bytes == (0,)
     stage.forward(0, (torch.randn(SHAPE),))
     held = stage.held_bytes(0)
     stage.offload(0, 0)
@@ -217,7 +219,7 @@ def test_what_unequal_parts_of_a_gpt_lose(link: Link, blocks: int, parts: int, l
     smallest."""
     size = gpt.Size()
     stage = StageRunner(0, nn.Sequential(*(gpt.Block(size) for _ in range(blocks))), CPU, link, HostPool(CPU))
-    stage.learn((torch.zeros(size.sequences, size.context, size.width, requires_grad=True),))
+    learn(stage, (torch.zeros(size.sequences, size.context, size.width, requires_grad=True),))
     sizes = stage.part_bytes(parts)
     assert 1 - parts * min(sizes) / sum(sizes) == pytest.approx(lost, abs=0.001)
 
@@ -322,7 +324,7 @@ class LastMoment:
 def test_drops_and_backwards_wait_for_the_copies(link: Link) -> None:
     slow = Link(CPU, False)
     slow.close()
-    slow.down, slow.up = LastMoment(), LastMoment()
+    slow.out, slow.back = LastMoment(), LastMoment()
     torch.manual_seed(1)
     module, x, dy = cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
     results = []

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import swaps
+from support.ranks import cases, swaps
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.worker import Ranks
 from support.strategies import arranged
-from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.lowering import Plan, prepare
-from optpipe_runtime.measure.pace import Pace
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.swap.step_times import StepTimes
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 PEERS = {2: [1, 0], 3: [2, None, 0], 4: [3, 2, 1, 0]}
@@ -117,7 +117,7 @@ def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: 
 def paced(before: list[float], after: list[float]) -> int | None:
     """After how many steps of the new schedule the old one is taken again."""
     old, new = _plans()
-    pace = Pace()
+    pace = StepTimes()
     pace.swapped(old, comparable=False)
     for ms in before:
         assert pace.add(ms) is None

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.ranks import cases
-from support.ranks import replicas
-from support.ranks import training as rank_training
 import torch
+from support.pages import DOCS
+from support.ranks import cases, replicas
+from support.ranks import training as rank_training
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.training import Habits
 from support.ranks.worker import Ranks
-from support.pages import DOCS
-from test_executor import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule

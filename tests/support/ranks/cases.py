@@ -13,7 +13,8 @@ from torch.nn import functional
 from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime import Layout, Pipeline, StepReport, pipeline
+from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.swap import schedules as swapping
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
@@ -177,14 +178,14 @@ def train_with_offers(
     microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
     modules = own_stages(placement)
     versions, gradients, complaint = [], [], ""
-    real = pipeline.prepare
+    real = swapping.lower
 
     def picky(schedule: Schedule, *arguments: Any) -> Any:
         if schedule.method == refused_by_one.method and rank == 1:
             raise ScheduleError("not with me")
         return real(schedule, *arguments)
 
-    pipeline.prepare = picky
+    swapping.lower = picky
     try:
         with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
             pipe.load(first)
@@ -205,7 +206,7 @@ def train_with_offers(
             assert pipe.schedule is not None
             assert pipe.schedule.method == better.method
     finally:
-        pipeline.prepare = real
+        swapping.lower = real
     return versions, gradients, complaint
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
 
 
 class Turn(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.ranks.cases import batch, loss_fn, own_stages
 from torch import Tensor
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from optpipe_runtime.memory.pool import OnHost
+from optpipe_runtime.memory.host_pool import OnHost
+from support.ranks.cases import batch, loss_fn, own_stages
 
 
 def told(schedule: Schedule, placement: Sequence[int], what: str) -> list[str]:
@@ -26,10 +26,10 @@ def told(schedule: Schedule, placement: Sequence[int], what: str) -> list[str]:
 
 
 def _error(schedule: Schedule, placement: Sequence[int], what: str) -> Exception | None:
-    real, rank = OnHost.away, torch.distributed.get_rank()
+    real, rank = OnHost.take_out, torch.distributed.get_rank()
 
-    def away(self: Any, pieces: Sequence[Tensor]) -> Any:
-        return [self._link.down.run(_fail)] if rank == 0 else real(self, pieces)
+    def take_out(self: Any, pieces: Sequence[Tensor]) -> Any:
+        return [self._link.out.run(_fail)] if rank == 0 else real(self, pieces)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return _fail() if failing else loss_fn(output, target)
@@ -40,13 +40,13 @@ def _error(schedule: Schedule, placement: Sequence[int], what: str) -> Exception
     pipe.step(*batch(0, schedule.problem.microbatches))
     failing = what == "loss"
     if what == "copy":
-        OnHost.away = away  # type: ignore[method-assign]
+        OnHost.take_out = take_out  # type: ignore[method-assign]
     try:
         pipe.step(*batch(1, schedule.problem.microbatches))
     except Exception as error:
         return error
     finally:
-        OnHost.away = real  # type: ignore[method-assign]
+        OnHost.take_out = real  # type: ignore[method-assign]
         pipe.close()
     return None
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
 
 
 class Trouble(NamedTuple):

@@ -7,14 +7,13 @@ import time
 from typing import Any
 
 import torch
-from support.ranks.cases import batch, loss_fn, own_stages
 
 from optpipe import Problem
 from optpipe.evaluate import timeline
-from optpipe_runtime import Follower, Pipeline, Profiler
+from optpipe_runtime import Follower, Pipeline, Profiler, clock
 from optpipe_runtime.bench import paced
 from optpipe_runtime.follow import one_at_a_time
-from optpipe_runtime.measure import clock
+from support.ranks.cases import batch, loss_fn, own_stages
 
 
 class Written:

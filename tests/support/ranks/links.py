@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
-from optpipe_runtime.execute import stage
-from optpipe_runtime.memory.pool import Engine, HostPool, Link, OnHost, Ticket
+from optpipe_runtime.memory.engines import CopyEngine, Handle
+from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.stage import runner
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
 
 COPY_S = 0.003  # what a copy lasts at least
 
@@ -30,19 +32,19 @@ class Transfer(NamedTuple):
 
 
 class Slow:
-    """A lane whose copies last a while and are noted."""
+    """A copy engine whose copies last a while and are noted."""
 
-    def __init__(self, lane: Engine, note: Callable[[float, float], None]) -> None:
-        self._lane, self._note = lane, note
+    def __init__(self, engine: CopyEngine, note: Callable[[float, float], None]) -> None:
+        self._engine, self._note = engine, note
 
-    def run(self, work: Callable[[], object]) -> Ticket:
+    def run(self, work: Callable[[], object]) -> Handle:
         def slowly() -> None:
             start = time.monotonic()
             work()
             time.sleep(COPY_S)
             self._note(start, time.monotonic())
 
-        return self._lane.run(slowly)
+        return self._engine.run(slowly)
 
 
 def train(
@@ -59,23 +61,23 @@ def train(
             super().__init__(link, pool)
             self.inward = False
 
-        def back(self, homes: Any) -> Sequence[Ticket]:
+        def bring_back(self, targets: Any) -> Sequence[Handle]:
             self.inward = True
-            return super().back(homes)
+            return super().bring_back(targets)
 
-        def _start(self, lane: Engine, copies: Any) -> Sequence[Ticket]:
+        def _start(self, engine: CopyEngine, copies: Any) -> Sequence[Handle]:
             inward = self.inward
-            slow: Any = Slow(lane, lambda start, end: seen.append(Transfer(layout.link(rank), inward, start, end)))
+            slow: Any = Slow(engine, lambda start, end: seen.append(Transfer(layout.link(rank), inward, start, end)))
             return super()._start(slow, copies)
 
-    where: Any = stage
+    where: Any = runner
     where.OnHost = SlowOnHost
     ways = {"peers": layout.peers or None, "links": layout.links or None, "full_duplex": layout.full_duplex}
     losses, gradients = [], []
     try:
         with Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **ways) as pipe:
             for token, _ in pipe._rank.link._shared if alone else ():
-                token._move = lambda transfer, other: None  # type: ignore[method-assign]
+                token._pass = lambda transfer, other: None  # type: ignore[method-assign]
             for schedule in schedules:
                 pipe.load(schedule)
                 for module in modules.values():
@@ -102,7 +104,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
     layout = Layout.of(schedules[0].problem)
     allocated = used = reserved = 0
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
-        pool, run = pipe._rank.pool, pipe._executor.run
+        pool, run = pipe._rank.pool, pipe._steps.executor.run
 
         def counted(*arguments: Any) -> Any:
             nonlocal allocated
@@ -111,7 +113,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
             allocated += pool._allocated - before
             return report
 
-        pipe._executor.run = counted  # type: ignore[method-assign]
+        pipe._steps.executor.run = counted  # type: ignore[method-assign]
         for step in range(steps):
             pipe.load(schedules[step % len(schedules)])
             used = max(used, pipe.step(*batch(step, layout.microbatches)).host_peak_bytes)

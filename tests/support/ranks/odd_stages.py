@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from optpipe_runtime.execute.split import weight_grads
+from optpipe_runtime.stage.split import weight_grads
 
 WIDTH, BATCH = 64, 3
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.ranks.cases import batch, loss_fn, make_stages, numbers
 from torch import nn
 
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
+from support.ranks.cases import batch, loss_fn, make_stages, numbers
 
 Values = dict[str, np.ndarray[Any, Any]]
 

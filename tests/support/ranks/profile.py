@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from support.ranks.cases import WIDTH, batch, loss_fn, own_stages
 from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe_runtime import Pipeline
 from optpipe_runtime.measure.profiler import Measured
-from optpipe_runtime.memory.pool import Engine, Ticket
+from optpipe_runtime.memory.engines import CopyEngine, Handle
+from support.ranks.cases import WIDTH, batch, loss_fn, own_stages
 
 Span = tuple[float, float]  # on the machine's clock
 
@@ -21,11 +21,11 @@ Span = tuple[float, float]  # on the machine's clock
 class Recorded:
     """An engine whose transfers take `s` seconds more, and are noted."""
 
-    def __init__(self, engine: Engine, s: float) -> None:
+    def __init__(self, engine: CopyEngine, s: float) -> None:
         self._engine, self._s = engine, s
         self.spans: list[Span] = []
 
-    def run(self, work: Callable[[], object]) -> Ticket:
+    def run(self, work: Callable[[], object]) -> Handle:
         def slowly() -> None:
             start = time.perf_counter()
             time.sleep(self._s)
@@ -48,10 +48,10 @@ def copies(
     rank = torch.distributed.get_rank()
     with Pipeline(own_stages(placement), placement, loss_fn, 2, full_duplex=full_duplex, links=links) as pipe:
         link = pipe._rank.link
-        down = up = Recorded(link.down, copy_s[rank])
+        down = up = Recorded(link.out, copy_s[rank])
         if full_duplex:
-            up = Recorded(link.up, copy_s[rank])
-        link.down, link.up = down, up
+            up = Recorded(link.back, copy_s[rank])
+        link.out, link.back = down, up
         pipe.profile(*batch(0, 2), activation_budget_bytes=10**9, repeats=3)
         assert pipe.measured is not None
         return pipe.measured, down.spans, up.spans

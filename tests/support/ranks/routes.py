@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -13,6 +12,7 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
+from support.ranks.cases import LENGTH, WIDTH, Block, Gradients, numbers
 
 
 def blocks(count: int) -> list[nn.Module]:

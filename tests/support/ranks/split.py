@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from support.ranks.odd_stages import BATCH, STAGES, WIDTH
-from support.ranks.cases import numbers, one_at_a_time
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from support.ranks.cases import numbers, one_at_a_time
+from support.ranks.odd_stages import BATCH, STAGES, WIDTH
 
 
 class Trained(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -19,9 +18,10 @@ from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.bench.swap import SwapCost, swap_cost
-from optpipe_runtime.execute.lowering import Plan
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory.pool import PAGE
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.memory.host_pool import PAGE
+from optpipe_runtime.stage.runner import StageRunner
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
 
 SEQUENCES = 12
 WAIT = 2000  # steps within which an offer must have been taken
@@ -219,7 +219,7 @@ def paced(
     modules, ran = own_stages(placement), []
     noise = np.random.default_rng(3 + dist.get_rank())
     with Pipeline(modules, placement, mse_loss, schedules["quick"].problem.microbatches) as pipe, heard() as logged:
-        real = pipe._executor.run
+        real = pipe._steps.executor.run
 
         def run(plan: Plan, *arguments: Any, **options: Any) -> StepReport:
             outlier = 40.0 if len(ran) % 4 == 3 else 0.0
@@ -227,7 +227,7 @@ def paced(
                 real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier
             )
 
-        pipe._executor.run = run  # type: ignore[method-assign]
+        pipe._steps.executor.run = run  # type: ignore[method-assign]
 
         def step(times: int = 1) -> None:
             for _ in range(times):

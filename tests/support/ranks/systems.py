@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers
 from torch import nn
 
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline
+from support.ranks.cases import Gradients, batch, loss_fn, make_stages, numbers
 
 
 class Outcome(NamedTuple):

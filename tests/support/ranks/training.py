@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
-from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
+from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 
 
 def plain(
