@@ -12,7 +12,7 @@ import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
-from support.following import QUICK, news, until, warnings
+from support.following import PATIENT, QUICK, news, until, until_ended, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
@@ -103,7 +103,10 @@ STREAM = {"Content-Type": "text/event-stream"}
 def test_garbage_is_one_warning(
     answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), backoff_s=(0.01, 10.0)) as client:
+    with (
+        fake_service(by_path(answers)) as (url, _),
+        ScheduleClient(url, chain(), backoff_s=(0.01, 10.0), **PATIENT) as client,
+    ):
         until(lambda: client._search._backoff.failures >= 3)
         assert client.poll() is None
     assert [f" is {word}: " in line for line in warnings(caplog)] == [True]
@@ -310,7 +313,7 @@ def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
         until(lambda: asked)
         client.update(chain(), None)
         until(client.poll)
-    assert not client._thread.is_alive()
+    until_ended(client)
 
 
 @pytest.mark.parametrize(

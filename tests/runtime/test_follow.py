@@ -51,7 +51,7 @@ def test_what_the_service_finds_is_swapped_in(ranks: Ranks, tmp_path: Path, monk
     use_fake_solver(monkeypatch)
     with running(settings_in(tmp_path)) as (url, _):
         (_, versions, _), (losses, _, _) = ranks(
-            follow.follow, placement=[0, 1], microbatches=M, url=url, steps=500, every=1000, until=2
+            follow.follow, placement=[0, 1], microbatches=M, url=url, steps=5000, every=10_000, until=2
         )
     plain, _ = cases.plain(2, M, len(losses))
     assert losses == [pytest.approx(sum(own) / M, rel=1e-4) for own in plain]

@@ -91,9 +91,13 @@ def take_turns(ranks: Ranks, data: Any, problem: Problem) -> None:
 def test_without_turns_they_meet(ranks: Ranks, mode: str) -> None:
     """Else the tests above show nothing."""
     schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], mode), OFFLOADED, {"pcie0": ORDER})
-    turns, none = (ranks(rank_links.train, schedules=[schedule] * 4, alone=alone) for alone in (False, True))
-    assert meetings(require_same(schedule, turns, steps=4), mode == "full_duplex") == 0
-    assert meetings(require_same(schedule, none, steps=4), mode == "full_duplex") > 0
+
+    def met(alone: bool) -> int:
+        results = ranks(rank_links.train, schedules=[schedule] * 4, alone=alone)
+        return meetings(require_same(schedule, results, steps=4), mode == "full_duplex")
+
+    assert met(alone=False) == 0
+    assert any(met(alone=True) for _ in range(10))
 
 
 def test_in_full_duplex_one_way_does_not_wait_for_the_other() -> None:

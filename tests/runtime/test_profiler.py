@@ -96,23 +96,23 @@ def inside(spans: list[tuple[float, float]], others: list[tuple[float, float]]) 
 
 
 def test_a_rank_with_quick_copies_goes_on_until_the_slow_one_has_done(ranks: Ranks) -> None:
-    (measured, quick, _), (_, slow, _) = ranks(profile.copies, placement=[0, 1], copy_s=[0.002, 0.02])
+    (measured, quick, _), (_, slow, _) = ranks(profile.copies, placement=[0, 1], copy_s=[0.02, 0.2])
     here, there = measured.stages[0]["offload_ms"], measured.stages[1]["offload_ms"]
     assert here.count > 2 * there.count >= 6
-    assert 2 <= here.ms < there.ms >= 20
+    assert 20 <= here.ms < there.ms >= 200
     measuring = slow[-2 * there.count :]  # there and back, without the warm-up
-    assert inside(measuring, quick) > 0.6
+    assert inside(measuring, quick) > 0.5
 
 
 def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
-    results = ranks(profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], full_duplex=True)
+    results = ranks(profile.copies, placement=[0, 1], copy_s=[0.05, 0.05], full_duplex=True)
     for found, out, back in results:
         assert found.problem.transfer_mode == "full_duplex"
         beside = [any(a < d and c < b for c, d in out) for a, b in back]
         assert sum(beside) >= len(back) - 1, "but for the last, which brings home what is still away"
         for times in found.stages:
-            assert times["offload_ms"].ms >= 5
-            assert times["reload_ms"].ms >= 5
+            assert times["offload_ms"].ms >= 50
+            assert times["reload_ms"].ms >= 50
 
 
 def test_ranks_that_take_turns_on_a_link_do_so_here(ranks: Ranks) -> None:
@@ -124,10 +124,10 @@ def test_ranks_that_take_turns_on_a_link_do_so_here(ranks: Ranks) -> None:
 
 
 def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
-    measured, _ = ranks(profile.two_routes, loss_s=0.04)
+    measured, _ = ranks(profile.two_routes, loss_s=0.1)
     first, both, last = (stage.forward_ms for stage in measured.problem.stages)
-    assert last >= 40
-    assert 10 <= both < 0.7 * last, "one of four micro-batches ends there"
+    assert last >= 100
+    assert 25 <= both < 0.7 * last, "one of four micro-batches ends there"
     assert first < 0.5 * last
 
 

@@ -330,7 +330,7 @@ def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:
         plain = copy.deepcopy(module)
         stage = runner(module, own)
         x = batches(1)
-        both.wait(20)
+        both.wait(120)
         for _ in range(100):
             module.zero_grad()
             run(stage, orders[kind], x)

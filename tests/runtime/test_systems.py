@@ -74,7 +74,7 @@ def test_every_system_trains_as_a_plain_run(
 ) -> None:
     call: Ranks = request.getfixturevalue(pool)
     found = cases(call.world, microbatches)
-    by_rank = call(rank_systems.run_all, timeout=180, schedules=[case.schedule for case in found])
+    by_rank = call(rank_systems.run_all, schedules=[case.schedule for case in found])
     plain = {layout: rank_systems.plain(layout) for layout in {case.layout for case in found}}
     for case, *outcomes in zip(found, *by_rank, strict=True):
         require_same(case, outcomes, plain[case.layout])

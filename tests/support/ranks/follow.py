@@ -13,6 +13,8 @@ from optpipe.evaluate import timeline
 from optpipe_runtime import Follower, Pipeline, Profiler, clock
 from optpipe_runtime.bench import paced
 from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.service import client
+from support.following import until as wait_until
 from support.ranks.cases import batch, loss_fn, own_stages
 
 
@@ -58,15 +60,21 @@ def follow(
             versions.append(report.version)
             if report.version == until:
                 break
-            await_offer(follower, 30.0 if until is not None and step == 0 else 0.0)
+            if until is not None and step == 0:
+                await_offer(follower)
     return losses, versions, writer.scalars
 
 
-def await_offer(follower: Follower, at_most_s: float) -> None:
+def await_offer(follower: Follower) -> None:
     """On rank 0; the others wait for it in the next step."""
-    client, deadline = follower._client, time.monotonic() + at_most_s
-    while client is not None and not client._newest and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if (following := follower._client) is not None:
+        wait_until(lambda: following._newest)
+
+
+def await_search(follower: Follower) -> None:
+    """Until the service has ended its search for the problem as it is."""
+    if (following := follower._client) is not None:
+        wait_until(lambda: following.ended)
 
 
 class Noisy:
@@ -94,6 +102,7 @@ def slows_down(
     versions, problems = [], []
     noisy: Any = Noisy(rank)
     paced.time = clock.time = noisy
+    told, closed, client.TELL_S, client.CLOSE_S = client.TELL_S, client.CLOSE_S, 60.0, 120.0
     try:
         with (
             Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
@@ -104,9 +113,10 @@ def slows_down(
                     module.times = paced.Times(*(factor * ms for ms in times))
                 versions.append(follower.step(x, x).version)
                 problems.append(pipe.problem)
-                time.sleep(0.02)  # the service needs a moment
+                await_search(follower)
     finally:
         paced.time = clock.time = time
+        client.TELL_S, client.CLOSE_S = told, closed
     return versions, problems
 
 
@@ -122,9 +132,7 @@ def regroups(url: str, microbatches: int, then: int) -> list[float]:
                 assert pipe.problem is not None
                 pipe.load(one_at_a_time(pipe.problem.replace(microbatches=then)))
             losses.append(follower.step(*batch(0, microbatches)).loss or 0.0)
-            until = time.monotonic() + 10
-            while follower._client is not None and not follower._client.ended and time.monotonic() < until:
-                time.sleep(0.01)
+            await_search(follower)
     return losses
 
 

@@ -21,7 +21,10 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from optpipe_runtime.ranks import team
+
     torch.set_num_threads(1)
+    team.ANSWER_S = ANSWER_S
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     while (request := connection.recv()) is not None:
         function, arguments = request
@@ -33,7 +36,9 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
         dist.destroy_process_group()
 
 
-AFTER_A_FAILURE_S = 10.0  # by then the others have heard of it, too
+TIMEOUT_S = 240.0  # of a call; pytest ends a test after 300 s
+AFTER_A_FAILURE_S = 60.0  # how long the other ranks may take to hear of a failure
+ANSWER_S = 4.0  # how long a rank that lives may take to answer when another is gone
 
 
 class Ranks:
@@ -56,7 +61,7 @@ class Ranks:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def __call__(self, function: Callable[..., Any], timeout: float = 60, **arguments: Any) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], timeout: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
         answers = self._ask(function, timeout, arguments)
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
         if failed:
@@ -65,9 +70,11 @@ class Ranks:
             raise AssertionError("\n".join(failed))
         return [result for _, result in answers]
 
-    def survivors(self, function: Callable[..., Any], dying: int, timeout: float = 60, **arguments: Any) -> list[Any]:
+    def survivors(
+        self, function: Callable[..., Any], dying: int, timeout: float = TIMEOUT_S, **arguments: Any
+    ) -> list[Any]:
         """The results of the others, where one rank ends on the way; then all are replaced."""
-        answers = self._ask(function, timeout, arguments)
+        answers = self._ask(function, TIMEOUT_S, arguments)
         self._end()
         self._start()
         assert answers.pop(dying) == (False, "its process has ended")
