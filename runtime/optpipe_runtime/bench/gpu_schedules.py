@@ -16,8 +16,8 @@ LONGER = 0.01  # by how much offloading may lengthen the predicted makespan
 
 
 def kept(problem: Problem, warm_up: Sequence[int]) -> Schedule:
-    """Offloads nothing. Device d runs the forwards of `warm_up[d]` micro-batches, then alternates one backward and one
-    forward."""
+    """Offloads nothing. Device d runs the forwards of `warm_up[d]` micro-batches, then alternates one forward and one
+    backward."""
     return Schedule(problem, tuple(Program.of(ops) for ops in _compute(problem, warm_up)), method="all kept")
 
 
