@@ -1,4 +1,4 @@
-"""Trains a GPT in pipeline stages with OptPipe, one stage a rank; with a service better schedules come while it trains.
+"""Trains a GPT in pipeline stages with OptPipe, one stage a rank. A service can improve the schedule while it trains.
 
 torchrun --nproc-per-node 2 examples/train_gpt.py [--service http://127.0.0.1:8000]
 """
@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 import optpipe
 from optpipe_runtime import Follower, Pipeline
-from optpipe_runtime.demo import gpt, text  # a model and a text; here stand yours
+from optpipe_runtime.demo import gpt, text  # a model and a text; use your own here
 
 MICROBATCHES = 8
 SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)
-BATCH = MICROBATCHES * SIZE.sequences
 
 
 def main() -> None:
@@ -29,12 +28,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=gpt.LEARNING_RATE)
     corpus = text.corpus()
 
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return text.batch(corpus, step, MICROBATCHES * SIZE.sequences, SIZE.context)
+
     pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
-    problem = pipe.profile(*text.batch(corpus, 0, BATCH, SIZE.context), activation_budget_bytes=16 * 2**20)
+    problem = pipe.profile(*batch(0), activation_budget_bytes=16 * 2**20)
     pipe.load(optpipe.solve(problem, time_limit=10).schedule if rank == 0 else None)
     train = Follower(pipe, arguments.service) if arguments.service else pipe
     for step in range(arguments.steps):
-        inputs, targets = text.batch(corpus, step, BATCH, SIZE.context)
+        inputs, targets = batch(step)
         optimizer.zero_grad()
         losses = train.step(inputs, targets).losses
         optimizer.step()

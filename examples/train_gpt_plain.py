@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from optpipe_runtime.demo import gpt, text  # a model and a text; here stand yours
+from optpipe_runtime.demo import gpt, text  # a model and a text; use your own here
 
 MICROBATCHES = 8
 SIZE = gpt.Size(width=128, blocks=4, context=64, sequences=4)
-BATCH = MICROBATCHES * SIZE.sequences
 
 
 def main() -> None:
@@ -27,9 +26,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=gpt.LEARNING_RATE)
     corpus = text.corpus()
 
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return text.batch(corpus, step, MICROBATCHES * SIZE.sequences, SIZE.context)
+
     pipe = Schedule1F1B(PipelineStage(module, rank, ranks, torch.device("cpu")), MICROBATCHES, gpt.loss)
     for step in range(arguments.steps):
-        inputs, targets = text.batch(corpus, step, BATCH, SIZE.context)
+        inputs, targets = batch(step)
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         pipe.step(*[inputs] * (rank == 0), target=targets if rank == ranks - 1 else None, losses=losses)

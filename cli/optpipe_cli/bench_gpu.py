@@ -27,7 +27,7 @@ def gpu(
         str, typer.Option(help="cuda, cuda:1, or cpu: the same code, without what only CUDA shows.")
     ] = "cuda",
     emulate_stage: Annotated[
-        str, typer.Option(help="i/p: stage i of p runs between stand-ins for its neighbours, too.")
+        str, typer.Option(help="i/p: stage i of p also runs between emulated neighbours.")
     ] = "0/4",
     microbatches: Annotated[int, typer.Option(min=1)] = 8,
     width: Annotated[int, typer.Option(min=1, help="Of the model; its attention heads are 128 wide.")] = 4096,

@@ -1,5 +1,17 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
-training runs."""
+training runs.
+
+- `pipeline`, `follow`, `factory`: what users call; `arguments`, `build`, `steps`: the parts of `Pipeline`;
+- `ranks`: the ranks of a pipeline, and how they agree;
+- `lowering`: from a schedule to what one rank does;
+- `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
+- `swap`: how a better schedule replaces the one that runs;
+- `measure`: times and bytes of the user's stages; `service`: the client of the solver service;
+- `bench`, `demo`: what `optpipe bench` and `optpipe demo` run.
+
+Imports go down: pipeline -> swap, measure -> execute -> stage -> memory -> lowering -> ranks. `service` knows none of
+these.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +19,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optpipe_runtime.execute.executor import Excess, OpTime, StepReport
-    from optpipe_runtime.execute.lowering import Plan, prepare
-    from optpipe_runtime.execute.optimizer import HostOptimizer
-    from optpipe_runtime.execute.split import register_split, weight_grads
+    from optpipe_runtime.execute.host_optimizer import HostOptimizer
+    from optpipe_runtime.execute.report import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.follow import Follower
+    from optpipe_runtime.lowering.plan import Plan
+    from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
+    from optpipe_runtime.service.client import ScheduleClient
+    from optpipe_runtime.stage.split import register_split, weight_grads
 
 _HOME = {
-    "Excess": "execute.executor",
+    "Excess": "execute.report",
     "Follower": "follow",
-    "HostOptimizer": "execute.optimizer",
+    "HostOptimizer": "execute.host_optimizer",
     "Layout": "ranks.layout",
-    "OpTime": "execute.executor",
+    "OpTime": "execute.report",
     "Pipeline": "pipeline",
-    "Plan": "execute.lowering",
+    "Plan": "lowering.plan",
     "Profiler": "measure.drift",
+    "ScheduleClient": "service.client",
     "Setup": "factory",
-    "StepReport": "execute.executor",
-    "prepare": "execute.lowering",
-    "register_split": "execute.split",
-    "weight_grads": "execute.split",
+    "StepReport": "execute.report",
+    "prepare": "lowering.prepare",
+    "register_split": "stage.split",
+    "weight_grads": "stage.split",
 }
 __all__ = [
     "Excess",
@@ -41,6 +56,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profiler",
+    "ScheduleClient",
     "Setup",
     "StepReport",
     "prepare",

@@ -1,4 +1,4 @@
-"""`Setup`: what a user's factory tells `optpipe profile` about a model.
+"""`Setup`: what a user's function tells `optpipe profile` about a model.
 
 # model.py, for `optpipe profile --model model:factory --ranks 2 --microbatches 8`
 def factory(rank: int, ranks: int) -> Setup:
@@ -19,16 +19,26 @@ from typing import Any
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.stage import LossFn
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.stage.io import LossFn
 
-GIVEN = ("stages", "placement", "loss_fn", "microbatches")  # arguments of `Pipeline` that are no options
+REQUIRED = ("stages", "placement", "loss_fn", "microbatches")  # arguments of `Pipeline` that are no options
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of `Pipeline`, as `options` those that have a name, and a whole batch as for `Pipeline.step`. All
-    of it on the rank's device: `cuda:0` for the first rank of a node, and so on, by LOCAL_RANK."""
+    """What `optpipe profile` measures on one rank. Modules and tensors must be on the rank's device: `cuda:0` for the
+    first rank of a node, and so on, by LOCAL_RANK.
+
+    Attributes
+    ----------
+    stages, placement, loss_fn
+        Arguments of `Pipeline`.
+    inputs, targets
+        A whole batch, as for `Pipeline.step`.
+    options
+        Further arguments of `Pipeline`, by name.
+    """
 
     stages: Mapping[int, nn.Module]
     placement: Sequence[int]
@@ -38,8 +48,8 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def pipeline(self, microbatches: int) -> Pipeline:
-        """Collective; `InputError` for an option that there is none of."""
-        names = [name for name in inspect.signature(Pipeline).parameters if name not in GIVEN]
+        """Makes the pipeline. Collective. Raises `InputError` for an unknown option."""
+        names = [name for name in inspect.signature(Pipeline).parameters if name not in REQUIRED]
         for name in self.options:
             if name not in names:
                 raise InputError(f"options has {name!r}: must be of {', '.join(names)}")
@@ -47,8 +57,8 @@ class Setup:
 
 
 def find_factory(name: str) -> Callable[[int, int], Setup]:
-    """The function that `module:function` names, of a module beside the script or in the folder where we are. Raises
-    `InputError`."""
+    """The function that `module:function` names. The module may be in the current folder or beside the script. Raises
+    `InputError` if there is none."""
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name.isidentifier()):
         raise InputError(f"model = {name!r}: must be MODULE:FUNCTION, such as train.model:factory")

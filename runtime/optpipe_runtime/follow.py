@@ -1,4 +1,4 @@
-"""`Follower`: what an existing torchrun script needs to train by OptPipe's schedules, from the first step on.
+"""`Follower`: trains a pipeline by the schedules of a solver service, from the first step on.
 
     with Pipeline(stages, placement, loss_fn, microbatches=8) as pipe, Follower(pipe, "http://solver:8000") as follow:
         for inputs, targets in batches:
@@ -6,13 +6,14 @@
             report = follow.step(inputs, targets)
             optimizer.step()
 
-It profiles, runs one micro-batch at a time, and rank 0 follows the service: better schedules are swapped in as they
-come, and no step waits for one. Without `activation_budget_bytes` the first step comes before the profile, so that
-gradients and optimizer state are there when it counts what a GPU has left. Every `every` steps the ranks put together
-what they have measured: scalars for TensorBoard, and op times. Where these have drifted from the profile by more than
-`threshold`, twice in a row, the times of the second turn become the problem on all ranks, within 3 × `every` steps, and
-the search goes on with it. The service is told which schedules were swapped in, and what a step takes by each.
-"""
+It profiles, and at first runs one micro-batch at a time. Rank 0 follows the service: better schedules are swapped in as
+they come, and no step waits for one. Without `activation_budget_bytes` the first step comes before the profile, so that
+gradients and optimizer state are allocated when the profile counts what a GPU has left.
+
+Every `every` steps the ranks gather what they have measured: scalars for TensorBoard, and op times. If these differ
+from the profile by more than `threshold` twice in a row, the times of the second gathering become the problem on all
+ranks, and the search goes on with it. That takes at most 3 × `every` steps. The service is told which schedules were
+swapped in, and how long a step takes by each."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ from typing import Any, NamedTuple, Protocol
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.executor import StepReport
+from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.measure.drift import WINDOW, Profiler, drift, retimed
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.adoptions import Adoptions
 from optpipe_runtime.service.client import ScheduleClient
-from optpipe_runtime.service.wire import api_key, base_url
+from optpipe_runtime.service.connection import api_key, base_url
 
 log = logging.getLogger("optpipe.follow")
 
-OF_SEARCH = [
+SEARCH_OPTIONS = [
     name
     for name, one in signature(ScheduleClient).parameters.items()
     if one.kind == one.KEYWORD_ONLY and name != "warm_start"
@@ -42,20 +43,37 @@ THRESHOLD = 0.2  # of a stage's F + B + W
 
 
 class Writer(Protocol):
-    """Takes scalars, as torch.utils.tensorboard's SummaryWriter does."""
+    """Takes scalars, as the SummaryWriter of torch.utils.tensorboard does."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Follower:
-    """Trains a pipeline by the schedules of the service at `url`. Making one and `step` are collective, with the same
-    arguments.
+    """Trains a pipeline by the schedules of a service. Making one, `step` and `close` are collective.
 
-    A pipeline that has been profiled goes on from there, with the schedule that it has; else `activation_budget_bytes`
-    and `offload_parts` go to `Pipeline.profile`. `writer`, on rank 0, gets scalars `optpipe/...` for each step: loss,
-    step_ms of the slowest rank, schedule (how many were swapped in) and peak_bytes of each rank; and, whenever the
-    ranks meet, predicted_ms and certified_bytes. `search` goes to `ScheduleClient`: method, objective, time_limit_s,
-    key. Raises `InputError` for arguments that make no sense.
+    Parameters
+    ----------
+    pipe
+        The pipeline. If it has been profiled, it goes on from there, with the schedule that it has.
+    url
+        The address of the service.
+    activation_budget_bytes, offload_parts
+        Passed to `Pipeline.profile`.
+    writer
+        On rank 0: gets scalars `optpipe/...` for each step (loss, step_ms of the slowest rank, schedule, which is how
+        many were swapped in, and peak_bytes of each rank), and predicted_ms and certified_bytes whenever the ranks
+        gather.
+    every
+        After how many steps the ranks gather what they have measured.
+    threshold
+        How far times may change, as a share of a stage's F + B + W, before they become the problem.
+    search
+        Passed to `ScheduleClient`: method, objective, time_limit_s, key.
+
+    Raises
+    ------
+    InputError
+        For an argument that cannot be right.
     """
 
     def __init__(
@@ -71,24 +89,25 @@ class Follower:
     ) -> None:
         if every < 1 or not threshold > 0:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
-        if unknown := sorted(search.keys() - OF_SEARCH):
+        if unknown := sorted(search.keys() - SEARCH_OPTIONS):
             raise InputError(
-                f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes {', '.join(OF_SEARCH)}"
+                f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes "
+                f"{', '.join(SEARCH_OPTIONS)}"
             )
-        api_key(search.get("key"))  # what is wrong with it is said here, not in the first step
+        api_key(search.get("key"))  # raises here, not in the first step
         self._pipe, self._url, self._search = pipe, base_url(url), search
         self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold
         self._profiler = Profiler(pipe, every)
         self._client: ScheduleClient | None = None  # on rank 0
         self._adoptions = Adoptions()
-        self._problem: Problem | None = None  # that it follows
-        self._steps: list[_Seen] = []  # since the ranks last met
+        self._problem: Problem | None = None  # the one that it follows
+        self._steps: list[_Step] = []  # since the ranks last gathered
         self._count = 0
-        self._suspected = False  # the last time that the ranks met, times had drifted
+        self._suspected = False  # whether times had drifted when the ranks last gathered
 
     def step(self, inputs: Any = None, targets: Any = None) -> StepReport:
-        """Collective: `Pipeline.step`, by the best schedule known by now."""
+        """`Pipeline.step`, by the best schedule known by now. Collective."""
         pipe = self._pipe
         if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
             self._profile(inputs, targets)
@@ -102,17 +121,17 @@ class Follower:
         before = pipe.version
         report = pipe.step(inputs, targets, trace=True)
         self._profiler.add(report)
-        self._steps.append(_Seen(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
+        self._steps.append(_Step(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
         self._count += 1
         if report.version != before and pipe.schedule is not None:
             self._adoptions.swapped(report.version, pipe.schedule, self._count)
         if len(self._steps) == self._every:
-            self._meet()
+            self._gather()
         return report
 
     def _follow(self, problem: Problem) -> None:
-        """Another problem than so far: the first, one whose times have drifted, the caller's, or with other
-        micro-batches."""
+        """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
+        number of micro-batches."""
         self._problem, self._suspected = problem, False
         self._profiler = Profiler(self._pipe, self._every)
         self._adoptions.finish()
@@ -122,29 +141,28 @@ class Follower:
             self._client = ScheduleClient(self._url, problem, warm_start=self._pipe.schedule, **self._search)
 
     def _profile(self, inputs: Any, targets: Any) -> None:
-        """The problem, and what runs already as a schedule of it."""
+        """Profiles, and loads again what runs already, as a schedule of the profiled problem."""
         problem = self._pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts)
         if (running := self._pipe.schedule) is not None:
             self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
 
-    def _meet(self) -> None:
-        """Collective: what all ranks have seen since they last met."""
-        told = self._pipe.gather((self._steps, self._profiler.times))
+    def _gather(self) -> None:
+        """Collective: gathers what all ranks have measured since the last time."""
+        by_rank = self._pipe.gather((self._steps, self._profiler.times))
         if self._writer is not None:
-            self._write(self._writer, [seen for seen, _ in told])
-        steps = zip(*(seen for seen, _ in told), strict=True)
-        self._adoptions.measured((seen[0].version, max(own.step_ms for own in seen)) for seen in steps)
+            self._write(self._writer, [steps for steps, _ in by_rank])
+        steps = zip(*(steps for steps, _ in by_rank), strict=True)
+        self._adoptions.measured((ranks[0].version, max(step.step_ms for step in ranks)) for ranks in steps)
         self._steps = []
-        if (
-            self._pipe.problem is not None and not self._pipe.preparing
-        ):  # an offer under way was checked on the problem as it is
-            self._compare(self._pipe.problem, retimed(self._pipe.problem, [times for _, times in told]))
+        # Not while an offer is prepared, which is checked on the problem as it is.
+        if self._pipe.problem is not None and not self._pipe.preparing:
+            self._compare(self._pipe.problem, retimed(self._pipe.problem, [times for _, times in by_rank]))
 
     def _compare(self, problem: Problem, measured: Problem) -> None:
-        """On every rank the same. The schedule that runs stays valid: of the problem only times change."""
+        """The same on every rank. The schedule that runs stays valid, because only times of the problem change."""
         far, before = drift(problem, measured), self._suspected
         self._suspected = far > self._threshold and not before
-        if far <= self._threshold or not before:  # else all these steps are of after the change
+        if far <= self._threshold or not before:  # after two gatherings all these steps come after the change
             return
         self._pipe.problem = measured
         if self._pipe.number == 0:
@@ -154,24 +172,24 @@ class Follower:
                 100 * far,
             )
 
-    def _write(self, writer: Writer, ranks: list[list[_Seen]]) -> None:
+    def _write(self, writer: Writer, by_rank: list[list[_Step]]) -> None:
         plan = self._pipe.plan
-        for k, seen in enumerate(zip(*ranks, strict=True), self._count - len(self._steps) + 1):
-            losses = [loss for own in seen for loss in own.losses]
+        for k, ranks in enumerate(zip(*by_rank, strict=True), self._count - len(self._steps) + 1):
+            losses = [loss for step in ranks for loss in step.losses]
             writer.add_scalar("optpipe/loss", sum(losses) / len(losses), k)
-            writer.add_scalar("optpipe/step_ms", max(own.step_ms for own in seen), k)
-            writer.add_scalar("optpipe/schedule", seen[0].version, k)
-            for rank, own in enumerate(seen):
-                writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", own.peak_bytes, k)
+            writer.add_scalar("optpipe/step_ms", max(step.step_ms for step in ranks), k)
+            writer.add_scalar("optpipe/schedule", ranks[0].version, k)
+            for rank, step in enumerate(ranks):
+                writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", step.peak_bytes, k)
         if plan is not None and self._pipe.problem is not None:
             writer.add_scalar("optpipe/predicted_ms", _predicted_ms(self._pipe.problem, plan.schedule), self._count)
             for rank, peak in enumerate(plan.certificate.device):
                 writer.add_scalar(f"optpipe/rank{rank}/certified_bytes", peak.bytes, self._count)
 
     def close(self) -> None:
-        """Collective: the ranks meet once more, and rank 0 stops following the service."""
+        """Gathers once more, and stops following the service. Collective."""
         if self._steps:
-            self._meet()
+            self._gather()
         self._stop()
 
     def _stop(self) -> None:
@@ -185,13 +203,13 @@ class Follower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # after a failure the other ranks may not come
+        if error is None:  # after a failure other ranks may not take part
             self.close()
         else:
             self._stop()
 
 
-class _Seen(NamedTuple):
+class _Step(NamedTuple):
     """What a rank remembers of a step."""
 
     losses: list[float]
@@ -201,12 +219,12 @@ class _Seen(NamedTuple):
 
 
 def _predicted_ms(problem: Problem, schedule: Schedule) -> float:
-    """How long a step takes by the costs as they are now."""
+    """The time of a step by the costs as they are now."""
     return Schedule(problem, schedule.programs, schedule.links).makespan_ms
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
-    """What needs the least memory and no solver: each micro-batch forward and back before the next."""
+    """The schedule that needs the least memory and no solver: each micro-batch forward and back before the next."""
     programs: list[list[str]] = [[] for _ in problem.devices]
     for j in range(problem.microbatches):
         route = problem.route(j)

@@ -5,34 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import rank_cases
-from rank_worker import Ranks
-from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
+from support.ranks import cases
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
+from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 
 
 def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> None:
-    problem = rank_cases.problem([0, 1], 4)
+    problem = cases.problem([0, 1], 4)
     first, refused, better = (
         replace(Schedule.parse(problem, texts), method=name)
         for texts, name in ((ONE_F_ONE_B, "1f1b"), (SPLIT, "split"), (OFFLOADED, "away"))
     )
-    results = ranks(rank_cases.train_with_offers, placement=[0, 1], first=first, refused_by_one=refused, better=better)
+    results = ranks(cases.train_with_offers, placement=[0, 1], first=first, refused_by_one=refused, better=better)
     (versions, gradients, complaint), (versions1, gradients1, complaint1) = results
     assert complaint == complaint1 == "rank 1: not with me"
     assert versions == versions1, "every rank swaps at the same step"
     assert versions[:9] == [1] * 9
     assert versions[-1] == 2
-    _, (plain,) = rank_cases.plain(2, 4)
+    _, (plain,) = cases.plain(2, 4)
     for before, after in zip(gradients, gradients1, strict=True):
         for name, grad in (before | after).items():
             np.testing.assert_array_equal(grad, plain[name])
 
 
 def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 1], 4), ONE_F_ONE_B)
-    told = ranks(rank_cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)
+    schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
+    told = ranks(cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)
     for rank, sentences in enumerate(told):
         assert sentences[0] == f"stages has [] on rank {rank}: placement puts [{rank}] there"
         assert sentences[1] == "placement[1] = 5: there are 2 ranks, numbered from 0"
@@ -53,18 +53,16 @@ def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
 
 
 def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
-    problem = rank_cases.problem([0, 1], 4)
+    problem = cases.problem([0, 1], 4)
     first, away = Schedule.parse(problem, ONE_F_ONE_B), Schedule.parse(problem, [OFFLOADED[0], ONE_F_ONE_B[1]])
-    for complaint, version, steps in ranks(rank_cases.too_little_host_memory, placement=[0, 1], first=first, away=away):
+    for complaint, version, steps in ranks(cases.too_little_host_memory, placement=[0, 1], first=first, away=away):
         assert complaint.startswith("rank 0: host_memory_bytes = 1000:")
         assert (version, steps) == (1, 10)
 
 
 def test_no_step_after_one_that_failed(ranks: Ranks) -> None:
-    schedule = Schedule.parse(
-        rank_cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]]
-    )
-    said, where = ranks(rank_cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
+    schedule = Schedule.parse(cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
+    said, where = ranks(cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
     assert said == (
         "this pipeline has failed, make a new one: rank 0 was at 1F0: F of stage 1, micro-batch 0: "
         "ValueError: not today"

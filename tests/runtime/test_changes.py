@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_changes
-from rank_changes import Turn
-from rank_worker import Ranks
-from test_executor import ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks import cases, changes
+from support.ranks.changes import Turn
+from support.ranks.programs import ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 
@@ -27,9 +26,9 @@ TRAIN, EVALUATE = Turn(train=True), Turn(train=False)
     ids=["evaluations", "shapes", "freezing"],
 )
 def test_every_turn_is_that_of_a_plain_run(ranks: Ranks, programs: list[list[str]], turns: list[Turn]) -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 1], 4), programs)
-    results = ranks(rank_changes.turns, schedule=schedule, taken=turns)
-    for turn, expected, *found in zip(turns, rank_changes.plain(4, turns), *results, strict=True):
+    schedule = Schedule.parse(cases.problem([0, 1], 4), programs)
+    results = ranks(changes.turns, schedule=schedule, taken=turns)
+    for turn, expected, *found in zip(turns, changes.plain(4, turns), *results, strict=True):
         assert found[1].losses == expected.losses, turn
         assert found[0].means | found[1].means == expected.means, turn
         gradients = found[0].gradients | found[1].gradients

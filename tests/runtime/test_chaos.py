@@ -13,13 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_follow
-import rank_swaps
-from rank_worker import Ranks
 from support import fake_service as fake
 from support.chain import chain, gpipe
 from support.fake_service import by_path, fake_service
+from support.ranks import cases, follow, swaps
+from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 from support.strategies import arranged
 
@@ -44,17 +42,17 @@ CASES = {  # ranks, the rank of each stage, to whom each rank evicts
 def test_random_schedules_swapped_step_by_step(request: pytest.FixtureRequest, case: str) -> None:
     count, placement, peers = CASES[case]
     pool: Ranks = request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[count])
-    problem = rank_cases.problem(placement, MICROBATCHES, peers, offload_parts=2)
+    problem = cases.problem(placement, MICROBATCHES, peers, offload_parts=2)
     pick = random.Random(case).choice
     schedules = [replace(arranged(problem, pick), method=str(k)) for k in range(EACH)]
     for schedule in schedules:
         assert not check(problem, schedule)
         certify(problem, schedule)
     _require_everything(schedules, evicting=any(peer is not None for peer in peers))
-    by_rank = pool(rank_swaps.chaos, placement=placement, schedules=schedules)
+    by_rank = pool(swaps.chaos, placement=placement, schedules=schedules)
     assert [step.method for step in by_rank[0][: EACH // 2]] == [str(k) for k in range(EACH // 2)]
     assert {step.method for step in by_rank[0]} == {str(k) for k in range(EACH)}
-    expected = rank_swaps.plain(len(placement), len(by_rank[0]), MICROBATCHES)
+    expected = swaps.plain(len(placement), len(by_rank[0]), MICROBATCHES)
     for plain, *found in zip(expected, *by_rank, strict=True):
         assert len({step.method for step in found}) == 1, "all ranks run the same schedule"
         np.testing.assert_allclose(found[placement[-1]].losses, plain.losses, rtol=1e-9)
@@ -111,8 +109,8 @@ def test_whatever_the_service_does_the_training_goes_on(
     use_fake_solver(monkeypatch)
     with service(tmp_path) as url:
         _, (losses, versions, _) = ranks(
-            rank_follow.follow, placement=[0, 1], microbatches=MICROBATCHES, url=url, steps=60, every=20
+            follow.follow, placement=[0, 1], microbatches=MICROBATCHES, url=url, steps=60, every=20
         )
-    plain, _ = rank_cases.plain(2, MICROBATCHES, 60)
+    plain, _ = cases.plain(2, MICROBATCHES, 60)
     assert losses == [pytest.approx(sum(own) / MICROBATCHES, rel=1e-4) for own in plain]
     assert service is killed_on_the_way or set(versions) == {1}

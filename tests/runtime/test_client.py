@@ -48,14 +48,16 @@ def jobs_at(url: str) -> list[dict[str, Any]]:
 
 def test_better_schedules_are_offered_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="slow", **QUICK) as client:
-        first = until(client.poll)
-        assert (first.version, first.seq, first.schedule.method) == (1, 1, "naive")
-        second = until(client.poll)
-        assert (second.version, second.seq, second.schedule.method) == (2, 2, "gpipe")
-        assert second.makespan_ms == gpipe(chain()).makespan_ms < first.makespan_ms
-        assert second.schedule.problem == chain()
-        assert client.poll() is None
+        offers = [until(client.poll)]
+        if offers[0].version == 1:  # else the second came before anything was polled
+            assert (offers[0].seq, offers[0].schedule.method) == (1, "naive")
+            offers.append(until(client.poll))
+            assert offers[1].makespan_ms < offers[0].makespan_ms
+        assert (offers[-1].version, offers[-1].seq, offers[-1].schedule.method) == (2, 2, "gpipe")
+        assert offers[-1].makespan_ms == gpipe(chain()).makespan_ms
+        assert offers[-1].schedule.problem == chain()
         until(lambda: client.ended)
+        assert client.poll() is None
     assert news(caplog) == [f"the solver service at {url} has finished its search"]
     assert warnings(caplog) == []
 

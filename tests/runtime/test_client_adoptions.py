@@ -10,7 +10,7 @@ import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe
 from support.fake_service import Answer, Asked, by_path, fake_service, one_after_the_other
-from support.following import QUICK, until, warnings
+from support.following import QUICK, until, until_ended, warnings
 
 from optpipe_runtime.service.client import Offer, ScheduleClient
 
@@ -109,4 +109,4 @@ def test_a_close_does_not_wait_for_a_service_that_is_away(monkeypatch: pytest.Mo
         client.adopted(until(client.poll), 3)
         until(lambda: told(asked))
         client.close()
-        assert not client._thread.is_alive()
+        until_ended(client)

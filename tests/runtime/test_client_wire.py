@@ -12,12 +12,13 @@ import pytest
 from support import fake_service as fake
 from support.chain import chain, gpipe, one_by_one
 from support.fake_service import Answer, Answers, Asked, by_path, fake_service, one_after_the_other
-from support.following import QUICK, news, until, warnings
+from support.following import PATIENT, QUICK, news, until, until_ended, warnings
 
 from optpipe.errors import InputError
 from optpipe_runtime.service.client import Offer, ScheduleClient
-from optpipe_runtime.service.search import longest_answer
-from optpipe_runtime.service.wire import LONGEST_WAIT_S, Backoff, _seconds, api_key, base_url
+from optpipe_runtime.service.connection import LONGEST_WAIT_S, _seconds, api_key, base_url
+from optpipe_runtime.service.outages import Backoff
+from optpipe_runtime.service.remote_search import longest_answer
 
 GOOD_FILE = fake.document(gpipe(chain()))
 TOO_BIG = fake.document(gpipe(chain()))  # for two activations; the problem asked has memory for one
@@ -102,7 +103,10 @@ STREAM = {"Content-Type": "text/event-stream"}
 def test_garbage_is_one_warning(
     answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), backoff_s=(0.01, 10.0)) as client:
+    with (
+        fake_service(by_path(answers)) as (url, _),
+        ScheduleClient(url, chain(), backoff_s=(0.01, 10.0), **PATIENT) as client,
+    ):
         until(lambda: client._search._backoff.failures >= 3)
         assert client.poll() is None
     assert [f" is {word}: " in line for line in warnings(caplog)] == [True]
@@ -287,7 +291,7 @@ def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.Monk
             backoff = Backoff(0.5, 30.0)
             for _ in range(10):
                 await backoff.wait()
-            backoff.forget()
+            backoff.reset()
             await backoff.wait()
             await backoff.wait(40.0)
 
@@ -309,7 +313,7 @@ def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
         until(lambda: asked)
         client.update(chain(), None)
         until(client.poll)
-    assert not client._thread.is_alive()
+    until_ended(client)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +342,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
         with fake_service(by_path({"/jobs": jobs, "/events": events, "/1": GOOD})) as (url, asked):
             with ScheduleClient(url, chain(), key=given, **QUICK) as client:
                 until(lambda: client.ended)
-                assert KEY not in repr(client) + repr(client._wire)
+                assert KEY not in repr(client) + repr(client._connection)
             assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
     assert "does not let this client in: it does not know the API key" in caplog.text
     assert KEY not in caplog.text

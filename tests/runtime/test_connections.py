@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import rank_cases
-import rank_connections
-from rank_worker import Ranks
+from support.ranks import cases, connections
+from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 
-SCHEDULE = Schedule.parse(
-    rank_cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
-)
+SCHEDULE = Schedule.parse(cases.problem([0, 1], 2), [["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
 
 
 def test_pipelines_made_one_after_the_other_leave_no_connections_behind(ranks: Ranks) -> None:
-    for opened in ranks(rank_connections.again, schedule=SCHEDULE, times=6):
+    for opened in ranks(connections.again, schedule=SCHEDULE, times=6):
         assert opened[2] == opened[1]
 
 
 def test_a_conjugate_and_a_negative_arrive_as_what_they_are(ranks: Ranks) -> None:
-    assert ranks(rank_connections.views, schedule=SCHEDULE) == [None, [0.0, 0.0]]
+    assert ranks(connections.views, schedule=SCHEDULE) == [None, [0.0, 0.0]]
 
 
 def test_ranks_that_call_different_methods_are_told_and_do_not_wait(ranks: Ranks) -> None:
-    (first, version), (second, _) = ranks(rank_connections.apart, schedule=SCHEDULE)
+    (first, version), (second, _) = ranks(connections.apart, schedule=SCHEDULE)
     called = [sentence.partition(", and another rank something else")[0] for sentence in (*first, *second)]
     assert (
         called

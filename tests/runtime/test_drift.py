@@ -12,7 +12,7 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_runtime import Profiler
-from optpipe_runtime.execute.executor import OpTime, StepReport
+from optpipe_runtime.execute.report import OpTime, StepReport
 from optpipe_runtime.follow import THRESHOLD
 from optpipe_runtime.measure.drift import drift, retimed
 

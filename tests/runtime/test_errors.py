@@ -4,9 +4,8 @@ wait for it."""
 from __future__ import annotations
 
 import pytest
-import rank_cases
-import rank_errors
-from rank_worker import Ranks
+from support.ranks import cases, errors
+from support.ranks.worker import Ranks
 
 from optpipe.schedule import Schedule
 
@@ -22,8 +21,8 @@ WAITING = "rank 0 was at 0B0: B of stage 0, micro-batch 0, waiting for the gradi
 def test_what_fails_is_named_on_every_rank(
     ranks: Ranks, what: str, failing: int, sentence: str, other: str | None
 ) -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 1], 2), PROGRAMS)
-    told = ranks(rank_errors.told, schedule=schedule, placement=[0, 1], what=what)
+    schedule = Schedule.parse(cases.problem([0, 1], 2), PROGRAMS)
+    told = ranks(errors.told, schedule=schedule, placement=[0, 1], what=what)
     assert told[failing][:2] == ["not today", sentence]
     assert told[1 - failing][0] == f"{sentence}: ValueError: not today"
     assert other is None or other in told[1 - failing]

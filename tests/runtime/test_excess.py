@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import rank_cases
-import rank_excess
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases, excess
+from support.ranks.calls import measured
+from support.ranks.worker import Ranks
 from support.strategies import schedules
-from test_profiler import measured
 
 from optpipe.evaluate.memory import held_bytes
 from optpipe.model.problem import Problem
@@ -23,10 +22,8 @@ PROGRAMS = [
 
 
 def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -> None:
-    more = 2 * rank_excess.ROWS * rank_excess.WIDTH * 4  # bytes: the results of two tanh
-    (problem, reports, told), (_, others, nothing) = ranks(
-        rank_excess.profiled_then_large, programs=PROGRAMS, large=[2]
-    )
+    more = 2 * excess.ROWS * excess.WIDTH * 4  # bytes: the results of two tanh
+    (problem, reports, told), (_, others, nothing) = ranks(excess.profiled_then_large, programs=PROGRAMS, large=[2])
     usual, first, again, swapped = (report.excess for report in reports)
     assert usual is None
     assert first is not None
@@ -59,7 +56,7 @@ def certified(problem: Problem) -> list[int]:
 def test_no_op_holds_more_than_certified(ranks: Ranks, data: Any, where: tuple[Any, Any]) -> None:
     placement, peers = where
     schedule = data.draw(schedules(measured(ranks, placement, peers)))
-    for (report,), _ in ranks(rank_cases.train, placement=placement, schedules=[schedule]):
+    for (report,), _ in ranks(cases.train, placement=placement, schedules=[schedule]):
         assert report.excess is None
         assert all(0 <= time.held_bytes <= time.certified_bytes for time in report.trace)
         assert max(time.held_bytes for time in report.trace) == report.peak_activation_bytes

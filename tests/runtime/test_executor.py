@@ -8,96 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases
+from support.ranks.calls import same
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
+from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.model.ops import COMPUTE
 from optpipe.schedule import Schedule
-
-ONE_F_ONE_B = [
-    ["0F0", "0F1", "0BW0", "0F2", "0BW1", "0F3", "0BW2", "0BW3"],
-    ["1F0", "1BW0", "1F1", "1BW1", "1F2", "1BW2", "1F3", "1BW3"],
-]
-SPLIT = [
-    ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0W0", "0B2", "0W1", "0B3", "0W2", "0W3"],
-    ["1F0", "1B0", "1F1", "1W0", "1B1", "1F2", "1W1", "1B2", "1F3", "1B3", "1W2", "1W3"],
-]
-OFFLOADED = [
-    [
-        "0F0",
-        "0O0",
-        "0D0",
-        "0F1",
-        "0O1",
-        "0F2",
-        "0D1",
-        "0R0",
-        "0B0",
-        "0W0",
-        "0R1",
-        "0F3",
-        "0B1",
-        "0W1",
-        "0B2",
-        "0W2",
-        "0B3",
-        "0W3",
-    ],
-    ["1F0", "1O0", "1D0", "1R0", "1BW0", "1F1", "1O1", "1F2", "1D1", "1R1", "1B1", "1W1", "1BW2", "1F3", "1BW3"],
-]
-RECOMPUTED = [
-    ["0F0", "0F1", "0C0", "0BW0", "0F2", "0BW1", "0F3", "0C2", "0B2", "0W2", "0BW3"],
-    ["1F0", "1C0", "1BW0", "1F1", "1BW1", "1F2", "1BW2", "1F3", "1C3", "1B3", "1W3"],
-]
-V_SHAPED = [  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
-    [
-        "0F0",
-        "0F1",
-        "0O1",
-        "3F0",
-        "0D1",
-        "3B0",
-        "0F2",
-        "3F1",
-        "3W0",
-        "3B1",
-        "0B0",
-        "0R1",
-        "3W1",
-        "3F2",
-        "0W0",
-        "0B1",
-        "3BW2",
-        "0W1",
-        "0BW2",
-    ],
-    ["1F0", "2F0", "1F1", "2F1", "2B0", "1B0", "1F2", "2F2", "2W0", "2B1", "1W0", "1B1", "2W1", "1W1", "2BW2", "1BW2"],
-]
-
-
-def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = True, **stage: Any) -> list[Any]:
-    """Trains one step with each schedule on two ranks and compares with the plain run; returns the ranks' reports."""
-    microbatches = sum(text.startswith("0F") for program in programs[0] for text in program)
-    problem = rank_cases.problem(placement, microbatches, **stage)
-    schedules = [Schedule.parse(problem, texts) for texts in programs]
-    results = ranks(rank_cases.train, placement=placement, schedules=schedules)
-    losses, gradients = rank_cases.plain(len(placement), microbatches, len(programs))
-    for step in range(len(programs)):
-        assert results[placement[-1]][0][step].losses == losses[step]
-        found = {name: grad for _, by_step in results for name, grad in by_step[step].items()}
-        assert found.keys() == gradients[step].keys()
-        for name, grad in found.items():
-            if exact:
-                np.testing.assert_array_equal(grad, gradients[step][name], err_msg=f"step {step}, {name}")
-            else:
-                np.testing.assert_allclose(
-                    grad, gradients[step][name], rtol=1e-4, atol=1e-7, err_msg=f"step {step}, {name}"
-                )
-    return [reports for reports, _ in results]
 
 
 @pytest.mark.parametrize(
@@ -119,14 +40,14 @@ def test_swaps_between_steps_change_nothing(ranks: Ranks) -> None:
 @settings(max_examples=12)
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1], [0, 0]]))
 def test_any_valid_schedule_gives_the_same_sums(ranks: Ranks, data: Any, placement: list[int]) -> None:
-    problem = rank_cases.problem(placement, 3, offload_parts=2)
+    problem = cases.problem(placement, 3, offload_parts=2)
     schedule = data.draw(schedules(problem))
     same(ranks, placement, [[program.texts() for program in schedule.programs]], exact=False, offload_parts=2)
 
 
 def test_tied_embeddings_get_the_sum_of_both_gradients(ranks: Ranks) -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 1], 4), ONE_F_ONE_B)
-    (first, whole), (last, _) = ranks(rank_cases.tied, placement=[0, 1], schedule=schedule)
+    schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
+    (first, whole), (last, _) = ranks(cases.tied, placement=[0, 1], schedule=schedule)
     for step in range(2):
         np.testing.assert_array_equal(first[step]["tied"], last[step]["tied"])
     np.testing.assert_allclose(first[1]["tied"], whole["tied"], rtol=1e-4, atol=1e-7)
@@ -150,17 +71,17 @@ def test_what_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> None:
         ["1F0", "1F1", "1B0", "1W0", "1BW1"],
     ]
     results = ranks(
-        rank_cases.with_branches,
+        cases.with_branches,
         placement=placement,
-        schedule=Schedule.parse(rank_cases.problem(placement, 2), programs),
+        schedule=Schedule.parse(cases.problem(placement, 2), programs),
     )
-    modules = rank_cases.branches()
+    modules = cases.branches()
     for _ in range(2):
-        x: Any = (torch.ones(2, rank_cases.WIDTH),)
+        x: Any = (torch.ones(2, cases.WIDTH),)
         for module in modules:
             x = module(*x)
-        torch.autograd.backward(rank_cases.first_of(x, torch.zeros(2, rank_cases.WIDTH)) / 2)
-    plain = rank_cases.numbers(dict(enumerate(modules)))
+        torch.autograd.backward(cases.first_of(x, torch.zeros(2, cases.WIDTH)) / 2)
+    plain = cases.numbers(dict(enumerate(modules)))
     found = {name: grad for _, gradients in results for name, grad in gradients.items()}
     assert found.keys() == plain.keys() == {f"{s}.layers.0.{name}" for s in range(3) for name in ("weight", "bias")}
     for name, grad in found.items():

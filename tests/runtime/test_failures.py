@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_failures
-from rank_failures import Trouble
-from rank_worker import STARTER, Ranks
+from support.ranks import cases, failures
+from support.ranks.failures import Trouble
+from support.ranks.worker import STARTER, Ranks
 
 from optpipe.schedule import Schedule
 
@@ -30,17 +29,15 @@ def waves(placement: list[int], microbatches: int = 4) -> Schedule:
         programs[rank] += [f"{s}F{j}" for j in range(microbatches)]
     for s, rank in reversed(list(enumerate(placement))):
         programs[rank] += [f"{s}BW{j}" for j in range(microbatches)]
-    return Schedule.parse(rank_cases.problem(placement, microbatches), programs)
+    return Schedule.parse(cases.problem(placement, microbatches), programs)
 
 
 @pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "BW")])
 def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str) -> None:
     placement = PLACES[crew.world]
-    losses, (gradients,) = rank_cases.plain(len(placement), 4)
+    losses, (gradients,) = cases.plain(len(placement), 4)
     for bad in (0, crew.world - 1):
-        told = crew(
-            rank_failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2)
-        )
+        told = crew(failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2))
         s = placement.index(bad)
         at = f"rank {bad} was at {s}{kind}1: {kind} of stage {s}, micro-batch 1"
         for rank, heard in enumerate(told):
@@ -56,7 +53,7 @@ def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str
 
 def test_all_ranks_hear_of_a_stage_that_raises_while_it_is_learned(four_ranks: Ranks) -> None:
     told = four_ranks(
-        rank_failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1)
+        failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1)
     )
     assert told.pop(2).error == "ValueError: not today"
     assert {heard.error for heard in told} == {
@@ -71,21 +68,21 @@ def test_all_others_hear_of_a_rank_that_is_killed(crew: Ranks, where: str) -> No
     for dead in (0, crew.world - 1) if where == "forward" else (crew.world - 1,):
         trouble = Trouble(dead, where, 2, kill=True)
         for heard in crew.survivors(
-            rank_failures.in_trouble, dead, placement=placement, schedule=waves(placement), trouble=trouble
+            failures.in_trouble, dead, placement=placement, schedule=waves(placement), trouble=trouble
         ):
             assert heard.error.startswith(f"OptPipeError: rank {dead} did not answer any more; rank ")
             assert heard.later.startswith(f"this pipeline has failed, make a new one: rank {dead} did not answer")
 
 
 def test_all_ranks_hear_of_one_that_leaves_by_an_error_of_its_own(four_ranks: Ranks) -> None:
-    told = four_ranks(rank_failures.leaving, placement=PLACES[4], schedule=waves(PLACES[4]))
+    told = four_ranks(failures.leaving, placement=PLACES[4], schedule=waves(PLACES[4]))
     assert told.pop(1) == "KeyError: 'data'"
     assert set(told) == {"OptPipeError: rank 1: KeyError: 'data'"}
 
 
 def test_a_mistake_of_one_rank_is_told_on_all(ranks: Ranks) -> None:
     missing = "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
-    first, second = ranks(rank_failures.mistaken, placement=[0, 1])
+    first, second = ranks(failures.mistaken, placement=[0, 1])
     assert first == ["rank 1: stages has [] on rank 1: placement puts [1] there", f"rank 1: {missing}", "2"]
     assert second == ["stages has [] on rank 1: placement puts [1] there", missing, "2"]
 
@@ -105,14 +102,13 @@ def test_what_ranks_give_differently_is_said_and_none_waits(
     ranks: Ranks, different: dict[str, Any], sentence: str
 ) -> None:
     assert (
-        ranks(rank_failures.apart, placement=[0, 1], different=different)
-        == [f"{sentence}: every rank gives the same"] * 2
+        ranks(failures.apart, placement=[0, 1], different=different) == [f"{sentence}: every rank gives the same"] * 2
     )
 
 
 def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
     assert (
-        ranks(rank_failures.measured_apart, placement=[0, 1])
+        ranks(failures.measured_apart, placement=[0, 1])
         == ["repeats is 1 on rank 0 and 2 on rank 1: every rank gives the same"] * 2
     )
 
@@ -128,7 +124,7 @@ def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
     ],
 )
 def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> None:
-    assert ranks(rank_failures.grouped, placement=[0, 1], how=how) == [sentence] * 2
+    assert ranks(failures.grouped, placement=[0, 1], how=how) == [sentence] * 2
 
 
 @pytest.mark.parametrize(
@@ -142,12 +138,12 @@ def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> 
 )
 def test_what_one_rank_gives_wrongly_is_told_on_all(ranks: Ranks, different: dict[str, Any], here: str) -> None:
     what = "TypeError: " if "callable" in here else ""
-    assert ranks(rank_failures.apart, placement=[0, 1], different=different) == [f"rank 1: {what}{here}", here]
+    assert ranks(failures.apart, placement=[0, 1], different=different) == [f"rank 1: {what}{here}", here]
 
 
 def test_no_step_after_the_end_of_torch_distributed(tmp_path: Path) -> None:
     own = Ranks(STARTER, 2, tmp_path)
-    told = own(rank_failures.shut_down, placement=[0, 1], schedule=waves([0, 1]))
+    told = own(failures.shut_down, placement=[0, 1], schedule=waves([0, 1]))
     own.close()
     assert (
         told
@@ -157,5 +153,5 @@ def test_no_step_after_the_end_of_torch_distributed(tmp_path: Path) -> None:
 
 
 def test_no_step_after_the_end(ranks: Ranks) -> None:
-    told = ranks(rank_failures.closed, placement=[0, 1], schedule=waves([0, 1]))
+    told = ranks(failures.closed, placement=[0, 1], schedule=waves([0, 1]))
     assert told == ["step was called after close: this pipeline has ended, make a new one"] * 2

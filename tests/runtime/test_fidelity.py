@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rank_worker import Ranks
+from support.ranks.worker import Ranks
 
 from optpipe_cli import bench_runtime, demo
 from optpipe_runtime.bench import fidelity

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_cases
-import rank_follow
-from rank_worker import Ranks
 from support import fake_service as fake
 from support.chain import gpipe
 from support.fake_service import Answer, Asked, fake_service
+from support.ranks import cases, follow
+from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
@@ -29,9 +28,9 @@ NOWHERE = "http://127.0.0.1:1"
 def test_without_a_service_it_trains_as_a_plain_run_and_tells_all(ranks: Ranks) -> None:
     steps, every = 6, 4
     (_, versions, scalars), (losses, _, none) = ranks(
-        rank_follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=steps, every=every
+        follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=steps, every=every
     )
-    plain, _ = rank_cases.plain(2, M, steps)
+    plain, _ = cases.plain(2, M, steps)
     assert losses == [pytest.approx(sum(own) / M) for own in plain]
     assert versions == [1] * steps
     assert none == {}
@@ -50,29 +49,29 @@ def test_what_the_service_finds_is_swapped_in(ranks: Ranks, tmp_path: Path, monk
     use_fake_solver(monkeypatch)
     with running(settings_in(tmp_path)) as (url, _):
         (_, versions, _), (losses, _, _) = ranks(
-            rank_follow.follow, placement=[0, 1], microbatches=M, url=url, steps=500, every=1000, until=2
+            follow.follow, placement=[0, 1], microbatches=M, url=url, steps=5000, every=10_000, until=2
         )
-    plain, _ = rank_cases.plain(2, M, len(losses))
+    plain, _ = cases.plain(2, M, len(losses))
     assert losses == [pytest.approx(sum(own) / M, rel=1e-4) for own in plain]
     assert (versions[0], versions[-1]) == (1, 2)
 
 
 def test_what_runs_before_the_profile_runs_on(ranks: Ranks) -> None:
     (_, versions, _), (losses, _, _) = ranks(
-        rank_follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=2, every=4, begun=True
+        follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=2, every=4, begun=True
     )
-    plain, _ = rank_cases.plain(2, M, 2)
+    plain, _ = cases.plain(2, M, 2)
     assert losses == [pytest.approx(sum(own) / M) for own in plain]
     assert versions == [2, 2], "the same programs, as a schedule of the measured problem"
 
 
 def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
-    assert ranks(rank_follow.compiled) == [True, True]
+    assert ranks(follow.compiled) == [True, True]
 
 
 def test_the_loop_of_the_page(ranks: Ranks) -> None:
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
-    (profiled, problem), (_, other) = ranks(rank_follow.script, text=page.split("```python\n")[2].split("```")[0])
+    (profiled, problem), (_, other) = ranks(follow.script, text=page.split("```python\n")[2].split("```")[0])
     assert problem == other
     assert [(stage.activation_bytes, stage.offload_ms) for stage in problem.stages] == [
         (stage.activation_bytes, stage.offload_ms) for stage in profiled.stages
@@ -126,7 +125,7 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
         posed,
         asked,
     ):
-        results = ranks(rank_follow.slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
+        results = ranks(follow.slows_down, url=url, microbatches=M, every=every, calm=calm, slow=slow, factor=1.5)
     (versions, problems), (_, others) = results
     assert problems == others, "on every rank at the same step"
     assert problems[0] == problems[calm - 1], "noise alone is no drift"
@@ -156,7 +155,7 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
 
 def test_the_service_hears_of_another_number_of_microbatches(ranks: Ranks) -> None:
     with answering(lambda problem, number: one_at_a_time(problem)) as (url, posed, _):
-        _, losses = ranks(rank_follow.regroups, url=url, microbatches=M, then=M // 2)
+        _, losses = ranks(follow.regroups, url=url, microbatches=M, then=M // 2)
     assert losses == [pytest.approx(losses[0])] * 4
     assert [body["problem"]["microbatches"] for body in posed] == [M, M // 2]
 
@@ -182,14 +181,14 @@ def test_a_key_that_is_none_is_said_at_once() -> None:
 
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0)])
 def test_one_at_a_time_needs_one_activation_wherever_stages_are(placement: tuple[int, ...]) -> None:
-    problem = rank_cases.problem(placement, M)
+    problem = cases.problem(placement, M)
     schedule = one_at_a_time(problem)
     assert check(problem, schedule) == []
     assert [peak.bytes for peak in certify(problem, schedule).device] == [100 * len(placement) // 2] * 2
 
 
 def test_one_at_a_time_on_two_routes() -> None:
-    problem = rank_cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
+    problem = cases.problem((0, 1, 1, 0), M).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[0, 1, 1, 0])
     assert check(problem, one_at_a_time(problem)) == []
 
 

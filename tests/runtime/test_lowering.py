@@ -3,75 +3,36 @@ a sentence."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
-import rank_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks.channels import run_by_hand
 from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute import lowering
-from optpipe_runtime.execute.lowering import AHEAD, Message, Plan, prepare
+from optpipe_runtime.lowering import prepare as preparing
+from optpipe_runtime.lowering.actions import AHEAD
+from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
 
 PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0]]
 
 
-def run_by_hand(plans: list[Plan]) -> dict[int, int]:
-    """Executes all ranks' communication over first-in, first-out channels; returns the most messages that a rank had
-    waiting."""
-    channels: dict[tuple[int, int], deque[Message]] = {}
-    posted: list[dict[tuple[int, int], list[Message]]] = [{} for _ in plans]
-    arrived: list[set[Message]] = [set() for _ in plans]
-    heads, most = [0] * len(plans), dict.fromkeys(range(len(plans)), 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank, plan in enumerate(plans):
-            while heads[rank] < len(plan.actions):
-                action = plan.actions[heads[rank]]
-                for message, source in action.post:
-                    waiting = posted[rank].setdefault((source, rank), [])
-                    if message not in waiting and message not in arrived[rank]:
-                        waiting.append(message)
-                for pair, waiting in posted[rank].items():
-                    while waiting and channels.get(pair):
-                        sent, expected = channels[pair].popleft(), waiting.pop(0)
-                        assert sent == expected, f"rank {pair[1]} takes {expected} for what is {sent}"
-                        arrived[rank].add(sent)
-                most[rank] = max(most[rank], len(arrived[rank]) + sum(map(len, posted[rank].values())))
-                if action.receives and action.receives not in arrived[rank]:
-                    break
-                arrived[rank].discard(action.receives)
-                if action.sends is not None:
-                    assert action.to is not None
-                    if action.to == rank:
-                        arrived[rank].add(action.sends)
-                    else:
-                        channels.setdefault((rank, action.to), deque()).append(action.sends)
-                heads[rank] += 1
-                moved = True
-    assert heads == [len(plan.actions) for plan in plans], "ranks wait for each other"
-    assert not any(channels.values())
-    assert not any(arrived)
-    return most
-
-
 @settings(max_examples=150)
 @given(st.data(), st.sampled_from(PLACEMENTS), st.integers(1, 4))
 def test_messages_match_in_any_valid_schedule(data: Any, placement: list[int], microbatches: int) -> None:
-    problem = rank_cases.problem(placement, microbatches, offload_parts=2)
+    problem = cases.problem(placement, microbatches, offload_parts=2)
     schedule = data.draw(schedules(problem))
     run_by_hand([prepare(schedule, rank, Layout.of(problem)) for rank in range(max(placement) + 1)])
 
 
 def test_few_receives_wait_where_the_order_is_plain() -> None:
-    problem = rank_cases.problem([0, 1], 6)
+    problem = cases.problem([0, 1], 6)
     forwards = [f"0F{j}" for j in range(6)]
     programs = [forwards + [f"0BW{j}" for j in range(6)], [f"1{kind}{j}" for j in range(6) for kind in ("F", "BW")]]
     most = run_by_hand([prepare(Schedule.parse(problem, programs), rank, Layout.of(problem)) for rank in range(2)])
@@ -79,14 +40,14 @@ def test_few_receives_wait_where_the_order_is_plain() -> None:
 
 
 def test_receives_are_posted_in_the_senders_order() -> None:
-    problem = rank_cases.problem([0, 1], 2)
+    problem = cases.problem([0, 1], 2)
     programs = [["0F1", "0F0", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]]
     plan = prepare(Schedule.parse(problem, programs), 1, Layout.of(problem))
     assert [message.microbatch for message, _ in plan.actions[0].post] == [1, 0]
 
 
 def test_what_the_host_holds_at_once_is_counted() -> None:
-    problem = rank_cases.problem([0], 2, offload_parts=2)
+    problem = cases.problem([0], 2, offload_parts=2)
     texts = [
         "0F0",
         "0O0",
@@ -122,22 +83,22 @@ FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]
     ],
 )
 def test_what_cannot_run_here_is_refused(programs: Any, placement: list[int], microbatches: int, sentence: str) -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 1], 1), programs)
+    schedule = Schedule.parse(cases.problem([0, 1], 1), programs)
     with pytest.raises(ScheduleError, match=sentence):
         prepare(schedule, 0, Layout.make(placement, microbatches))
 
 
 def test_a_schedule_must_fit_what_was_measured_here() -> None:
-    schedule = Schedule.parse(rank_cases.problem([0, 1], 1), FINE)
-    larger = rank_cases.problem([0, 1], 1, activation_bytes=10**10)
+    schedule = Schedule.parse(cases.problem([0, 1], 1), FINE)
+    larger = cases.problem([0, 1], 1, activation_bytes=10**10)
     with pytest.raises(ScheduleError, match="device 0 needs 10000000000 bytes during 0F0 and has 1000000000"):
         prepare(schedule, 0, Layout.make([0, 1], 1), larger)
 
 
 def test_an_op_that_the_executor_has_no_code_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = rank_cases.problem([0, 1], 1)
+    problem = cases.problem([0, 1], 1)
     schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1C0", "1BW0"]])
-    monkeypatch.setattr(lowering, "RUNS", (Kind.F, Kind.BW))
+    monkeypatch.setattr(preparing, "RUNS", (Kind.F, Kind.BW))
     for rank in range(2):
         with pytest.raises(ScheduleError, match=r"^1C0 in the program of device 1: this executor runs F, BW, not C$"):
             prepare(schedule, rank, Layout.of(problem))

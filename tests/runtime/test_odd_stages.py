@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from odd_stages import AT_B, BATCH, STAGES, WIDTH, Of, linear
+from support.ranks.odd_stages import AT_B, BATCH, STAGES, WIDTH, Of, linear
 from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.executor import cut
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory.pool import HostPool, Link
+from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 
@@ -85,7 +87,7 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
 
     exactly = name not in USED_TWICE and (name not in OTHER_KERNELS or way != "recomputed")
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+    learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
     stage.start_step((), 1)
     torch.manual_seed(3)
     for j, x in enumerate(inputs):
@@ -100,7 +102,7 @@ def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None
             stage.recompute(j)
         elif way == "offloaded":
             stage.reload(j, 0)
-        gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in stage.passages[0].answered)
+        gradients = tuple(torch.ones(spec.shape, dtype=spec.dtype) for spec in stage.io[0].output_gradients)
         require_same(stage.backward(j, gradients, split)[0], dx, exactly)
         if split:
             assert stage.at_b == AT_B.get(name, set())
@@ -117,7 +119,7 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
     stage = StageRunner(0, STAGES["adds in place at entry"](), CPU, link, HostPool(CPU))
     batch = torch.zeros(2 * BATCH, 8, WIDTH)
     microbatches = cut(batch, 2, "inputs")
-    stage.learn(microbatches[0])
+    learn(stage, microbatches[0])
     assert torch.equal(batch, torch.zeros_like(batch))
     stage.start_step((batch,), 1)
     for j, inputs in enumerate(microbatches):
@@ -125,7 +127,7 @@ def test_a_batch_that_is_changed_in_place_is_changed_once(recompute: bool, link:
     for j in range(2):
         if recompute:
             stage.recompute(j)
-        stage.backward(j, (torch.ones(stage.passages[0].outputs[0].shape),), split=False)
+        stage.backward(j, (torch.ones(stage.io[0].outputs[0].shape),), split=False)
     assert torch.equal(batch, torch.ones_like(batch))
 
 
@@ -135,7 +137,7 @@ def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: bool
         0, linear(), CPU, link, HostPool(CPU), (lambda y, target: functional.mse_loss(y, target.add_(1)), 1.0)
     )
     x, target = torch.zeros(BATCH, 8, WIDTH), torch.zeros(BATCH, 8, WIDTH)
-    stage.learn((x,), (target,))
+    learn(stage, (x,), (target,))
     assert torch.equal(target, torch.zeros_like(target))
     stage.start_step((x, target), 1)
     stage.forward(0, (x,), (target,), recompute=recompute)
@@ -150,7 +152,7 @@ def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
     stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
     batch = torch.zeros(4 * BATCH, 8, WIDTH)
     x = batch[:BATCH]
-    stage.learn((x,))
+    learn(stage, (x,))
     stage.start_step((batch,), 1)
     (y,) = stage.forward(0, (x,), recompute=recompute)
     assert y.untyped_storage().nbytes() == x.nbytes, "the next stage would hold, and move, the whole batch"
@@ -162,7 +164,7 @@ def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
 def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], link: Link) -> None:
     stage = StageRunner(0, linear(), CPU, link, HostPool(CPU), (loss, 1.0))
     with pytest.raises(InputError, match=r"^(the loss requires no gradient|loss_fn must return a tensor)"):
-        stage.learn((torch.zeros(BATCH, WIDTH),), ())
+        learn(stage, (torch.zeros(BATCH, WIDTH),), ())
 
 
 def test_a_batch_whose_gradient_nobody_would_compute_is_refused() -> None:
@@ -176,7 +178,7 @@ def test_a_stage_that_cannot_be_learned_keeps_its_state(link: Link) -> None:
     module = nn.Sequential(nn.BatchNorm1d(8), linear())
     stage = StageRunner(0, module, CPU, link, HostPool(CPU), (lambda y: y.detach().sum(), 1.0))
     with pytest.raises(InputError, match=r"^the loss requires no gradient"):
-        stage.learn((torch.ones(BATCH, 8, WIDTH),), ())
+        learn(stage, (torch.ones(BATCH, 8, WIDTH),), ())
     assert module[0].num_batches_tracked == 0
     assert torch.equal(module[0].running_mean, torch.zeros(8))  # type: ignore[arg-type]
 
@@ -184,13 +186,13 @@ def test_a_stage_that_cannot_be_learned_keeps_its_state(link: Link) -> None:
 def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(link: Link) -> None:
     module, x, ones = linear(), torch.zeros(BATCH, 8, WIDTH), torch.ones(BATCH, 8, WIDTH)
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    stage.learn((x,))
+    learn(stage, (x,))
     stage.start_step((x,), 1)
     module.requires_grad_(False)
     stage.forward(0, (x,))
     stage.backward(0, (ones,), split=False)
     assert module.weight.grad is None
-    stage.learn((x,))
+    learn(stage, (x,))
     module.requires_grad_(True)
     with pytest.raises(InputError, match=r"^stage 0 needs a gradient that it did not need at the start"):
         stage.forward(0, (x,))
@@ -200,8 +202,8 @@ def test_a_gradient_that_nobody_waits_for_is_no_silent_loss(link: Link) -> None:
     """An input that the stage did not use when it was learned, and uses now."""
     uses = False
     stage = StageRunner(0, Of(lambda f, x, y: f(x) + y if uses else f(x), linear()), CPU, link, HostPool(CPU))
-    stage.learn((torch.zeros(BATCH, WIDTH, requires_grad=True), torch.zeros(BATCH, WIDTH, requires_grad=True)))
-    assert stage.passages[0].asked == (0,)
+    learn(stage, (torch.zeros(BATCH, WIDTH, requires_grad=True), torch.zeros(BATCH, WIDTH, requires_grad=True)))
+    assert stage.io[0].asked == (0,)
     uses = True
     stage.start_step((), 1)
     stage.forward(0, (torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)))

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_optimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases
+from support.ranks import optimizer as rank_optimizer
+from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.errors import ScheduleError
@@ -32,7 +32,7 @@ for program, stage in zip(WAVE, (2, 3), strict=True):
 
 
 def problem(placement: list[int], microbatches: int = M) -> Problem:
-    return rank_cases.problem(placement, microbatches, **ON_HOST)
+    return cases.problem(placement, microbatches, **ON_HOST)
 
 
 def wave() -> Schedule:

@@ -6,24 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fake_cuda
 import pytest
-import rank_cases
 import torch
-from test_streams import CPU, CUDA, SHAPE, Unordered
+from support.ranks import cases, fake_cuda
+from support.ranks.fake_cuda import CPU, CUDA, SHAPE, Unordered
 
-from optpipe_runtime.execute.optimizer import HostOptimizer
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory import pool
-from optpipe_runtime.memory.pool import HostPool, Link, StreamEngine
+from optpipe_runtime.execute.host_optimizer import HostOptimizer
+from optpipe_runtime.memory import link as link_module
+from optpipe_runtime.memory.engines import StreamEngine
+from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
 
 
-class Desk:
+class Immediate:
     """Works at once; what the host waits for is in the past of all that it enqueues."""
 
     start = end = None
 
-    def run(self, work: Callable[[], object]) -> Desk:
+    def run(self, work: Callable[[], object]) -> Immediate:
         work()
         return self
 
@@ -46,8 +48,8 @@ class Careless(HostOptimizer):
 
     def gradients_out(self) -> Any:
         found = super().gradients_out()
-        for shared in self._shared:
-            shared.leaving = None
+        for entry in self._parameters:
+            entry.leaving = None
         torch.zeros(1)  # whoever allocates next
         return found
 
@@ -58,11 +60,11 @@ def races(kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine,
         simulation = fake_cuda.Races(monkeypatch)
         compute = simulation._compute
         monkeypatch.setattr(fake_cuda.Event, "synchronize", lambda event: compute.wait_event(event), raising=False)
-        monkeypatch.setattr(pool, "engine", lambda device: engine(CUDA))
+        monkeypatch.setattr(link_module, "copy_engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
-        stage = StageRunner(0, rank_cases.Block(), CPU, link, HostPool(CPU))
-        stage.learn((torch.zeros(SHAPE, requires_grad=True),))
-        host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Desk())
+        stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
+        learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
+        host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Immediate())
         with simulation:
             for _ in range(3):
                 stage.start_step((), 1)

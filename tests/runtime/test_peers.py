@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rank_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases
+from support.ranks.calls import same
+from support.ranks.worker import Ranks
 from support.strategies import schedules
-from test_executor import same
 
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
@@ -35,7 +35,7 @@ def test_same_bits_as_plain_autograd(ranks: Ranks) -> None:
 def test_any_valid_schedule_gives_the_same_sums(
     ranks: Ranks, data: Any, placement: list[int], peers: list[int | None]
 ) -> None:
-    schedule = data.draw(schedules(rank_cases.problem(placement, 3, peers, offload_parts=2)))
+    schedule = data.draw(schedules(cases.problem(placement, 3, peers, offload_parts=2)))
     same(
         ranks,
         placement,
@@ -49,10 +49,10 @@ def test_any_valid_schedule_gives_the_same_sums(
 def test_what_is_evicted_lies_on_the_peer(ranks: Ranks) -> None:
     """Three of the first rank's activations at once without eviction; with it two at most, the others beside the peer's
     own."""
-    problem: Problem = ranks(rank_cases.measure, placement=[0, 1], microbatches=4, offload_parts=1, peers=[1, None])[0]
+    problem: Problem = ranks(cases.measure, placement=[0, 1], microbatches=4, offload_parts=1, peers=[1, None])[0]
     stays = [[text for text in program if text[1] not in "EDLAV"] for program in BPIPE]
     evicting, plain = Schedule.parse(problem, BPIPE), Schedule.parse(problem, stays)
-    results = ranks(rank_cases.train, placement=[0, 1], schedules=[evicting, plain])
+    results = ranks(cases.train, placement=[0, 1], schedules=[evicting, plain])
     for rank, ((found, other), _) in enumerate(results):
         assert found.peak_activation_bytes <= certify(problem, evicting).device[rank].bytes
         assert other.peak_activation_bytes <= certify(problem, plain).device[rank].bytes
@@ -64,7 +64,7 @@ def test_what_is_evicted_lies_on_the_peer(ranks: Ranks) -> None:
 
 
 def test_a_pipeline_without_that_peer_refuses() -> None:
-    problem = rank_cases.problem([0, 1], 4, [1, None])
+    problem = cases.problem([0, 1], 4, [1, None])
     schedule = Schedule.parse(problem, BPIPE)
     assert any(op.kind == Kind.E for op in schedule.programs[0].ops())
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Host memory is allocated once, exactly as much as is needed, and locked for as long as it is there; a lane keeps its
-order to the end."""
+"""Host memory is allocated once, exactly as much as is needed, and locked for as long as it is there; an engine keeps
+its order to the end."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rank_cases
-import rank_links
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases, links
+from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.memory.pool import PAGE, HostMemory, HostPool, Link, OnHost, ThreadEngine
+from optpipe_runtime.memory.engines import ThreadEngine
+from optpipe_runtime.memory.host_pool import PAGE, HostMemory, HostPool, OnHost
+from optpipe_runtime.memory.link import Link
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -27,9 +28,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
     """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what
     is used is what was reserved."""
-    problem = rank_cases.problem(placement, 3, offload_parts=2)
+    problem = cases.problem(placement, 3, offload_parts=2)
     chosen: list[Schedule] = [data.draw(schedules(problem)) for _ in range(4)]
-    for allocated, used, reserved in ranks(rank_links.allocations, schedules=chosen, steps=10):
+    for allocated, used, reserved in ranks(links.allocations, schedules=chosen, steps=10):
         assert allocated == 0
         assert used == reserved
 
@@ -38,15 +39,15 @@ def test_copies_cross_pages_and_nothing_is_lost() -> None:
     link, pool = Link(CPU, False), HostPool(CPU)
     sizes = [1, PAGE["cpu"] - 1, 3 * PAGE["cpu"], 0, 7, 2 * PAGE["cpu"] + 5]
     pieces = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
-    carrier = OnHost(link, pool)
-    (out,) = carrier.away(pieces)
+    destination = OnHost(link, pool)
+    (out,) = destination.take_out(pieces)
     out.wait()
     assert pool.peak_bytes == pool.size(sum(sizes)) == 7 * PAGE["cpu"]
-    homes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    (back,) = carrier.back(homes)
+    targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    (back,) = destination.bring_back(targets)
     back.wait()
-    assert all(map(torch.equal, pieces, homes))
-    carrier.end()
+    assert all(map(torch.equal, pieces, targets))
+    destination.release()
     assert pool.take(7 * PAGE["cpu"]), "given back"
     link.close()
 
@@ -87,8 +88,8 @@ def test_what_comes_after_a_failed_transfer_fails() -> None:
     """It would run out of turn."""
     lane, done = ThreadEngine(), []
     first, second = lane.run(lambda: 1 / 0), lane.run(lambda: done.append(1))
-    for ticket in (first, second):
+    for handle in (first, second):
         with pytest.raises(ZeroDivisionError):
-            ticket.wait()
+            handle.wait()
     assert done == []
     lane.close()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases, profile
+from support.ranks.calls import measured
+from support.ranks.worker import Ranks
 from support.strategies import schedules
 
 from optpipe.model.problem import Problem
@@ -22,7 +21,7 @@ M = 3
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_measured_bytes_are_the_certified_ones(ranks: Ranks, parts: int) -> None:
-    results = ranks(rank_cases.profiled, placement=[0, 1], microbatches=M, offload_parts=parts)
+    results = ranks(cases.profiled, placement=[0, 1], microbatches=M, offload_parts=parts)
     assert results[0][0] == results[1][0], "every rank has the same problem"
     problem = Problem.from_json(results[0][0])
     for rank, (_, (away, again, here), _) in enumerate(results):
@@ -31,12 +30,12 @@ def test_measured_bytes_are_the_certified_ones(ranks: Ranks, parts: int) -> None
         assert 0 < stage.saved_for_weight_bytes <= stage.activation_bytes
         assert 0.5 * stage.activation_bytes < (stage.offload_bytes or 0) <= stage.activation_bytes
         for report, split, recompute in ((away, parts, False), (again, 0, True), (here, 0, False)):
-            schedule = Schedule.parse(problem, [rank_cases.one_at_a_time(s, M, split, recompute) for s in range(2)])
+            schedule = Schedule.parse(problem, [cases.one_at_a_time(s, M, split, recompute) for s in range(2)])
             certificate = certify(problem, schedule)
             assert report.peak_activation_bytes <= certificate.device[rank].bytes
             assert report.host_peak_bytes >= certificate.host[rank].bytes
         assert here.peak_activation_bytes == M * stage.activation_bytes
-        assert stage.checkpoint_bytes == (0 if rank == 0 else 2 * rank_cases.LENGTH * rank_cases.WIDTH * 4), (
+        assert stage.checkpoint_bytes == (0 if rank == 0 else 2 * cases.LENGTH * cases.WIDTH * 4), (
             "what came from the stage before"
         )
         assert again.peak_activation_bytes == (M - 1) * stage.checkpoint_bytes + stage.activation_bytes
@@ -45,12 +44,12 @@ def test_measured_bytes_are_the_certified_ones(ranks: Ranks, parts: int) -> None
 
 
 def test_profiling_leaves_gradients_alone(ranks: Ranks) -> None:
-    for _, _, gradients in ranks(rank_cases.profiled, placement=[0, 1], microbatches=M):
+    for _, _, gradients in ranks(cases.profiled, placement=[0, 1], microbatches=M):
         assert all(np.all(gradient == 1) for gradient in gradients.values())
 
 
 def test_times_are_measured(ranks: Ranks) -> None:
-    problem = Problem.from_json(ranks(rank_cases.profiled, placement=[0, 1], microbatches=M)[0][0])
+    problem = Problem.from_json(ranks(cases.profiled, placement=[0, 1], microbatches=M)[0][0])
     assert problem.p2p_ms > 0
     for stage in problem.stages:
         times = (
@@ -67,7 +66,7 @@ def test_times_are_measured(ranks: Ranks) -> None:
 @pytest.mark.parametrize("host_memory_bytes", [0, 10**4])
 def test_a_host_too_small_for_an_activation_offloads_nothing(ranks: Ranks, host_memory_bytes: int) -> None:
     problem, _ = ranks(
-        rank_cases.measure, placement=[0, 1], microbatches=M, offload_parts=2, host_memory_bytes=host_memory_bytes
+        cases.measure, placement=[0, 1], microbatches=M, offload_parts=2, host_memory_bytes=host_memory_bytes
     )
     assert [device.host_memory_bytes for device in problem.devices] == [host_memory_bytes] * 2
     assert not any(stage.can_offload for stage in problem.stages)
@@ -82,17 +81,8 @@ def test_no_schedule_holds_more_than_certified(
     problem = measured(ranks, placement, peers)
     schedule = data.draw(schedules(problem))
     certificate = certify(problem, schedule)
-    for rank, ((report,), _) in enumerate(ranks(rank_cases.train, placement=placement, schedules=[schedule])):
+    for rank, ((report,), _) in enumerate(ranks(cases.train, placement=placement, schedules=[schedule])):
         assert 0.3 * certificate.device[rank].bytes < report.peak_activation_bytes <= certificate.device[rank].bytes
-
-
-@cache
-def measured(ranks: Ranks, placement: tuple[int, ...], peers: tuple[int | None, ...]) -> Problem:
-    problem: Problem = ranks(rank_cases.measure, placement=placement, microbatches=M, offload_parts=2, peers=peers)[0]
-    for stage in problem.stages:
-        assert stage.can_evict == (peers[stage.device] is not None)
-        assert not stage.can_evict or (stage.offload_bytes or 0) <= (stage.evict_bytes or 0) <= stage.activation_bytes
-    return problem
 
 
 # Measured while the others are at it
@@ -105,40 +95,40 @@ def inside(spans: list[tuple[float, float]], others: list[tuple[float, float]]) 
 
 
 def test_a_rank_with_quick_copies_goes_on_until_the_slow_one_has_done(ranks: Ranks) -> None:
-    (measured, quick, _), (_, slow, _) = ranks(rank_profile.copies, placement=[0, 1], copy_s=[0.002, 0.02])
+    (measured, quick, _), (_, slow, _) = ranks(profile.copies, placement=[0, 1], copy_s=[0.02, 0.2])
     here, there = measured.stages[0]["offload_ms"], measured.stages[1]["offload_ms"]
     assert here.count > 2 * there.count >= 6
-    assert 2 <= here.ms < there.ms >= 20
+    assert 20 <= here.ms < there.ms >= 200
     measuring = slow[-2 * there.count :]  # there and back, without the warm-up
-    assert inside(measuring, quick) > 0.6
+    assert inside(measuring, quick) > 0.5
 
 
 def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
-    results = ranks(rank_profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], full_duplex=True)
-    for measured, out, back in results:
-        assert measured.problem.transfer_mode == "full_duplex"
+    results = ranks(profile.copies, placement=[0, 1], copy_s=[0.05, 0.05], full_duplex=True)
+    for found, out, back in results:
+        assert found.problem.transfer_mode == "full_duplex"
         beside = [any(a < d and c < b for c, d in out) for a, b in back]
         assert sum(beside) >= len(back) - 1, "but for the last, which brings home what is still away"
-        for times in measured.stages:
-            assert times["offload_ms"].ms >= 5
-            assert times["reload_ms"].ms >= 5
+        for times in found.stages:
+            assert times["offload_ms"].ms >= 50
+            assert times["reload_ms"].ms >= 50
 
 
 def test_ranks_that_take_turns_on_a_link_do_so_here(ranks: Ranks) -> None:
     (measured, first, _), (_, second, _) = ranks(
-        rank_profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], links=["a", "a"]
+        profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], links=["a", "a"]
     )
     assert first[-1][1] <= second[0][0]
     assert all(times["offload_ms"].count >= 3 for times in measured.stages)
 
 
 def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
-    measured, _ = ranks(rank_profile.two_routes, loss_s=0.04)
+    measured, _ = ranks(profile.two_routes, loss_s=0.1)
     first, both, last = (stage.forward_ms for stage in measured.problem.stages)
-    assert last >= 40
-    assert 10 <= both < 0.7 * last, "one of four micro-batches ends there"
+    assert last >= 100
+    assert 25 <= both < 0.7 * last, "one of four micro-batches ends there"
     assert first < 0.5 * last
 
 
 def test_a_batch_that_is_changed_in_place_is_profiled_by_copies(ranks: Ranks) -> None:
-    assert ranks(rank_profile.changing_the_batch) == [True, True]
+    assert ranks(profile.changing_the_batch) == [True, True]

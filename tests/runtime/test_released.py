@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory.pool import HostPool, Link
+from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 36 << 20, 4  # bytes, and how many of them a forward saves
@@ -50,7 +52,7 @@ def test_each_op_takes_and_gives_back_what_it_says(link: Link) -> None:
     pool = HostPool(CPU)
     stage = StageRunner(0, Large(), CPU, link, pool)
     x = torch.ones(BLOCK // 4)
-    stage.learn((x[:2048].clone().requires_grad_(),))
+    learn(stage, (x[:2048].clone().requires_grad_(),))
     stage.start_step((x,), BLOCKS)
     stage.forward(0, (x[:2048].clone(),))
     stage.backward(0, (torch.ones(()),), split=False)  # torch loads what it needs
@@ -68,14 +70,14 @@ def test_each_op_takes_and_gives_back_what_it_says(link: Link) -> None:
     stage.forward(0, (x.requires_grad_(),))
     require(BLOCKS, 0, "F")
     for k in range(BLOCKS):
-        for ticket in stage.offload(0, k):
-            ticket.wait()
+        for handle in stage.offload(0, k):
+            handle.wait()
         require(BLOCKS - k, k + 1, f"O.{k}")
         stage.drop(0, k)
         require(BLOCKS - k - 1, k + 1, f"D.{k}")
     for k in range(BLOCKS):
-        for ticket in stage.reload(0, k):
-            ticket.wait()
+        for handle in stage.reload(0, k):
+            handle.wait()
         require(k + 1, BLOCKS, f"R.{k}")
     stage.backward(0, (torch.ones(()),), split=False)
     require(0, BLOCKS, "B")

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_routes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_worker import Ranks
+from support.ranks import cases
+from support.ranks import routes as rank_routes
+from support.ranks.channels import run_by_hand
+from support.ranks.worker import Ranks
 from support.strategies import schedules
-from test_lowering import run_by_hand
 
 from optpipe.errors import ScheduleError
 from optpipe.model.problem import Problem
@@ -32,7 +32,7 @@ def problems(draw: Any, placements: tuple[tuple[int, ...], ...]) -> Problem:
     first, second = draw(st.permutations(stages)), draw(st.permutations(stages))
     routes = [first[: draw(st.integers(1, len(first)))], second]
     chosen = draw(st.lists(st.integers(0, 1), min_size=M, max_size=M))
-    problem = rank_cases.problem(placement, M, offload_parts=2)
+    problem = cases.problem(placement, M, offload_parts=2)
     return problem.replace(routes=routes, microbatch_routes=chosen, overlap_factor=draw(st.sampled_from([None, 0.8])))
 
 
@@ -82,7 +82,7 @@ def test_routes_that_cannot_be_are_refused(ranks: Ranks) -> None:
 
 
 def test_a_schedule_with_other_routes_is_refused() -> None:
-    problem = rank_cases.problem([0, 1, 1, 0], 1).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[1])
+    problem = cases.problem([0, 1, 1, 0], 1).replace(routes=[[0, 1], [2, 3]], microbatch_routes=[1])
     schedule = Schedule.parse(problem, [["3F0", "3BW0"], ["2F0", "2BW0"]])
     with pytest.raises(ScheduleError, match=r"sends micro-batch 0 over stages \[2, 3\], this pipeline over \[0, 1\]"):
         prepare(schedule, 0, Layout.make([0, 1, 1, 0], 1, [[0, 1], [2, 3]], [0]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optpipe_runtime.execute.split import Splitting, WeightQueue
+from optpipe_runtime.stage.split import Splitting, WeightQueue
 
 WORDS = torch.tensor([[1, 2, 1, 0], [3, 3, 0, 1]])
 

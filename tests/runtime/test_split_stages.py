@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import rank_split
 import torch
-from odd_stages import AT_B, BATCH, WIDTH, Delaying, Of, linear, slope
-from rank_worker import Ranks
+from support.ranks import split as rank_split
+from support.ranks.odd_stages import AT_B, BATCH, WIDTH, Delaying, Of, linear, slope
+from support.ranks.worker import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.split import modules, register_split
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory.pool import HostPool, Link
+from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
+from optpipe_runtime.stage.split import modules, register_split
 
 CPU = torch.device("cpu")
 BYTES = BATCH * 8 * WIDTH * 4  # of what passes between two stages
@@ -38,7 +40,7 @@ def batches(count: int) -> list[Tensor]:
 
 def runner(module: nn.Module, link: Link) -> StageRunner:
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
-    stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+    learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
     stage.start_step((), 1)
     return stage
 
@@ -232,7 +234,7 @@ def test_a_derivative_through_a_split_graph_is_refused(link: Link) -> None:
     """Its second half would be lost, and nobody would know."""
     stage = StageRunner(0, Of(slope, nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh())), CPU, link, HostPool(CPU))
     with pytest.raises(InputError, match=r"^a gradient is to be differentiated again, through conv1d"):
-        stage.learn((torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
+        learn(stage, (torch.zeros(BATCH, 8, WIDTH, requires_grad=True),))
 
 
 class Block(nn.Module):
@@ -261,7 +263,7 @@ def held(stage: StageRunner) -> tuple[int, int]:
 
 def test_what_norms_would_add(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     _, without = held(runner(Block(), link))
-    monkeypatch.setattr("optpipe_runtime.execute.stage.would_hold", lambda _: 0)
+    monkeypatch.setattr("optpipe_runtime.stage.learn.would_hold", lambda _: 0)
     stage = runner(Block(), link)
     _, with_them = held(stage)
     assert stage.at_b == set()
@@ -309,7 +311,7 @@ def test_a_weight_that_changes_after_its_use_is_told(layer: Callable[[], nn.Modu
         return y
 
     stage = runner(Of(run, layer()), link)
-    stage._norms = True
+    stage.norms_wait = True
     stage.forward(0, (batches(1)[0],))
     with pytest.raises(
         InputError, match=r"^a tensor of shape \[64.*\] was changed in place after it was saved for the backward"
@@ -328,7 +330,7 @@ def test_pipelines_in_two_threads_have_their_own_weight_gradients() -> None:
         plain = copy.deepcopy(module)
         stage = runner(module, own)
         x = batches(1)
-        both.wait(20)
+        both.wait(120)
         for _ in range(100):
             module.zero_grad()
             run(stage, orders[kind], x)

@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import rank_cases
 import torch
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ranks import cases
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory.pool import PAGE, HostPool, Link
-from optpipe_runtime.memory.store import OffloadedError, balance
+from optpipe_runtime.memory.activation import OffloadedError, balance
+from optpipe_runtime.memory.host_pool import PAGE, HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
-SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
+SHAPE = (2, cases.LENGTH, cases.WIDTH)
 
 
 @pytest.fixture(params=[False, True], ids=["half duplex", "full duplex"])
@@ -36,7 +38,7 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
 def make(module: nn.Module, link: Link, parts: int = 1, limit: int | None = None) -> tuple[StageRunner, HostPool]:
     pool = HostPool(CPU, limit)
     stage = StageRunner(0, module, CPU, link, pool)
-    stage.learn((torch.zeros(SHAPE, requires_grad=True),))
+    learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
     stage.start_step((), parts)
     return stage, pool
 
@@ -49,7 +51,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("split", [True, False])
 def test_out_and_back_changes_no_bit(link: Link, parts: int, split: bool) -> None:
     torch.manual_seed(1)
-    module, x, dy = rank_cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
+    module, x, dy = cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
     plain = x.clone().requires_grad_()
     torch.autograd.backward(module(plain), dy)
     expected = gradients(module)
@@ -81,7 +83,7 @@ def test_out_and_back_changes_no_bit(link: Link, parts: int, split: bool) -> Non
 
 
 def test_the_received_input_is_freed_too(link: Link) -> None:
-    stage, _ = make(nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH), link)
+    stage, _ = make(nn.Linear(cases.WIDTH, cases.WIDTH), link)
     x = torch.randn(SHAPE)
     memory = StorageWeakRef(x.untyped_storage())
     stage.forward(0, (x,))
@@ -103,7 +105,7 @@ def test_an_input_that_nothing_saved_does_not_stay(link: Link) -> None:
 
 
 def test_using_what_is_offloaded_raises(link: Link) -> None:
-    stage, _ = make(rank_cases.Block(), link)
+    stage, _ = make(cases.Block(), link)
     stage.forward(0, (torch.randn(SHAPE),))
     stage.offload(0, 0)
     stage.drop(0, 0)
@@ -116,7 +118,7 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH)
+        self.inner = nn.Linear(cases.WIDTH, cases.WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = torch.exp(x)
@@ -126,8 +128,8 @@ class Remembering(nn.Module):
 
 def test_what_others_hold_is_found(link: Link) -> None:
     stage, pool = make(Remembering(), link)
-    assert stage.passages[0].stuck == {0}
-    assert stage.passages[0].leaving == (0,)
+    assert stage.io[0].shared_blocks == {0}
+    assert stage.io[0].block_bytes == (0,)
     stage.forward(0, (torch.randn(SHAPE),))
     held = stage.held_bytes(0)
     stage.offload(0, 0)
@@ -137,7 +139,7 @@ def test_what_others_hold_is_found(link: Link) -> None:
 
 
 def test_parameters_buffers_and_views_of_them_are_no_activations(link: Link) -> None:
-    norm = nn.BatchNorm1d(rank_cases.LENGTH).eval()
+    norm = nn.BatchNorm1d(cases.LENGTH).eval()
     stage, _ = make(norm, link)
     stage.forward(0, (torch.randn(SHAPE),))
     x_bytes = torch.zeros(SHAPE).nbytes
@@ -145,7 +147,7 @@ def test_parameters_buffers_and_views_of_them_are_no_activations(link: Link) -> 
 
 
 def test_a_parameter_frozen_beside_live_ones_and_no_gradient_at_all(link: Link) -> None:
-    module = nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH)
+    module = nn.Linear(cases.WIDTH, cases.WIDTH)
     module.weight.requires_grad_(False)
     stage, _ = make(module, link)
     stage.forward(0, (torch.randn(SHAPE),))
@@ -158,7 +160,7 @@ def test_a_parameter_frozen_beside_live_ones_and_no_gradient_at_all(link: Link) 
 
 def test_recompute_draws_the_same_random_numbers(link: Link) -> None:
     torch.manual_seed(5)
-    module, x, dy = rank_cases.Block(dropout=0.5), torch.randn(SHAPE), torch.randn(SHAPE)
+    module, x, dy = cases.Block(dropout=0.5), torch.randn(SHAPE), torch.randn(SHAPE)
     stage, _ = make(module, link)
 
     def run(recompute: bool) -> tuple[Tensor, list[Tensor]]:
@@ -217,7 +219,7 @@ def test_what_unequal_parts_of_a_gpt_lose(link: Link, blocks: int, parts: int, l
     smallest."""
     size = gpt.Size()
     stage = StageRunner(0, nn.Sequential(*(gpt.Block(size) for _ in range(blocks))), CPU, link, HostPool(CPU))
-    stage.learn((torch.zeros(size.sequences, size.context, size.width, requires_grad=True),))
+    learn(stage, (torch.zeros(size.sequences, size.context, size.width, requires_grad=True),))
     sizes = stage.part_bytes(parts)
     assert 1 - parts * min(sizes) / sum(sizes) == pytest.approx(lost, abs=0.001)
 
@@ -226,7 +228,7 @@ def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = rank_cases.Block()
+            self.block = cases.Block()
 
         def forward(self, x: Tensor) -> Any:
             return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
@@ -244,7 +246,7 @@ def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
 
 
 def test_nothing_stays_after_a_step(link: Link) -> None:
-    stage, _ = make(rank_cases.Block(), link)
+    stage, _ = make(cases.Block(), link)
     gc.collect()
     gc.disable()
     try:
@@ -266,7 +268,7 @@ class Changing(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.register_buffer("scale", torch.ones(rank_cases.WIDTH))
+        self.register_buffer("scale", torch.ones(cases.WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.exp(x)
@@ -322,9 +324,9 @@ class LastMoment:
 def test_drops_and_backwards_wait_for_the_copies(link: Link) -> None:
     slow = Link(CPU, False)
     slow.close()
-    slow.down, slow.up = LastMoment(), LastMoment()
+    slow.out, slow.back = LastMoment(), LastMoment()
     torch.manual_seed(1)
-    module, x, dy = rank_cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
+    module, x, dy = cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
     results = []
     for way in (link, slow):
         module.zero_grad()
@@ -339,7 +341,7 @@ def test_drops_and_backwards_wait_for_the_copies(link: Link) -> None:
 
 
 def test_an_output_that_the_stage_saved_leaves_as_a_copy(link: Link) -> None:
-    module = nn.Sequential(nn.Linear(rank_cases.WIDTH, rank_cases.WIDTH), nn.ReLU())  # saves its own output
+    module = nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), nn.ReLU())  # saves its own output
     stage, _ = make(module, link)
     (y,) = stage.forward(0, (torch.randn(SHAPE),))
     held, before = stage.held_bytes(0), y.clone()

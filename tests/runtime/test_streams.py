@@ -1,27 +1,28 @@
-"""The engine, the carrier and the store of a GPU, on simulated streams: no schedule lets a copy and a computation race
-for memory."""
+"""The copy engine, the host destination and the activations of a GPU, on simulated streams: no schedule lets a copy and
+a computation race for memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import rank_cases
 import torch
-from fake_cuda import Races
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import cases
+from support.ranks.fake_cuda import CPU, CUDA, SHAPE, Races, Unordered
 from support.strategies import schedules
 
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute import stage as stage_module
-from optpipe_runtime.execute.stage import StageRunner
-from optpipe_runtime.memory import pool
-from optpipe_runtime.memory.pool import HostPool, Link, OnHost, StreamEngine
+from optpipe_runtime.memory import link as link_module
+from optpipe_runtime.memory.engines import StreamEngine
+from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.stage import runner
+from optpipe_runtime.stage.learn import learn
+from optpipe_runtime.stage.runner import StageRunner
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-SHAPE = (2, rank_cases.LENGTH, rank_cases.WIDTH)
 AWAY = [
     "0F0",
     "0O0",
@@ -40,17 +41,17 @@ AWAY = [
     "0R1.1",
     "0BW1",
 ]
-PROBLEM = rank_cases.problem([0], 3, offload_parts=2)
+PROBLEM = cases.problem([0], 3, offload_parts=2)
 
 
 def races(ops: list[Op], full_duplex: bool, engine: Any = StreamEngine) -> list[str]:
     """What raced while a stage ran these ops, twice: the second time host pages are used again."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulation = Races(monkeypatch)
-        monkeypatch.setattr(pool, "engine", lambda device: engine(CUDA))
+        monkeypatch.setattr(link_module, "copy_engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
-        stage = StageRunner(0, rank_cases.Block(), CPU, link, HostPool(CPU))
-        stage.learn((torch.zeros(SHAPE, requires_grad=True),))
+        stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
+        learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
         stage.start_step((), 2)
         with simulation:
             for op in ops * 2:
@@ -88,21 +89,13 @@ def test_no_schedule_races(data: Any, full_duplex: bool) -> None:
     assert races(schedule.programs[0].ops(), full_duplex) == []
 
 
-class Unordered(StreamEngine):
-    """Copies begin whenever they like."""
-
-    def run(self, work: Any) -> Any:
-        self._stream.wait_stream = lambda other: None  # type: ignore[method-assign]
-        return super().run(work)
-
-
 class Unawaited(StreamEngine):
     """Nobody waits for a copy."""
 
     def run(self, work: Any) -> Any:
-        ticket = super().run(work)
-        ticket.wait = lambda: None  # type: ignore[method-assign]
-        return ticket
+        handle = super().run(work)
+        handle.wait = lambda: None  # type: ignore[method-assign]
+        return handle
 
 
 @pytest.mark.parametrize("full_duplex", [False, True])
@@ -119,17 +112,17 @@ def test_the_simulation_sees_what_is_not_ordered(engine: Any, raced: str, full_d
 class Hasty(OnHost):
     """Gives its pages back when the copy has begun, not when it has ended."""
 
-    def back(self, homes: Any) -> Any:
-        tickets = super().back(homes)
-        super().end()
-        return tickets
+    def bring_back(self, targets: Any) -> Any:
+        handles = super().bring_back(targets)
+        super().release()
+        return handles
 
-    def end(self) -> None:
+    def release(self) -> None:
         pass
 
 
 def test_the_simulation_sees_pages_given_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_module, "OnHost", Hasty)
+    monkeypatch.setattr(runner, "OnHost", Hasty)
     ops = [Op.parse(text) for text in AWAY]
     assert "copy_.default and copy_.default" in races(ops, full_duplex=True)
     assert races(ops, full_duplex=False) == [], "one lane has an order of its own"

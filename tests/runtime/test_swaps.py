@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_swaps
-from rank_worker import Ranks
+from support.ranks import cases, swaps
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
+from support.ranks.worker import Ranks
 from support.strategies import arranged
-from test_executor import OFFLOADED, ONE_F_ONE_B, SPLIT
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.lowering import Plan, prepare
-from optpipe_runtime.measure.pace import Pace
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.swap.step_times import StepTimes
 
 PLACEMENTS = {2: [0, 1, 1, 0], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 PEERS = {2: [1, 0], 3: [2, None, 0], 4: [3, 2, 1, 0]}
@@ -35,7 +35,7 @@ OPS = {
 
 
 def schedules(texts: dict[str, list[list[str]]]) -> dict[str, Schedule]:
-    problem = rank_cases.problem([0, 1], 4)
+    problem = cases.problem([0, 1], 4)
     return {name: replace(Schedule.parse(problem, programs), method=name) for name, programs in texts.items()}
 
 
@@ -49,7 +49,7 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
     """Wherever it does: gradients, running means, random numbers and losses are as if it had never been tried."""
     pool: Ranks = request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[count])
     placement, chance = PLACEMENTS[count], random.Random(count)
-    problem = rank_cases.problem(placement, 4, PEERS[count], offload_parts=2)
+    problem = cases.problem(placement, 4, PEERS[count], offload_parts=2)
     if count < 4:  # ranks 0 and 1 share a host link
         problem = problem.replace(
             devices=[d.model_copy(update={"link": "a" if k < 2 else None}) for k, d in enumerate(problem.devices)]
@@ -64,7 +64,7 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
         ]
         rank, where = chance.choice(calls)
         nth = [o for owner, o in calls if owner == rank].index(where) + 1
-        outcomes = pool(rank_swaps.undone, placement=placement, first=first, bad=bad, rank=rank, op=op, nth=nth)
+        outcomes = pool(swaps.undone, placement=placement, first=first, bad=bad, rank=rank, op=op, nth=nth)
         for outcome in outcomes:
             assert (outcome.method, outcome.version) == ("first", 3)
             assert outcome.found.losses == outcome.expected.losses
@@ -78,14 +78,14 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
 
 def test_without_a_schedule_before_the_step_is_undone_and_said_so(ranks: Ranks) -> None:
     made = schedules({"first": ONE_F_ONE_B, "second": SPLIT})
-    told = ranks(rank_swaps.nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
+    told = ranks(swaps.nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
     expected = (
         "rank 1 was at 1F1: F of stage 1, micro-batch 1: OutOfMemoryError: too much; the step is undone, and "
         "there is no schedule to go "
         "back to: load one that needs less memory"
     )
     assert [(complaint, untouched) for complaint, untouched, _ in told] == [(expected, True)] * 2
-    assert told[1][2] == rank_swaps.plain(2, 1, 4)[0].losses
+    assert told[1][2] == swaps.plain(2, 1, 4)[0].losses
 
 
 # Slower
@@ -94,7 +94,7 @@ def test_without_a_schedule_before_the_step_is_undone_and_said_so(ranks: Ranks) 
 def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: Ranks) -> None:
     made = schedules({"quick": ONE_F_ONE_B, "slow": OFFLOADED, "better": SPLIT})
     ms = {"quick": 10.0, "slow": 11.0, "better": 9.0}
-    (ran, logged), (ran1, _) = ranks(rank_swaps.paced, placement=[0, 1], schedules=made, ms=ms)
+    (ran, logged), (ran1, _) = ranks(swaps.paced, placement=[0, 1], schedules=made, ms=ms)
     assert ran == ran1
     first, back = ran.index("slow"), ran.index("quick", ran.index("slow"))
     assert back - first in (6, 11), "five measured steps, or ten, and the first, which is not"
@@ -117,7 +117,7 @@ def test_all_ranks_go_back_from_a_schedule_that_is_measured_to_be_slower(ranks: 
 def paced(before: list[float], after: list[float]) -> int | None:
     """After how many steps of the new schedule the old one is taken again."""
     old, new = _plans()
-    pace = Pace()
+    pace = StepTimes()
     pace.swapped(old, comparable=False)
     for ms in before:
         assert pace.add(ms) is None
@@ -160,7 +160,7 @@ def test_the_same_schedule_under_noise_is_seldom_left() -> None:
 
 
 def test_what_a_swap_costs_is_measured(ranks: Ranks) -> None:
-    first, second = ranks(rank_swaps.costs, placement=[0, 1], schedule=schedules({"first": OFFLOADED})["first"])
+    first, second = ranks(swaps.costs, placement=[0, 1], schedule=schedules({"first": OFFLOADED})["first"])
     assert first == second
     assert first.swaps == 3
     assert 0 < first.outside_ms < first.step_ms
@@ -174,8 +174,8 @@ def test_what_a_swap_costs_is_measured(ranks: Ranks) -> None:
 def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
     made = [_in_turn(m) for m in (4, 2, 12, 6)]
     unfit = _in_turn(5)
-    (first, last) = ranks(rank_swaps.recut, placement=[0, 1], schedules=made, unfit=unfit)
-    plain = {str(m): rank_swaps.plain(2, 1, m)[0] for m in (4, 2, 12, 6)}
+    (first, last) = ranks(swaps.recut, placement=[0, 1], schedules=made, unfit=unfit)
+    plain = {str(m): swaps.plain(2, 1, m)[0] for m in (4, 2, 12, 6)}
     assert [step.method for step in first.steps[:4]] == ["4", "2", "12", "6"]
     for run in (first, last):
         assert run.counts == [int(step.method) for step in run.steps]
@@ -203,10 +203,10 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
 def test_where_the_host_has_too_little_for_it_the_schedule_before_runs_on(ranks: Ranks) -> None:
     few, many = _in_turn(2), _in_turn(12)
     _, (method, losses, _) = told = ranks(
-        rank_swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2
+        swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2
     )
     assert method == "2"
-    assert losses == rank_swaps.plain(2, 1, 2)[0].losses
+    assert losses == swaps.plain(2, 1, 2)[0].losses
     assert any("replaces 12, which ran out of memory: rank 0: host_memory_bytes = " in line for line in told[0][2])
 
 
@@ -217,4 +217,4 @@ def _in_turn(microbatches: int) -> Schedule:
         away = [f"{s}{op}{j}" for j in range(0, microbatches, 2) for op in ("O", "D")]
         back = [op for j in range(microbatches) for op in ([f"{s}R{j}"] if j % 2 == 0 else []) + [f"{s}BW{j}"]]
         texts.append([f"{s}F{j}" for j in range(microbatches)] + away + back)
-    return replace(Schedule.parse(rank_cases.problem([0, 1], microbatches), texts), method=str(microbatches))
+    return replace(Schedule.parse(cases.problem([0, 1], microbatches), texts), method=str(microbatches))

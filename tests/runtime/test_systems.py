@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_systems
-from rank_systems import Outcome
-from rank_worker import Ranks
+from support.ranks import cases as rank_cases
+from support.ranks import systems as rank_systems
+from support.ranks.systems import Outcome
+from support.ranks.worker import Ranks
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op, Pair
@@ -74,7 +74,7 @@ def test_every_system_trains_as_a_plain_run(
 ) -> None:
     call: Ranks = request.getfixturevalue(pool)
     found = cases(call.world, microbatches)
-    by_rank = call(rank_systems.run_all, timeout=180, schedules=[case.schedule for case in found])
+    by_rank = call(rank_systems.run_all, schedules=[case.schedule for case in found])
     plain = {layout: rank_systems.plain(layout) for layout in {case.layout for case in found}}
     for case, *outcomes in zip(found, *by_rank, strict=True):
         require_same(case, outcomes, plain[case.layout])

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_cases
-import rank_replicas
-import rank_training
 import torch
-from rank_training import Habits
-from rank_worker import Ranks
 from support.pages import DOCS
-from test_executor import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks import cases, replicas
+from support.ranks import training as rank_training
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks.training import Habits
+from support.ranks.worker import Ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.schedule import Schedule
@@ -31,7 +30,7 @@ EXAMPLES = ["examples/train_gpt_plain.py", "examples/train_gpt.py"]
 
 def parsed(*programs: list[list[str]], placement: tuple[int, ...] = (0, 1)) -> list[Schedule]:
     m = sum(text.startswith("0F") for program in programs[0] for text in program)
-    return [Schedule.parse(rank_cases.problem(placement, m), program) for program in programs]
+    return [Schedule.parse(cases.problem(placement, m), program) for program in programs]
 
 
 def close(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-4, atol: float = 1e-7) -> None:
@@ -45,7 +44,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
     """Those of a plain run over the whole batch, with the float32 sums in another order; and the replicas' schedules
     may differ."""
     schedules = [parsed(ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED), parsed(SPLIT, SPLIT, RECOMPUTED, OFFLOADED)]
-    results = four_ranks(rank_replicas.replicated, schedules=schedules, how=how)
+    results = four_ranks(replicas.replicated, schedules=schedules, how=how)
     _, gradients, _ = rank_training.plain(2, 8, steps=4)
     for step in range(4):
         for ranks in ((0, 1), (2, 3)):
@@ -55,7 +54,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
 def test_replicas_without_a_wrapper_train_apart(four_ranks: Ranks) -> None:
     """Each to the bit as a plain run over its own half of the batch."""
     schedules = [parsed(SPLIT, OFFLOADED), parsed(OFFLOADED, SPLIT)]
-    results = four_ranks(rank_replicas.replicated, schedules=schedules, how="alone")
+    results = four_ranks(replicas.replicated, schedules=schedules, how="alone")
     for replica in range(2):
         losses, gradients, _ = rank_training.plain(2, 4, steps=2, replica=replica)
         first, last = results[2 * replica : 2 * replica + 2]
@@ -81,9 +80,9 @@ def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
     """Neither a profile, evaluations, accumulation, a tie, unused layers nor buffers; what it adds is no activation."""
     how, options = WRAPPERS[wrapper]
     (schedule,) = parsed(OFFLOADED)
-    alone = four_ranks(rank_replicas.odds, schedule=schedule, how="alone")
-    results = four_ranks(rank_replicas.odds, schedule=schedule, how=how, **options)
-    gradients, norm, clipped = rank_replicas.plain_odds(8)
+    alone = four_ranks(replicas.odds, schedule=schedule, how="alone")
+    results = four_ranks(replicas.odds, schedule=schedule, how=how, **options)
+    gradients, norm, clipped = replicas.plain_odds(8)
     for rank, seen in enumerate(results):
         assert seen.sizes == alone[rank].sizes
         assert seen.norm == pytest.approx(norm, rel=1e-5)
@@ -97,7 +96,7 @@ def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
 def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
     """Nor swap or learn together: what they exchange, they exchange once a step at its ends."""
     (first,), (better,) = parsed(ONE_F_ONE_B), parsed(OFFLOADED)
-    results = four_ranks(rank_replicas.uneven, first=first, better=better)
+    results = four_ranks(replicas.uneven, first=first, better=better)
     assert [versions[-1] for versions, *_ in results] == [2, 2, 1, 1]
     for rank, (_, found, made) in enumerate(results):
         layers = len({name.split(".")[1] for name in found[0]})
@@ -110,7 +109,7 @@ def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
 
 def test_a_communication_hook_of_ddp_reduces_each_gradient_once_a_step(four_ranks: Ranks) -> None:
     (schedule,) = parsed(SPLIT)
-    for seen, numbers in four_ranks(rank_replicas.hooked, schedule=schedule, steps=3):
+    for seen, numbers in four_ranks(replicas.hooked, schedule=schedule, steps=3):
         assert sum(seen) == 3 * numbers
 
 
@@ -119,17 +118,17 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
     how, options = WRAPPERS[wrapper]
     (first,), (larger,) = parsed(ONE_F_ONE_B), parsed(SPLIT)
     options = {name: value for name, value in options.items() if name != "find_unused_parameters"}
-    results = four_ranks(rank_replicas.undone, first=first, larger=larger, how=how, **options)
+    results = four_ranks(replicas.undone, first=first, larger=larger, how=how, **options)
     assert [versions for versions, _ in results] == [[1, 3], [1, 3], [1, 2], [1, 2]]
-    modules = dict(enumerate(rank_cases.make_stages(2)))
-    for x, y in zip(*(part.chunk(8) for part in rank_cases.batch(1, 8)), strict=True):
-        torch.autograd.backward(rank_cases.loss_fn(modules[1](modules[0](x)), y) / 8)
+    modules = dict(enumerate(cases.make_stages(2)))
+    for x, y in zip(*(part.chunk(8) for part in cases.batch(1, 8)), strict=True):
+        torch.autograd.backward(cases.loss_fn(modules[1](modules[0](x)), y) / 8)
     for ranks in ((0, 1), (2, 3)):
-        close(results[ranks[0]][1] | results[ranks[1]][1], rank_replicas.gradients(modules))
+        close(results[ranks[0]][1] | results[ranks[1]][1], replicas.gradients(modules))
 
 
 def test_who_loses_a_replica_is_told(ranks: Ranks) -> None:
-    (told,) = ranks.survivors(rank_replicas.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
+    (told,) = ranks.survivors(replicas.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
     assert "another replica has failed, or the exchange with it" in told
 
 
@@ -144,7 +143,7 @@ def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
         "DistributedDataParallel with find_unused",
     ]
     (schedule,) = parsed(SPLIT)
-    for rank, told in enumerate(four_ranks(rank_replicas.refused, schedule=schedule)):
+    for rank, told in enumerate(four_ranks(replicas.refused, schedule=schedule)):
         names = {"s": rank % 2, "a": rank // 2 * 2, "b": rank // 2 * 2 + 1}
         for message, part in zip(told, parts, strict=True):
             assert message.startswith(part.format(**names))
@@ -205,7 +204,7 @@ def gpipe(placement: list[int], m: int) -> Schedule:
         programs.append(
             [f"{s}F{j}" for s in own for j in range(m)] + [f"{s}BW{j}" for s in reversed(own) for j in range(m)]
         )
-    return Schedule.parse(rank_cases.problem(placement, m), programs)
+    return Schedule.parse(cases.problem(placement, m), programs)
 
 
 def test_a_checkpoint_is_resumed_on_another_placement(ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
@@ -289,13 +288,13 @@ def test_the_pages_diff_is_that_of_the_examples() -> None:
     assert len(list(filter(None, added))) == 10
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_both_examples_print_the_same_losses_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     runs = [subprocess.Popen([*torchrun, str(DOCS.parent / name), "--steps", "3"], **pipes) for name in EXAMPLES]
-    said = [run.communicate(timeout=220) for run in runs]
+    said = [run.communicate(timeout=560) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
     plain, ours = ([float(loss) for loss in re.findall(r"step \d: loss (\S+)", out)] for out, _ in said)
     assert len(plain) == 3

@@ -11,7 +11,7 @@ from torch import nn
 
 from optpipe.errors import InputError
 from optpipe_runtime.measure import profiler
-from optpipe_runtime.measure.trial import Spread, Times
+from optpipe_runtime.measure.trial import OpTimer, Spread
 
 
 class Ticking:
@@ -29,7 +29,7 @@ class Ticking:
 
 def test_median_and_interquartile_range() -> None:
     clock: Any = Ticking(0, 1, 10, 12, 20, 23, 30, 34, 40, 90)
-    times = Times(clock)
+    times = OpTimer(clock)
     for _ in range(5):
         with times.of("forward_ms"):
             pass
@@ -45,12 +45,12 @@ def test_one_measurement_has_no_spread() -> None:
 
 
 def test_copies_of_all_parts_add_up_and_an_empty_part_takes_no_time() -> None:
-    def ticket(start: float, end: float) -> Any:
+    def handle(start: float, end: float) -> Any:
         return SimpleNamespace(start=start, end=end)
 
     clock: Any = Ticking()
-    times = Times(clock)
-    times.copies("offload_ms", [[ticket(1, 2), ticket(2, 5)], [], [ticket(8, 9)]])
+    times = OpTimer(clock)
+    times.copies("offload_ms", [[handle(1, 2), handle(2, 5)], [], [handle(8, 9)]])
     assert times.spreads()["offload_ms"] == Spread(5.0, 0.0, 1)
 
 

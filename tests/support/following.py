@@ -1,4 +1,4 @@
-"""What tests of the client have in common: short waits, and what its log says."""
+"""What tests of the client have in common: options, waits for events, and what its log says."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ from typing import Any, TypeVar
 
 import pytest
 
-QUICK: dict[str, Any] = {"backoff_s": (0.02, 0.1), "read_timeout_s": 2.0}
+from optpipe_runtime.service.client import ScheduleClient
+
+# The service answers in its own time, and is asked again at once if it fails.
+PATIENT: dict[str, Any] = {"connect_timeout_s": 60.0, "read_timeout_s": 60.0}
+QUICK: dict[str, Any] = {"backoff_s": (0.02, 0.1), **PATIENT}
 
 T = TypeVar("T")
 
 
-def until(look: Callable[[], T | None], within_s: float = 20.0) -> T:
+def until(look: Callable[[], T | None], within_s: float = 120.0) -> T:
+    """What `look` returns once that is true."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if found := look():
             return found
         time.sleep(0.01)
     raise AssertionError("it did not happen in time")
+
+
+def until_ended(client: ScheduleClient) -> None:
+    """Waits for the client's thread, after `close`."""
+    client._thread.join(120)
+    assert not client._thread.is_alive()
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

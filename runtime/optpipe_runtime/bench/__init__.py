@@ -1,0 +1,1 @@
+"""What `optpipe bench runtime` and `optpipe bench gpu` measure."""

@@ -1,8 +1,7 @@
-"""Does a pipeline do what `simulate` predicted? Profiles, runs schedules of many kinds, and puts what was measured
-beside it.
+"""Compares what a pipeline does with what `simulate` predicted, for schedules of many kinds.
 
-On two models: stages whose ops and copies take a given time and no processor (`paced`), so that ranks may outnumber
-cores; and the GPT of the demo, trained for real. Started by torchrun, for `optpipe bench runtime`.
+It uses two models: stages whose ops and copies take a given time and no processor (`paced`), so that there may be more
+ranks than cores; and the GPT of the demo, which is really trained. `optpipe bench runtime` starts it by torchrun.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from optpipe.model.placement import Placement, Shape
 from optpipe_runtime.bench import paced
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
-from optpipe_runtime.execute.executor import StepReport
+from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.measure.trial import Spread
 from optpipe_runtime.pipeline import Pipeline
 
@@ -35,8 +34,8 @@ WARM_UP = 2  # steps
 
 @dataclass(frozen=True)
 class Case:
-    """A method of `optpipe.solve`, the stages that each rank gets, and its memory in activations of all of them (None:
-    for all)."""
+    """A method of `optpipe.solve`, how many stages each rank gets and in which shape, and the rank's memory in
+    activations of all its stages (None: enough for all)."""
 
     method: str
     chunks: int = 1
@@ -50,8 +49,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """What one start by torchrun does. `paced_ms`: F, B, W and a copy's time of paced stages; None: the GPT, whose
-    losses count, too."""
+    """What one start by torchrun does. `paced_ms` are the times of paced stages; None: the GPT, whose losses are
+    compared, too."""
 
     cases: list[Case]
     microbatches: int
@@ -79,7 +78,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """A case as it was predicted and as it ran: ms of a step over all ranks, bytes by rank."""
+    """A case as predicted and as measured: ms of a step over all ranks, bytes by rank."""
 
     case: Case
     found_by: str
@@ -95,12 +94,12 @@ class Row:
 
     @property
     def spread_ms(self) -> float:
-        """Between the quartiles."""
+        """The interquartile range."""
         return Spread.of(self.steps_ms).iqr_ms
 
     @property
     def deviation(self) -> float:
-        """Of the measured time from the predicted one, relatively."""
+        """The measured time relative to the predicted one, less 1."""
         return self.measured_ms / self.predicted_ms - 1
 
 
@@ -113,7 +112,7 @@ def load(path: Path) -> list[Row]:
 
 
 def run(task: Task) -> list[Row]:
-    """Collective: every case that a schedule is found for, each in a pipeline of its own."""
+    """Collective: runs every case that a schedule is found for, each in a pipeline of its own."""
     rows = [_measured(case, *_pipeline(task, case), task) for case in task.cases]
     return [row for row in rows if row is not None]
 
@@ -122,12 +121,12 @@ Batches = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer | None, Batches]:
-    """A pipeline of fresh stages, its optimizer, and its data by step."""
+    """A pipeline of new stages, its optimizer, and its data by step."""
     rank, placement = dist.get_rank(), case.placement(dist.get_world_size())
     if task.paced_ms:
         own = {s: paced.Stage(task.paced_ms) for s, owner in enumerate(placement) if owner == rank}
         pipe = Pipeline(own, placement, paced.loss, task.microbatches)
-        paced.pace(pipe, task.paced_ms.copy)
+        paced.slow_down_copies(pipe, task.paced_ms.copy)
         x = torch.zeros(task.microbatches * paced.SHAPE[0], *paced.SHAPE[1:])
         return pipe, None, lambda step: (x, x)
     blocks = {s: stage for s, stage in enumerate(gpt.stages(task.size, len(placement))) if placement[s] == rank}
@@ -140,7 +139,7 @@ def _pipeline(task: Task, case: Case) -> tuple[Pipeline, torch.optim.Optimizer |
 def _measured(
     case: Case, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, data: Batches, task: Task
 ) -> Row | None:
-    """Collective. None, and a line of the log, where the method finds no schedule in its time."""
+    """Collective. If the method finds no schedule in its time, returns None and logs why."""
     with pipe:
         profiled = pipe.profile(*data(0), activation_budget_bytes=2**50)
         pipe.problem = profiled if case.memory is None else profiled.with_memory_for(case.memory)
@@ -158,16 +157,16 @@ def _measured(
                 optimizer.zero_grad()
         plan = pipe.plan
     assert plan is not None
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, reports)
-    steps: list[tuple[StepReport, ...]] = list(zip(*told, strict=True))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, reports)
+    steps: list[tuple[StepReport, ...]] = list(zip(*by_rank, strict=True))
     return Row(
         case,
         plan.schedule.method,
         predicted_ms=plan.schedule.makespan_ms,
         steps_ms=[max(report.step_ms for report in ranks) for ranks in steps[WARM_UP:]],
         predicted_peak=[peak.bytes for peak in plan.certificate.device],
-        measured_peak=[max(report.peak_activation_bytes for report in reports) for reports in told],
+        measured_peak=[max(report.peak_activation_bytes for report in reports) for reports in by_rank],
         losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
     )
 

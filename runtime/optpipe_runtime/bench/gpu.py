@@ -1,8 +1,8 @@
-"""`bench gpu`: what offloading costs and what predictions are worth, on one GPU and in one process.
+"""`bench gpu`: what offloading costs and how good predictions are, on one GPU and in one process.
 
-The same GPT runs twice: all of its stages on this device, and one of them between stand-ins for its neighbours, each
-with everything kept and with half of every activation offloaded. On the CPU the same code runs; what only CUDA can show
-is then told as not measured. On CUDA none of it has been measured yet: this has run on the CPU only.
+The same GPT runs twice: all of its stages on this device, and one of them between emulated neighbours, each with
+everything kept and with half of every activation offloaded. The same code runs on CPU; what only CUDA can show is then
+reported as not measured. Nothing has been measured on CUDA yet.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from optpipe_runtime.bench.gpu_runs import COUNTERS, Measured, Setup, Steps, mea
 from optpipe_runtime.bench.gpu_schedules import share_offloaded
 from optpipe_runtime.bench.gpu_verdict import Report, Row
 
-WORKSPACE = 0.05  # of the certified peak: messages under way, outputs and gradients that wait for their neighbour
+WORKSPACE = 0.05  # of the certified peak: messages under way, and results that wait for a neighbour
 
 
 def run(setup: Setup) -> Report:
-    """Measures and judges; raises as `measure` does, and `InputError` where the device has too little memory for the
-    model."""
+    """Measures and judges. Raises `InputError` if the device has too little memory for the model."""
     try:
         return judge(setup, measure(setup))
     except torch.OutOfMemoryError as error:
@@ -29,7 +28,7 @@ def run(setup: Setup) -> Report:
 
 
 def judge(setup: Setup, measured: Measured) -> Report:
-    """What is asked beside what was reached."""
+    """Compares what is required with what was measured."""
     cuda = setup.device.type == "cuda"
     rows = (*_inside(measured), *_copies(measured), *_stage(setup, measured), *_memory(measured, cuda))
     return Report(
@@ -50,7 +49,7 @@ def judge(setup: Setup, measured: Measured) -> Report:
 
 
 def _inside(measured: Measured) -> tuple[Row, ...]:
-    """All stages in one process: offloading against keeping."""
+    """All stages in one process: offloading compared with keeping."""
     keeps, halves = measured.inside
     certified, fell = keeps.certified_bytes - halves.certified_bytes, keeps.peak_bytes - halves.peak_bytes
     return (
@@ -65,7 +64,7 @@ def _inside(measured: Measured) -> tuple[Row, ...]:
 
 
 def _copies(measured: Measured) -> tuple[Row, ...]:
-    """Offloads and reloads of stage 0, with nothing beside them, against one plain copy of as many bytes."""
+    """Offloads and reloads of stage 0, with nothing beside them, compared with one plain copy of as many bytes."""
     return tuple(
         Row(f"{what}, of a plain copy's rate", "at least", 0.85, plain / _copy_ms(measured, kind), "%")
         for what, kind, plain in zip(("offload", "reload"), (Kind.O, Kind.R), measured.plain_ms, strict=True)
@@ -73,7 +72,7 @@ def _copies(measured: Measured) -> tuple[Row, ...]:
 
 
 def _stage(setup: Setup, measured: Measured) -> tuple[Row, ...]:
-    """One stage between stand-ins: its span against the predicted one."""
+    """One stage between emulated neighbours: its span compared with the predicted one."""
     return tuple(
         Row(
             f"span of stage {setup.emulated}/{setup.stages} off the predicted, {steps.schedule.method}",
@@ -88,7 +87,7 @@ def _stage(setup: Setup, measured: Measured) -> tuple[Row, ...]:
 
 
 def predicted_span(steps: Steps) -> float:
-    """From the device's first compute op to its last, ms, by `simulate`."""
+    """From the start of the device's first compute op to the end of its last, in ms, by `simulate`."""
     spans = [(start, end) for op, start, end in tracks(steps.schedule)[steps.device].spans if op.kind in COMPUTE]
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
@@ -98,7 +97,7 @@ def _copy_ms(measured: Measured, kind: Kind) -> float:
 
 
 def _figures(measured: Measured) -> dict[str, float]:
-    """What nothing is asked of: by prediction and as measured, ms; and rates of copies, GB/s."""
+    """Further figures, predicted and measured, in ms; and rates of copies in GB/s."""
     nbytes = sum(measured.part_bytes)
     figures: dict[str, float] = {}
     for names, pair in (("all stages", measured.inside), ("stage", measured.stage)):
@@ -112,13 +111,13 @@ def _figures(measured: Measured) -> dict[str, float]:
     figures["plain copy to the host GB/s"], figures["plain copy back GB/s"] = (
         nbytes / ms / 1e6 for ms in measured.plain_ms
     )
-    figures["stand-ins late by ms"] = measured.late_ms
+    figures["emulated messages late by ms"] = measured.late_ms
     return figures
 
 
 def _memory(measured: Measured, cuda: bool) -> tuple[Row, ...]:
-    """What was held after every op, against the certificates, and whether the driver was asked for memory, over all
-    steps."""
+    """Over all steps: what was held after every op compared with the certificates, and whether the allocator asked the
+    driver for memory."""
     runs = (*measured.inside, measured.copies, *measured.stage)
     times = [(steps, time) for steps in runs for report in steps.reports for time in report.trace]
     held = max((time.held_bytes - time.certified_bytes) / steps.certified_bytes for steps, time in times)

@@ -1,11 +1,11 @@
-"""The neighbours of one stage, where there are none: messages come when the timeline says they do, and what is sent is
-let go.
+"""Emulates the neighbours of one stage: messages come when the timeline says they do, and what the stage sends is
+dropped.
 
-On the CPU a receive sleeps until its moment. On CUDA the host must not wait, or what comes behind would be enqueued too
-late: a stream of its own spins on the GPU, on one thread, from one arrival to the next, and compute waits for the event
+On CPU a receive sleeps until its moment. On CUDA the host must not wait, or what follows would be enqueued too late. So
+a stream of its own spins on the GPU, on one thread, from one arrival to the next, and compute waits for the event
 between two spins. A spin (`torch.cuda._sleep`) counts clock cycles, whose frequency follows load and temperature, so
-each step corrects the rate by what the spins of the one before took. The moments are those of the prediction, whatever
-the stage itself does. Not measured on CUDA.
+each step corrects the rate by the time that the spins of the step before took. The moments are those of the prediction,
+whatever the stage itself does. Not measured on CUDA.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import Any, Protocol
 import torch
 
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.executor import Executor, StepReport
-from optpipe_runtime.execute.lowering import Message, prepare
-from optpipe_runtime.execute.stage import Spec, Tensors
-from optpipe_runtime.measure.clock import Clock
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.executor import Executor
+from optpipe_runtime.execute.messages import Messages
+from optpipe_runtime.execute.report import StepReport
+from optpipe_runtime.lowering.actions import lower_ops
+from optpipe_runtime.lowering.plan import Message
+from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.mail import Mail
 from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.stage.io import Spec, Tensors
 
 CYCLES_PER_MS = 1e6  # a first guess, 1 GHz
 
 
 def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
-    """When each message for `device` is there by prediction: ms after the device's own first op, which waits for none
-    later than 0."""
+    """When each message for `device` arrives by prediction: ms after the device's own first op starts."""
     timeline, problem = schedule.timeline, schedule.problem
     layout = Layout.of(problem)
     ends = dict(zip((op for program in schedule.programs for op in program.ops()), timeline.end.tolist(), strict=True))
@@ -40,21 +42,23 @@ def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
     return {
         action.sends: ends[action.op] + problem.p2p_ms - begins
         for d in range(len(problem.devices))
-        for action in prepare(schedule, d, layout).actions
+        for action in lower_ops(lambda device: schedule.programs[device].ops(), d, layout)
         if d != device and action.sends is not None and action.to == device
     }
 
 
 def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[Any, Any], StepReport], Timer]:
-    """A step of one device of the schedule, with `pipe`'s stage of that number, its executor's code, host pool and
-    links, and what keeps the stand-ins' time. `pipe` has run or profiled all stages on one rank, each is on a device of
-    its own in `schedule`. The step takes inputs and targets as `Pipeline.step` does and is traced."""
+    """A function that runs a traced step of one device of the schedule, with inputs and targets as for `Pipeline.step`;
+    and the timer of the emulated neighbours.
+
+    The step uses the stage of that number of `pipe`, its host pool and its link. `pipe` must have run or profiled all
+    stages on one rank; in `schedule` each has a device of its own."""
     rank, layout = pipe._rank, Layout.of(schedule.problem)
     plan = prepare(schedule, device, layout)
-    pipe._reserve(plan)
-    mail = Neighbours(rank.team, rank.device, arrivals(schedule, device))
-    executor = Executor(replace(rank, layout=layout, stages={device: rank.stages[device]}, mail=mail))
-    return lambda inputs, targets: executor.run(plan, inputs, targets, trace=True), mail.timer
+    pipe._schedules.reserve(plan)
+    messages = EmulatedMessages(rank.team, rank.device, arrivals(schedule, device))
+    executor = Executor(replace(rank, layout=layout, stages={device: rank.stages[device]}, messages=messages))
+    return lambda inputs, targets: executor.run(plan, inputs, targets, trace=True), messages.timer
 
 
 class Timer(Protocol):
@@ -63,18 +67,18 @@ class Timer(Protocol):
     def start_step(self) -> None: ...
 
     def wait(self, message: Message) -> None:
-        """What is computed from here on comes after the message's moment."""
+        """Makes what is computed from here on come after the message's moment."""
 
     def late_ms(self) -> float:
-        """After a step: by how much a moment was missed, at most."""
+        """After a step: how late a message was at most."""
 
 
-class Neighbours(Mail):
-    """The mail of a rank with one stage. Messages carry noise: zeros would make matrix products faster than they
-    are."""
+class EmulatedMessages(Messages):
+    """The messages of a rank with one stage. They carry noise, because zeros would make matrix products faster than
+    they are."""
 
     def __init__(self, team: Team, device: torch.device, moments: Mapping[Message, float]) -> None:
-        super().__init__(team, Layout.make([0], 1), device)  # nobody to have a process group with
+        super().__init__(team, Layout.make([0], 1), device)  # one rank, so no process groups
         self.timer: Timer = Spinner(device, moments) if device.type == "cuda" else Sleeper(moments)
         self._made_on = device
         self._waiting: dict[Message, Tensors] = {}
@@ -94,7 +98,7 @@ class Neighbours(Mail):
         return self._waiting.pop(message)
 
     def send(self, message: Message, tensors: Tensors, to: int, specs: Sequence[Spec]) -> None:
-        """Nobody is there to receive it."""
+        """Drops it: there is no receiver."""
 
     @property
     def idle(self) -> bool:
@@ -122,7 +126,7 @@ class Sleeper:
 
 
 class Spinner:
-    """CUDA's `Timer`. Moments of one step are all enqueued at its start."""
+    """CUDA's `Timer`. All moments of a step are enqueued at its start."""
 
     def __init__(self, device: torch.device, moments: Mapping[Message, float]) -> None:
         self._device, self._clock = device, Clock(device)
@@ -144,7 +148,7 @@ class Spinner:
                 self._marks[message], before = self._clock.mark(), moment
 
     def _learn(self) -> None:
-        """The step before is over: its last spin ended when it did at this rate."""
+        """Corrects the rate by when the last spin of the step before ended."""
         last, moment = self._moments[-1]
         if moment > 0:
             self._rate *= moment / self._clock.ms(self._begun, self._marks[last])

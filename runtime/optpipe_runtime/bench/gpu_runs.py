@@ -1,5 +1,4 @@
-"""What `bench gpu` runs: all stages of a GPT on one device, and one stage of them between stand-ins for its
-neighbours."""
+"""What `bench gpu` runs: all stages of a GPT on one device, and one of them between emulated neighbours."""
 
 from __future__ import annotations
 
@@ -21,24 +20,21 @@ from optpipe.schedule import Schedule, certify
 from optpipe_runtime.bench.gpu_neighbours import emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept
 from optpipe_runtime.bench.single import single_rank
+from optpipe_runtime.clock import Clock
 from optpipe_runtime.demo import gpt
-from optpipe_runtime.execute.executor import StepReport
-from optpipe_runtime.measure.clock import Clock
+from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.pipeline import Pipeline
 
-WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules take turns: so many steps, so many times
-PARTS = 2  # of which one leaves
-ENOUGH = 2**50  # bytes of activations, on the CPU
-COUNTERS = (
-    "num_alloc_retries",
-    "num_device_alloc",
-)  # of torch.cuda.memory_stats; the second counts calls of cudaMalloc
+WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules alternate: steps before, steps that count, and how often
+PARTS = 2  # of an activation, of which one is offloaded
+ENOUGH = 2**50  # bytes of activations, on CPU
+COUNTERS = "num_alloc_retries", "num_device_alloc"  # of torch.cuda.memory_stats; the second counts cudaMalloc
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A GPT in `stages` stages, one of them `emulated`; `p2p_ms` is what a message of its neighbours is taken to be
-    under way."""
+    """A GPT in `stages` stages, of which `emulated` also runs between emulated neighbours, whose messages take
+    `p2p_ms`."""
 
     device: torch.device
     size: gpt.Size
@@ -50,12 +46,12 @@ class Setup:
 
 @dataclass
 class Steps:
-    """Measured steps of one schedule on device `device` of it, after warm-up."""
+    """Measured steps of device `device` of a schedule, after warm-up."""
 
     schedule: Schedule
     device: int = 0
     reports: list[StepReport] = field(default_factory=list)
-    allocations: Counter[str] = field(default_factory=Counter)  # by the driver, over all of them, on CUDA
+    allocations: Counter[str] = field(default_factory=Counter)  # by the driver, over all steps, on CUDA
     base_bytes: int | None = None  # allocated before a step, on CUDA
 
     @property
@@ -64,19 +60,19 @@ class Steps:
 
     @property
     def typical(self) -> StepReport:
-        """The step that took the median."""
+        """The step with the median time."""
         return sorted(self.reports, key=lambda report: report.step_ms)[len(self.reports) // 2]
 
     @property
     def span_ms(self) -> float:
-        """From the first compute op's start to the last one's end, the median."""
+        """The median time from the start of the first compute op to the end of the last."""
         return median(
             max(time.end_ms for time in ops) - min(time.start_ms for time in ops)
             for ops in ([time for time in report.trace if time.op.kind in COMPUTE] for report in self.reports)
         )
 
     def op_ms(self, kind: Kind, stage: int, part: int) -> float:
-        """What these ops took, the median."""
+        """The median time of these ops."""
         wanted = (kind, stage, part)
         return median(
             time.end_ms - time.start_ms
@@ -87,32 +83,32 @@ class Steps:
 
     @cached_property
     def certified_bytes(self) -> int:
-        """The peak of activations that the certificate bounds."""
+        """The certified peak of activations."""
         return certify(self.schedule.problem, self.schedule).device[self.device].bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory, weights included, where torch counts it; else that of activations."""
+        """On CUDA the peak of device memory, weights included; on CPU that of activations."""
         return max(report.cuda_peak_bytes or report.peak_activation_bytes for report in self.reports)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured. Pairs are a schedule that keeps everything and one that offloads half."""
+    """All measurements. Pairs are of a schedule that keeps everything and of one that offloads half."""
 
     problem: Problem
     inside: tuple[Steps, Steps]  # all stages in this process
     copies: Steps  # copies with nothing beside them
-    stage: tuple[Steps, Steps]  # one stage between stand-ins
-    late_ms: float  # by how much a stand-in missed its moment, at most
+    stage: tuple[Steps, Steps]  # one stage between emulated neighbours
+    late_ms: float  # how late a message of theirs was at most
     differing: int  # gradients that offloading has changed
     part_bytes: tuple[int, ...]  # of an activation of stage 0
     plain_ms: tuple[float, float]  # a plain copy of all of them to (pinned) host memory, and back
 
 
 def measure(setup: Setup) -> Measured:
-    """Runs it all. In a process without process groups of its own: raises `InputError` where it has some."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA begins: else cuBLAS may add in any order
+    """Runs everything. Raises `InputError` if the process has process groups already."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or cuBLAS may add in any order
     with single_rank("bench gpu"):
         return _Bench(setup).measured()
 
@@ -140,9 +136,9 @@ class _Bench:
             if not all(stage.can_offload for stage in problem.stages):
                 raise InputError("of a stage's activation nothing can be offloaded: take a larger --width or --context")
             ahead = [setup.stages - 1]
-            kept_inside, halved_inside = self._in_turns(pipe, [kept(problem, ahead), halved(problem, ahead)])
+            kept_inside, halved_inside = self._alternating(pipe, [kept(problem, ahead), halved(problem, ahead)])
             differing = self._differing(pipe, [kept_inside.schedule, halved_inside.schedule])
-            [copies] = self._in_turns(pipe, [alone(problem)])
+            [copies] = self._alternating(pipe, [alone(problem)])
             spread, ahead = _spread(problem, setup.p2p_ms), list(range(setup.stages))[::-1]
             kept_stage, late_ms = self._emulated(pipe, kept(spread, ahead))
             halved_stage, later_ms = self._emulated(pipe, halved(spread, ahead))
@@ -158,8 +154,8 @@ class _Bench:
             plain_ms=_plain_copies(self._device, sum(part_bytes)),
         )
 
-    def _in_turns(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> list[Steps]:
-        """All stages here, one schedule after the other, again and again."""
+    def _alternating(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> list[Steps]:
+        """Runs all stages here, with one schedule after the other, several times."""
         found = [Steps(schedule) for schedule in schedules]
         for _ in range(ROUNDS):
             for steps in found:
@@ -168,7 +164,7 @@ class _Bench:
         return found
 
     def _emulated(self, pipe: Pipeline, schedule: Schedule) -> tuple[Steps, float]:
-        """One stage, and by how much its neighbours' stand-ins missed their moments at most, ms."""
+        """Runs one stage. Returns also how late a message of its emulated neighbours was at most, in ms."""
         steps, (step, timer) = Steps(schedule, self._setup.emulated), emulate(pipe, schedule, self._setup.emulated)
         for _ in range(ROUNDS):
             self._run(steps, lambda: step(*self._batch))
@@ -194,8 +190,8 @@ class _Bench:
         return {name: counted[name] for name in COUNTERS}
 
     def _differing(self, pipe: Pipeline, schedules: Sequence[Schedule]) -> int:
-        """How many gradients are not bit by bit the same under both schedules, with algorithms that always add in the
-        same order."""
+        """How many gradients differ in any bit between both schedules, with algorithms that always add in the same
+        order."""
         found: list[list[Tensor]] = []
         with _deterministic():
             for schedule in schedules:
@@ -205,7 +201,7 @@ class _Bench:
         return sum(not torch.equal(a, b) for a, b in zip(*found, strict=True))
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Every parameter's, made once: a step adds to them, so that no step allocates them."""
+        """Every parameter's gradient, allocated once, so that no step allocates one."""
         for module in self._modules:
             for parameter in module.parameters():
                 if parameter.grad is None:
@@ -223,14 +219,13 @@ def _deterministic() -> Iterator[None]:
 
 
 def _spread(problem: Problem, p2p_ms: float) -> Problem:
-    """Each stage on a device of its own, all like this one."""
+    """The problem with each stage on a device of its own."""
     stages = [stage.model_copy(update={"device": s}) for s, stage in enumerate(problem.stages)]
     return problem.replace(devices=problem.devices * len(stages), stages=stages, p2p_ms=p2p_ms)
 
 
 def _plain_copies(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """One copy to the host and one back, ms, medians: what the link can do, since pinned memory and copy engine have
-    nothing else to do."""
+    """The median ms of one copy to the host and of one back, with nothing beside them: what the link can do."""
     clock = Clock(device)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

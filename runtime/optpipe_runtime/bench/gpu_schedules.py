@@ -1,5 +1,5 @@
-"""The schedules that `bench gpu` runs: 1F1B with the weight gradient apart, everything kept, or half of every
-activation offloaded."""
+"""The schedules that `bench gpu` runs: 1F1B with split backwards, with everything kept or half of every activation
+offloaded."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import Program
 from optpipe.schedule import Schedule
 
-LONGER = 0.01  # what offloading may cost by prediction
+LONGER = 0.01  # by how much offloading may lengthen the predicted makespan
 
 
 def kept(problem: Problem, warm_up: Sequence[int]) -> Schedule:
-    """Nothing leaves. Device d runs `warm_up[d]` micro-batches forward through its stages, then in turn one forward and
-    one backward."""
+    """Offloads nothing. Device d runs the forwards of `warm_up[d]` micro-batches, then alternates one forward and one
+    backward."""
     return Schedule(problem, tuple(Program.of(ops) for ops in _compute(problem, warm_up)), method="all kept")
 
 
 def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
     """`kept` with the first half of the parts of every activation on the host for as long as it can be.
 
-    An offload begins behind its forward and is dropped some compute ops later, a reload begins as many before its
-    backward: the fewest with which the links keep up, so that by prediction the makespan grows by 1 % at most, or as
-    little as it can with as much offloaded. What has no room for that between its forward and its backward stays.
-    """
+    An offload begins after its forward and is dropped some compute ops later; a reload begins as many ops before its
+    backward. The number is the smallest with which the links keep up: the predicted makespan grows by at most 1 %, or
+    by as little as possible with equally much offloaded. An activation whose backward follows its forward too soon
+    stays."""
     compute, longest = _compute(problem, warm_up), (1 + LONGER) * kept(problem, warm_up).makespan_ms
     found: list[Schedule] = []
     for distance in count(1):
@@ -45,7 +45,7 @@ def halved(problem: Problem, warm_up: Sequence[int]) -> Schedule:
 
 
 def share_offloaded(schedule: Schedule) -> float:
-    """Of all activation bytes, those that leave."""
+    """The share of all activation bytes that is offloaded."""
     problem = schedule.problem
     ops = [op for program in schedule.programs for op in program.ops()]
     away = sum(
@@ -57,8 +57,8 @@ def share_offloaded(schedule: Schedule) -> float:
 
 
 def alone(problem: Problem) -> Schedule:
-    """One device, one micro-batch at a time, each activation out and back before its backward: no copy has anything
-    beside it."""
+    """One device and one micro-batch at a time. Each activation is offloaded and reloaded before its backward, so that
+    nothing runs beside a copy."""
     ops: list[Op] = []
     for j in range(problem.microbatches):
         for s in range(len(problem.stages)):
@@ -69,23 +69,23 @@ def alone(problem: Problem) -> Schedule:
 
 
 def _compute(problem: Problem, warm_up: Sequence[int]) -> list[list[Op]]:
-    """What each device computes, in order."""
+    """The compute ops of each device, in order."""
     lists = []
     for d, first in enumerate(warm_up):
         own, batch = problem.stages_on(d), range(problem.microbatches)
         forwards = [[Op(Kind.F, s, j) for s in own] for j in batch]
         backwards = [[Op(kind, s, j) for s in reversed(own) for kind in (Kind.B, Kind.W)] for j in batch]
-        turns = (chain(*forwards[first + j : first + j + 1], backward) for j, backward in enumerate(backwards))
-        lists.append([*chain(*forwards[:first]), *chain(*turns)])
+        pairs = (chain(*forwards[first + j : first + j + 1], backward) for j, backward in enumerate(backwards))
+        lists.append([*chain(*forwards[:first]), *chain(*pairs)])
     return lists
 
 
 def _with_transfers(problem: Problem, compute: list[Op], distance: int) -> list[Op]:
-    """O behind the forward, D `distance` compute ops later, R as many before the backward, where there are so many
-    between the two."""
+    """Adds O after the forward, D `distance` compute ops later, and R as many before the backward, if there are that
+    many in between."""
     place = {(op.kind, op.stage, op.microbatch): i for i, op in enumerate(compute)}
     behind: dict[int, list[Op]] = defaultdict(list)
-    for wanted in (Kind.O, Kind.D, Kind.R):  # of what stands in one place in this order
+    for wanted in (Kind.O, Kind.D, Kind.R):  # at one place they stand in this order
         for kind, s, j in place:
             forward, backward = place[Kind.F, s, j], place[Kind.B, s, j]
             drop, reload = forward + distance, backward - distance - 1

@@ -1,4 +1,4 @@
-"""What is asked of a GPU and what was reached: a row each, with its verdict."""
+"""What is required of a GPU and what was measured: one row for each requirement, with its verdict."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ Unit = Literal["ms", "%", ""]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure and its limit. `reached` is None where this device cannot show it: that is neither a pass nor a
+    """One figure and its limit. `reached` is None if this device cannot show it; that is neither a pass nor a
     failure."""
 
     what: str
     asked: Literal["at least", "at most"]
     limit: float
     reached: float | None
-    unit: Unit = ""  # with "%" limit and reached are shares
+    unit: Unit = ""  # if "%", limit and reached are shares
 
     @property
     def passed(self) -> bool | None:
         if self.reached is None:
             return None
-        return (
-            self.reached >= self.limit if self.asked == "at least" else self.reached <= self.limit
-        )  # NaN passes neither
+        return self.reached >= self.limit if self.asked == "at least" else self.reached <= self.limit  # false for NaN
 
     @property
     def verdict(self) -> str:
@@ -50,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of one run, and figures behind them that nothing is asked of, by name."""
+    """All rows of one run, and further figures by name."""
 
     device: str
     torch: str
@@ -60,11 +58,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no row failed; what was not measured did not."""
+        """Whether no row failed. A row that was not measured has not failed."""
         return all(row.passed is not False for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the trace."""
+        """All fields but the trace."""
         return {
             "device": self.device,
             "torch": self.torch,

@@ -1,8 +1,8 @@
-"""What the runtime costs the host: µs an op in a step, and what it takes to make a schedule ready.
+"""What the runtime costs the host: µs for each op of a step, and the time to prepare a schedule.
 
-Steps are of stages so small that there is nothing else to do, all on one rank of one process, so that no message waits
-for anybody. What a plain run of them costs, micro-batch by micro-batch through autograd, is told beside it: the
-difference is what split backwards, stores, schedule and counting of bytes cost.
+The stages are so small that there is nothing else to do, and all on one rank of one process, so that no message is
+waited for. A plain run of them, micro-batch by micro-batch through autograd, stands beside it. The difference is the
+cost of split backwards, of keeping activations, of the schedule, and of counting bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.bench.gpu_schedules import kept
 from optpipe_runtime.bench.single import single_rank
-from optpipe_runtime.execute.lowering import prepare
+from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.layout import Layout
 
@@ -35,24 +35,24 @@ WIDTH, LAYERS = 32, 4
 
 @dataclass(frozen=True)
 class Overhead:
-    """Medians. `ops`, `step_ms` and `between_us` are of forwards and split backwards alone, as `plain_ms` is of the
-    same by autograd; `by_kind_us` is of a schedule with offloads and recomputes, too (of O and R their copies, beside
-    the host)."""
+    """Medians. `ops`, `step_ms` and `between_us` are for forwards and split backwards alone, `plain_ms` is for the same
+    by autograd. `by_kind_us` is for a schedule that also has offloads and recomputes; for O and R it is the time of
+    their copies, which run beside the host."""
 
     ops: int  # in a step
-    step_ms: float  # time of the processor in the step's thread, so that other processes do not count
+    step_ms: float  # processor time of the step's thread, so that other processes do not count
     plain_ms: float  # the same
     between_us: float  # from the end of an op to the start of the next: messages, and counting bytes
     by_kind_us: dict[str, float]  # from an op's start to its end
 
     @property
     def op_us(self) -> float:
-        """What an op costs the host beyond the plain run, all of a step counted."""
+        """What an op costs the host beyond the plain run, all of a step included."""
         return (self.step_ms - self.plain_ms) * 1e3 / self.ops
 
 
 def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhead:
-    """On the CPU, for a process without process groups of its own (`InputError`)."""
+    """On CPU. Raises `InputError` if the process has process groups already."""
     modules: dict[int, nn.Module] = {
         s: nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
         for s in range(stages)
@@ -81,14 +81,14 @@ def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhe
 
 @dataclass(frozen=True)
 class Lowering:
-    """What one rank does for a schedule that is offered, in a thread beside the training."""
+    """What one rank does for an offered schedule, in a thread beside the training."""
 
     ops: int  # of all devices
-    prepare_ms: float  # time of the processor in its thread, which Python shares with the training's
+    prepare_ms: float  # processor time of its thread, which shares the interpreter with the training
 
 
 def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lowering:
-    """Of 1F1B with split backwards, for the device in the middle."""
+    """For 1F1B with split backwards, on the device in the middle."""
     costs = {
         "forward_ms": 1.0,
         "backward_input_ms": 1.0,
@@ -114,7 +114,7 @@ def _repeated(steps: int, call: Callable[[], T]) -> list[T]:
 
 
 def _schedule(stages: int, microbatches: int, ways: Sequence[tuple[str, str]]) -> Schedule:
-    """One micro-batch after the other; `ways` say in turn what stands behind a forward and before a backward."""
+    """One micro-batch after the other. `ways` say in turn which ops follow a forward and precede a backward."""
     costs = {
         "forward_ms": 1.0,
         "backward_input_ms": 1.0,

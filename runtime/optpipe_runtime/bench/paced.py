@@ -1,5 +1,5 @@
-"""Stages and a host link that take a given time and no processor: what a pipeline does when ranks do not share cores,
-on a machine on which they do."""
+"""Stages and a host link that take a given time and no processor. So ranks that share cores behave as if they did
+not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optpipe_runtime.execute.split import weight_grads
-from optpipe_runtime.memory.pool import Engine, Ticket
+from optpipe_runtime.memory.engines import CopyEngine, Handle
 from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.stage.split import weight_grads
 
 SHAPE = (64, 256)  # of what passes between two stages, for one micro-batch
 
 
 class Times(NamedTuple):
-    """What each op lasts, in ms; copies out and in alike."""
+    """The time of each op, in ms; `copy` is that of an offload and of a reload."""
 
     forward: float
     backward_input: float
@@ -27,7 +27,7 @@ class Times(NamedTuple):
 
 
 class Stage(nn.Module):
-    """F, B and W sleep. A forward saves one tensor as large as its input."""
+    """Its F, B and W sleep. A forward saves one tensor as large as its input."""
 
     def __init__(self, times: Times) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class PacedEngine:
-    """An engine whose transfers take `ms` each."""
+    """A copy engine whose transfers take `ms` each."""
 
-    def __init__(self, engine: Engine, ms: float) -> None:
+    def __init__(self, engine: CopyEngine, ms: float) -> None:
         self._engine, self._s = engine, ms / 1e3
 
-    def run(self, work: Callable[[], object]) -> Ticket:
+    def run(self, work: Callable[[], object]) -> Handle:
         def paced() -> None:
             time.sleep(self._s)
             work()
@@ -81,7 +81,7 @@ class PacedEngine:
         self._engine.close()
 
 
-def pace(pipe: Pipeline, ms: float) -> None:
-    """From now on a copy of the pipeline's host link takes `ms`; each activation of `Stage` is one copy."""
+def slow_down_copies(pipe: Pipeline, ms: float) -> None:
+    """From now on a copy over the pipeline's host link takes `ms`. Each activation of `Stage` is one copy."""
     link = pipe._rank.link
-    link.down = link.up = PacedEngine(link.down, ms)
+    link.out = link.back = PacedEngine(link.out, ms)

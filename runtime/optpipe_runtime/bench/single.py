@@ -1,4 +1,4 @@
-"""A process that is the only rank, for benchmarks that need no other."""
+"""torch.distributed with one rank, for benchmarks that need no other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from optpipe.errors import InputError
 
 @contextmanager
 def single_rank(what: str) -> Iterator[None]:
-    """torch.distributed with this process alone; `InputError` where `what` is run in one that has process groups
-    already."""
+    """In this context torch.distributed has this process as its only rank. Raises `InputError` if the process has
+    process groups already."""
     if dist.is_initialized():
         raise InputError(f"{what} makes a process group of its own: torch.distributed is initialised in this process")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is there
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # there is no other rank
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield

@@ -1,9 +1,8 @@
-"""What a swap costs a step: the same schedule, offered again and again while a pipeline trains by it, so that whatever
-differs is the swap.
+"""What a swap costs a step. The same schedule is offered again and again while a pipeline trains by it, so that only
+the swap makes a difference.
 
-An offer goes through two kinds of steps: during one or more it is handed over and prepared, in a thread of each rank;
-at the boundary before the last it is swapped in, and that step is on trial. Started by torchrun, for `optpipe bench
-runtime`.
+During one or more steps an offer is shared and prepared, in a thread of each rank. At the boundary before the last of
+these steps it is swapped in, and that step is on trial. `optpipe bench runtime` starts this by torchrun.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class SwapCost:
-    """Medians in ms of whole calls of `Pipeline.step`, the slowest rank's; of `outside_ms`, what of a call is not the
-    step itself but the boundary before it, and on trial the snapshot before and the vote after it."""
+    """Medians in ms of whole calls of `Pipeline.step` on the slowest rank. `outside_ms` is the part of a call outside
+    the step itself: the boundary before it, and on trial the snapshot before and the vote after it."""
 
     swaps: int
-    step_ms: float  # of steps without any of it
-    prepared_ms: float  # of steps during which the offer was handed over and prepared
+    step_ms: float  # of steps without an offer
+    prepared_ms: float  # of steps during which the offer was shared and prepared
     swapped_ms: float  # of the first step by the new schedule
     outside_ms: float
     prepared_outside_ms: float
@@ -44,7 +43,7 @@ class SwapCost:
 
     @property
     def ratio(self) -> float:
-        """Of a step with a swap to one without."""
+        """The time of a step with a swap relative to one without."""
         return self.swapped_ms / self.step_ms
 
     @property
@@ -53,7 +52,7 @@ class SwapCost:
 
 
 def swap_cost(pipe: Pipeline, inputs: Any, targets: Any, swaps: int = SWAPS) -> SwapCost:
-    """Collective, with a schedule loaded."""
+    """Collective. A schedule must be loaded."""
     times: dict[str, list[tuple[float, float]]] = {"plain": [], "prepared": [], "swapped": []}
 
     def step() -> tuple[float, float]:
@@ -84,7 +83,7 @@ def swap_cost(pipe: Pipeline, inputs: Any, targets: Any, swaps: int = SWAPS) -> 
 
 
 def run() -> SwapCost:
-    """Collective: on paced stages, one a rank."""
+    """Collective: measures on paced stages, one on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     with Pipeline({rank: paced.Stage(TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:

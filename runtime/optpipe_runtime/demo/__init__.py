@@ -1,2 +1,1 @@
-"""The main job, small: a byte-level GPT trained on the Python standard library's own sources, started by `optpipe
-demo`."""
+"""A small training for `optpipe demo`: a byte-level GPT on the source code of Python's standard library."""

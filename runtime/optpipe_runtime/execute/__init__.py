@@ -1,1 +1,8 @@
-"""Runs one rank's program: lowering, the executor, a stage's ops."""
+"""Runs one rank's plan, op by op.
+
+- `rank`: what one rank has: stages, connections, host memory;
+- `executor`: one step; `report`: what it tells; `batch`: cuts a batch into micro-batches;
+- `messages`: activations and gradients between ranks;
+- `learner`: learns before the first step what passes between stages;
+- `host_optimizer`: optimizers that run on the host (ops G, U and P).
+"""

@@ -1,13 +1,13 @@
-"""`Profiler`: op times of real steps, while training goes on; and how far they are from what was profiled.
+"""`Profiler`: op times of real steps while training goes on, and how far they are from the profile.
 
     profiler = Profiler(pipe)
     for inputs, targets in batches:
         profiler.add(pipe.step(inputs, targets, trace=True))
     problem = profiler.problem()                        # the profiled one, with the times of the last steps
 
-Times are moving medians by stage and kind: of the micro-batches of a step, and of those of the last steps, so that
-neither single ops nor single steps count. Bytes, and times of what did not run, stay as they were profiled; a recompute
-that did not run changes as its forward.
+Times are moving medians by stage and kind: over the micro-batches of a step, then over the last steps. So neither a
+single op nor a single step counts. Bytes, and times of ops that did not run, stay as profiled; a recompute that did not
+run changes in proportion to its forward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,10 +23,7 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
-from optpipe_runtime.execute.executor import StepReport
-
-if TYPE_CHECKING:
-    from optpipe_runtime.pipeline import Pipeline
+from optpipe_runtime.execute.report import StepReport
 
 FIELDS = {
     Kind.F: "forward_ms", Kind.B: "backward_input_ms", Kind.W: "backward_weight_ms", Kind.C: "recompute_ms",
@@ -35,25 +32,45 @@ FIELDS = {
 }  # fmt: skip
 WINDOW = 16  # steps
 
-Times = dict[tuple[int, Kind], float]  # ms of one op by stage and kind; O and R of one part
+OpTimes = dict[tuple[int, Kind], float]  # ms of one op by stage and kind; for O and R of one part
+
+
+class Profiled(Protocol):
+    """What `Profiler` uses of a `Pipeline`."""
+
+    problem: Problem | None
+
+    def gather(self, value: Any) -> list[Any]: ...
 
 
 class Profiler:
-    """Moving medians over the last `window` steps of this rank."""
+    """Op times of this rank, as moving medians over its last steps.
 
-    def __init__(self, pipe: Pipeline, window: int = WINDOW) -> None:
+    Parameters
+    ----------
+    pipe
+        The `Pipeline` that runs the steps.
+    window
+        How many steps the medians are over.
+
+    Raises
+    ------
+    InputError
+        If `window` is less than 1.
+    """
+
+    def __init__(self, pipe: Profiled, window: int = WINDOW) -> None:
         if window < 1:
             raise InputError(f"window = {window}: must be at least 1 step")
         self._pipe = pipe
         self._seen: defaultdict[tuple[int, Kind], deque[float]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, report: StepReport) -> None:
-        """Takes a step's trace; `InputError` for a step that was not traced."""
+        """Takes the trace of a step. Raises `InputError` if the step was not traced."""
         if not report.trace:
             raise InputError("Profiler.add was given a report without a trace: call step with trace=True")
-        recomputed = {
-            (op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C
-        }  # their forward saves nothing
+        # A forward that a C repeats saves nothing, and so takes another time.
+        recomputed = {(op.stage, op.microbatch) for op, *_ in report.trace if op.kind == Kind.C}
         found = defaultdict(list)
         for op, start_ms, end_ms, *_ in report.trace:
             if op.kind != Kind.F or (op.stage, op.microbatch) not in recomputed:
@@ -62,20 +79,20 @@ class Profiler:
             self._seen[key].append(median(times))
 
     @property
-    def times(self) -> Times:
+    def times(self) -> OpTimes:
         """The medians of this rank's ops."""
         return {key: median(steps) for key, steps in self._seen.items()}
 
     def problem(self) -> Problem:
-        """Collective: the pipeline's problem with the times of all ranks' last steps; `InputError` where it has not
-        been profiled."""
+        """Collective: the pipeline's problem with the times of all ranks' last steps. Raises `InputError` if the
+        pipeline has not been profiled."""
         if self._pipe.problem is None:
             raise InputError("problem was called before pipe.profile: steps show times, bytes are profiled")
         return retimed(self._pipe.problem, self._pipe.gather(self.times))
 
 
-def retimed(problem: Problem, found: list[Times]) -> Problem:
-    """The problem with these times, one entry a rank."""
+def retimed(problem: Problem, found: list[OpTimes]) -> Problem:
+    """The problem with these times; `found` has one entry for each rank."""
     own: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
     for times in found:
         for (s, kind), ms in times.items():
@@ -86,7 +103,7 @@ def retimed(problem: Problem, found: list[Times]) -> Problem:
 
 
 def _fields(stage: Stage, ms: Mapping[Kind, float]) -> dict[str, float]:
-    """What changes of a stage, of which these kinds have run."""
+    """The new times of a stage, from the kinds of op that have run."""
     new: dict[Kind, float] = {kind: ms[kind] for kind in ms.keys() & FIELDS.keys()}
     for kind in new.keys() & {Kind.O, Kind.R}:
         new[kind] *= stage.offload_parts
@@ -100,8 +117,8 @@ def _fields(stage: Stage, ms: Mapping[Kind, float]) -> dict[str, float]:
 
 
 def drift(old: Problem, new: Problem) -> float:
-    """How far costs are apart: the largest change of any time of a stage, or of its F + B + W, in parts of its F + B +
-    W before."""
+    """How far times have changed: the largest change of any time of a stage, or of its F + B + W together, as a share
+    of its F + B + W before."""
     before, after = old.costs, new.costs
     change: Any = (after.ms - before.ms) * np.where(
         np.isin(np.arange(len(Kind)), (Kind.O, Kind.R))[:, None], before.parts, 1

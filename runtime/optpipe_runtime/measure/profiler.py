@@ -1,18 +1,17 @@
 """`profile`: a `Problem` measured on the user's stages, with the split backward, the hooks and the copies that training
 uses.
 
-Compute and host transfers are measured one after the other, each on all ranks at the same time and for as long on all:
-who is faster does more rounds, so that nobody is measured beside ranks that have already finished. Where transfers run
-both ways at once, they do here; ranks that take turns on a link take turns here. The loss is part of the last stage.
-Links between ranks are measured one after the other; what it takes a rank to hand a message over is part of the op that
-made it.
+Compute and host transfers are measured one after the other, each on all ranks at the same time and equally long on all:
+faster ranks do more rounds, so that no rank is measured beside ranks that have already finished. If transfers can run
+in both directions at once, they do so here; ranks that share a link use it one after the other. The loss is part of the
+last stage. Links between ranks are measured one after the other. The time that a rank needs to hand a message over is
+part of the op that made it.
 
-Times are medians in ms, after warm-up, in which gradients are allocated, too. Bytes are counted by live storages:
+Times are medians in ms, after a warm-up that also allocates gradients. Bytes are counted by live storages:
 `activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `saved_for_weight_bytes` between B and W,
-`offload_bytes` what drops really freed. Parts need not be equal, the problem says they are: each counts as the
-smallest, so no rank holds more than certified. Of a stage that serves several routes, times are the mean over the
-micro-batches, and of sizes the safe one counts.
-"""
+`offload_bytes` is what drops really freed. Parts of an activation need not be equal, but the problem takes them to be:
+each counts as the smallest, so no rank holds more than certified. For a stage on several routes, a time is the mean
+over the micro-batches, and a size is the one that is safe for all routes."""
 
 from __future__ import annotations
 
@@ -32,11 +31,12 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
-from optpipe_runtime.execute.lowering import Guests, Message
-from optpipe_runtime.execute.stage import StageRunner, Tensors
-from optpipe_runtime.measure.clock import Clock
-from optpipe_runtime.measure.trial import Spread, Times, Trial
-from optpipe_runtime.ranks.rank import Rank
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.lowering.plan import EvictionOrder, Message
+from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
+from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000
@@ -46,20 +46,32 @@ SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offl
 
 @dataclass(frozen=True)
 class Measured:
-    """What `profile` found. The problem holds the medians; here is how far measurements are spread."""
+    """What `profile` found.
+
+    Attributes
+    ----------
+    problem
+        It holds the medians.
+    stages
+        For each stage, the spread of each of its times, by name.
+    links
+        The spread of a message's time from one rank to another.
+    launch_bound
+        On GPUs, stage and name of each time that may be the host's.
+    """
 
     problem: Problem
-    stages: tuple[Mapping[str, Spread], ...]  # by stage, of each of its times
-    links: Mapping[tuple[int, int], Spread]  # of a message from one rank to another
-    launch_bound: tuple[tuple[int, str], ...]  # stage and time, on GPUs
+    stages: tuple[Mapping[str, Spread], ...]
+    links: Mapping[tuple[int, int], Spread]
+    launch_bound: tuple[tuple[int, str], ...]
 
 
 def profile(
     rank: Rank, inputs: Tensors, targets: Tensors, activation_budget_bytes: int, parts: int, repeats: int
 ) -> Measured:
-    """Collective. `inputs` and `targets` are those of one micro-batch, on the ranks that need them. See
-    `Pipeline.profile`."""
-    # A stage, or the loss, may change them in place, again and again.
+    """Collective: see `Pipeline.profile`. `inputs` and `targets` are those of one micro-batch, on the ranks that need
+    them."""
+    # Clones, because a stage or the loss may change them in place in every round.
     inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
     layout, clock = rank.layout, Clock(rank.device)
     trials = {
@@ -68,19 +80,19 @@ def profile(
     }
     with ExitStack() as stack:
         for stage in rank.stages.values():
-            stack.enter_context(_as_before(stage))
-        everything = [trial for ways in trials.values() for trial in ways.values()]
+            stack.enter_context(_unchanged(stage))
+        everything = [trial for by_route in trials.values() for trial in by_route.values()]
         _try_compute(rank, everything, clock, repeats)
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
-        links, handing = _links(rank, trials, clock, repeats)
+        links, handover = _links(rank, trials, clock, repeats)
         updates = _try_updates(rank, clock, repeats)
     clock.settle()
     counts = Counter(layout.microbatch_routes)
-    times = {s: _times(ways, counts) | updates.get(s, {}) for s, ways in trials.items()}
-    for (s, name), ms in handing.items():
+    times = {s: _times(by_route, counts) | updates.get(s, {}) for s, by_route in trials.items()}
+    for (s, name), ms in handover.items():
         times[s][name] = times[s][name].longer(ms)
-    costs = {s: _costs(times[s], list(ways.values()), parts) for s, ways in trials.items()}
+    costs = {s: _costs(times[s], list(by_route.values()), parts) for s, by_route in trials.items()}
     host = _host_budget(rank, everything, costs)
     device = {
         "activation_budget_bytes": activation_budget_bytes,
@@ -88,7 +100,7 @@ def profile(
         "peer": layout.peer(rank.number),
         "link": layout.link(rank.number),
     }
-    gathered = rank.council.gather((device, costs, times, links, _launch_bound(rank, times)))
+    gathered = rank.cpu_group.gather((device, costs, times, links, _launch_bound(rank, times)))
     problem = Problem.from_dict(
         {
             **layout.to_dict(),
@@ -109,26 +121,26 @@ def profile(
 
 
 def _routes(rank: Rank, s: int) -> list[int]:
-    """Those over a stage that micro-batches take."""
+    """The routes over a stage that micro-batches take; the first one if they take none."""
     over = [r for r, route in enumerate(rank.layout.routes) if s in route]
     return [r for r in over if r in rank.layout.microbatch_routes] or over[:1]
 
 
-# Trying things out. All of these are collective
+# Measurements. All of these are collective.
 
 
-def _together(rank: Rank, once: Callable[[], object], times: Iterable[Times], clock: Clock, repeats: int) -> None:
+def _together(rank: Rank, once: Callable[[], object], times: Iterable[OpTimer], clock: Clock, repeats: int) -> None:
     """Warms up, then calls `once` at least `repeats` times, on every rank about as long as on the slowest."""
-    rank.council.least(0)  # what was measured before is over everywhere
+    rank.cpu_group.minimum(0)  # earlier measurements have ended on all ranks
     own = 0.0
     for _ in range(WARM_UP):
         start = time.perf_counter()
         once()
         clock.settle()
         own = time.perf_counter() - start
-    for kept in times:
-        kept.clear()
-    slowest = -rank.council.least(-int(1e9 * own))[0] / 1e9  # here all begin
+    for timer in times:
+        timer.clear()
+    slowest = -rank.cpu_group.minimum(-int(1e9 * own))[0] / 1e9  # all ranks begin here
     for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest / own)))):
         once()
     clock.settle()
@@ -139,12 +151,12 @@ def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int
         for trial in trials:
             trial.compute()
 
-    _together(rank, once, [trial.computing for trial in trials], clock, repeats)
+    _together(rank, once, [trial.compute_times for trial in trials], clock, repeats)
 
 
 def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
-    """Activations of all stages go out and come back, one after the other; in full duplex one comes back while the next
-    goes out."""
+    """Offloads and reloads the activations of all stages, one after the other; in full duplex one is reloaded while the
+    next is offloaded."""
     layout, limit = rank.layout, rank.pool.limit
     fitting = [trial for trial in trials if limit is None or trial.host_bytes(rank.pool) <= limit]
     two = 2 * max((trial.host_bytes(rank.pool) for trial in fitting), default=0)
@@ -155,9 +167,9 @@ def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: i
     sharers = layout.shared_links.get(layout.link(rank.number) or "", ())
     for turn in range(max(map(len, layout.shared_links.values()), default=1)):
         here = moving if not sharers or sharers[turn % len(sharers)] == rank.number else []
-        with _one_away(here if both_ways else []):
+        with _first_offloaded(here if both_ways else []):
             once = partial(_both_ways if both_ways else _one_way, here)
-            _together(rank, once, [trial.moving for trial, _ in here], clock, repeats)
+            _together(rank, once, [trial.copy_times for trial, _ in here], clock, repeats)
     for trial, j in moving:
         trial.forget(j)
 
@@ -169,7 +181,7 @@ def _one_way(moving: Sequence[tuple[Trial, int]]) -> None:
 
 
 def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
-    """The first is away, before and after."""
+    """The first activation is off the device before and after."""
     for (trial, j), (other, k) in pairwise([*moving, *moving[:1]]):
         returning, leaving = trial.start_back(j), other.start_out(k)
         other.end_out(k, leaving)
@@ -177,94 +189,92 @@ def _both_ways(moving: Sequence[tuple[Trial, int]]) -> None:
 
 
 @contextmanager
-def _one_away(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
+def _first_offloaded(moving: Sequence[tuple[Trial, int]]) -> Iterator[None]:
     for trial, j in moving[:1]:
         trial.end_out(j, trial.start_out(j))
     yield
     for trial, j in moving[:1]:
-        trial.come_home(j)
+        trial.reload(j)
 
 
 def _try_evictions(rank: Rank, trials: Mapping[int, Mapping[int, Trial]], repeats: int) -> None:
-    """From one stage after the other, on the first route over it."""
+    """Evicts the activations of one stage after the other, on the first route over it."""
     for s, owner in enumerate(rank.layout.placement):
-        leaving = rank.passages[s, _routes(rank, s)[0]].leaving
-        rank.council.least(0)  # one link at a time
-        if rank.layout.peer(owner) is None or not any(leaving):
+        blocks = rank.io[s, _routes(rank, s)[0]].block_bytes
+        rank.cpu_group.minimum(0)  # one link at a time
+        if rank.layout.peer(owner) is None or not any(blocks):
             continue
         if owner == rank.number:
             trial = trials[s][_routes(rank, s)[0]]
-            freed = {trial.visit(rank.peers) for _ in range(WARM_UP)}
-            trial.visiting.clear()
-            freed |= {trial.visit(rank.peers) for _ in range(repeats)}
-            trial.sizes["evict_bytes"] = (
-                sum(leaving) if freed == {sum(leaving)} else 0
-            )  # 0: a drop frees something else
+            freed = {trial.evict(rank.peers) for _ in range(WARM_UP)}
+            trial.eviction_times.clear()
+            freed |= {trial.evict(rank.peers) for _ in range(repeats)}
+            trial.sizes["evict_bytes"] = sum(blocks) if freed == {sum(blocks)} else 0  # 0: no eviction is possible
         elif rank.layout.peer(owner) == rank.number:
-            visits = tuple((s, r) for r in range(WARM_UP + repeats))
-            rank.peers.start_step({owner: Guests(visits, visits)})
-            for visit in visits:
-                rank.peers.accept(owner, visit, [size for size in leaving if size])
-                rank.peers.vacate(visit)
+            activations = tuple((s, r) for r in range(WARM_UP + repeats))
+            rank.peers.start_step({owner: EvictionOrder(activations, activations)})
+            for activation in activations:
+                rank.peers.accept(owner, activation, [size for size in blocks if size])
+                rank.peers.vacate(activation)
 
 
-Handing = dict[tuple[int, str], float]  # by stage and the name of an op's time, ms
+Handover = dict[tuple[int, str], float]  # ms by stage and name of an op's time
 
 
 def _links(
     rank: Rank, trials: Mapping[int, Mapping[int, Trial]], clock: Clock, repeats: int
-) -> tuple[dict[tuple[int, int], Spread], Handing]:
-    """From this rank to others, what a message takes on its way: half of the time from when it was handed over to its
-    answer; and what F and B take to hand one over and to ask for the next. One pair of ranks after the other. As in a
-    step, what is sent has just been computed, and who receives it waits for it already."""
+) -> tuple[dict[tuple[int, int], Spread], Handover]:
+    """The time of a message from this rank to others: half of the time from when it was handed over to its answer. And
+    the time that F and B take to hand a message over and to post the next receive. One pair of ranks is measured after
+    the other. As in a step, what is sent has just been computed, and the receiver is already waiting."""
     found: dict[tuple[int, int], Spread] = {}
-    handing: Handing = defaultdict(float)
-    placement, mail = rank.layout.placement, rank.mail
-    for route, s, after in rank.layout.passages():
+    handover: Handover = defaultdict(float)
+    placement, messages = rank.layout.placement, rank.messages
+    for route, s, after in rank.layout.neighbours():
         here, there = placement[s], placement[after]
-        rank.council.least(0)  # one link at a time
+        rank.cpu_group.minimum(0)  # one link at a time
         if here == there or rank.number not in (here, there) or route not in _routes(rank, s):
             continue
-        times, first = Times(clock), rank.number == here
-        specs, rounds = rank.passages[s, route].outputs, WARM_UP + LINK_ROUNDS * repeats
-        mail.start_step()
+        times, first = OpTimer(clock), rank.number == here
+        specs, rounds = rank.io[s, route].outputs, WARM_UP + LINK_ROUNDS * repeats
+        messages.start_step()
         if not first:
-            mail.post(Message(Kind.F, after, 0), here, specs)
+            messages.post(Message(Kind.F, after, 0), here, specs)
         for r in range(rounds):
             if r == WARM_UP:
                 times.clear()
             out, back = Message(Kind.F, after, r), Message(Kind.B, s, r)
             if first:
                 tensors = trials[s][route].outputs()
-                with times.of("handing"):
-                    mail.post(back, there, specs)
-                    mail.send(out, tensors, there, specs)
+                with times.of("handover"):
+                    messages.post(back, there, specs)
+                    messages.send(out, tensors, there, specs)
                 with times.of("answer"):
-                    mail.take(back)
+                    messages.take(back)
             else:
-                received = mail.take(out)
-                with times.of("handing"):
+                received = messages.take(out)
+                with times.of("handover"):
                     if r + 1 < rounds:
-                        mail.post(Message(Kind.F, after, r + 1), here, specs)
-                    mail.send(back, received, here, specs)
-        mail.flush()
+                        messages.post(Message(Kind.F, after, r + 1), here, specs)
+                    messages.send(back, received, here, specs)
+        messages.flush()
         clock.settle()
         op = (s, "forward_ms") if first else (after, "backward_input_ms")
-        handing[op] = max(times.spreads()["handing"].ms, handing[op])
+        handover[op] = max(times.spreads()["handover"].ms, handover[op])
         if first:
-            way = times.spreads(0.5)["answer"]
-            found[here, there] = max(way, found.get((here, there), way))
-    return found, handing
+            one_way = times.spreads(0.5)["answer"]
+            found[here, there] = max(one_way, found.get((here, there), one_way))
+    return found, handover
 
 
 def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, Spread]]:
-    """Optimizers on the host, of all ranks at once: by a second one each, with gradients of zeros. What the first ones
-    have, stays."""
-    updates = [(Times(clock), host.second()) for host in rank.host_optimizers.values()]
+    """Optimizers on the host, of all ranks at once. A second optimizer of each stage runs with gradients of zero, so
+    that the state of the first stays."""
+    updates = [(OpTimer(clock), optimizer.duplicate()) for optimizer in rank.host_optimizers.values()]
 
     def once() -> None:
         for times, second in updates:
-            for name, copies in second.rehearse().items():
+            for name, copies in second.try_ops().items():
                 times.copies(name, [copies])
 
     _together(rank, once, [times for times, _ in updates], clock, repeats)
@@ -272,33 +282,32 @@ def _try_updates(rank: Rank, clock: Clock, repeats: int) -> dict[int, dict[str, 
 
 
 @contextmanager
-def _as_before(stage: StageRunner) -> Iterator[None]:
-    """Gradients, buffers and random numbers are afterwards what they were."""
+def _unchanged(stage: StageRunner) -> Iterator[None]:
+    """After this context gradients, buffers and random numbers are what they were."""
     gradients = [(parameter, parameter.grad) for parameter in stage.module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    with stage.undisturbed():
+    with stage.replay.undisturbed():
         yield
     for parameter, gradient in gradients:
         parameter.grad = gradient
 
 
-# What it comes to
+# Results
 
 
-def _times(ways: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str, Spread]:
-    """A stage's times: over the routes that it serves the mean of the medians, by micro-batches, and the widest
-    spread."""
+def _times(by_route: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str, Spread]:
+    """A stage's times: the mean of the medians over its routes, weighted by micro-batches, and the widest spread."""
     found: dict[str, list[tuple[int, Spread]]] = defaultdict(list)
-    for route, trial in ways.items():
-        for times in (trial.computing, trial.moving, trial.visiting):
+    for route, trial in by_route.items():
+        for times in (trial.compute_times, trial.copy_times, trial.eviction_times):
             for name, spread in times.spreads().items():
                 found[name].append((max(1, counts[route]), spread))
     return {name: Spread.mean(spreads) for name, spreads in found.items()}
 
 
 def _costs(times: Mapping[str, Spread], trials: Sequence[Trial], parts: int) -> dict[str, Any]:
-    """A stage's cost fields; of what it cannot do, none."""
+    """A stage's cost fields, without those of what it cannot do."""
     least = {"offload_bytes", "evict_bytes"}
     sizes = {name: (min if name in least else max)(trial.sizes.get(name, 0) for trial in trials) for name in SIZES}
     found = {name: spread.ms for name, spread in times.items()} | sizes | {"offload_parts": parts}
@@ -313,14 +322,15 @@ def _costs(times: Mapping[str, Spread], trials: Sequence[Trial], parts: int) -> 
 
 
 def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list[tuple[int, str]]:
-    """On a GPU, what is launch-bound. Not measured."""
+    """On a GPU, the times that are launch-bound. Not measured."""
     if rank.device.type != "cuda":
         return []
     return [(s, name) for s, spreads in times.items() for name, spread in spreads.items() if spread.launch_bound]
 
 
 def budget(rank: Rank) -> int:
-    """What a GPU has left, less gradients that are still to come, less a tenth for workspace. Not measured."""
+    """The free memory of a GPU, less gradients that are not allocated yet, less a tenth for workspace. Not measured.
+    Raises `InputError` on CPU."""
     device = rank.device
     if device.type != "cuda":
         raise InputError("activation_budget_bytes is missing: how many bytes of activations may this rank hold?")
@@ -332,8 +342,8 @@ def budget(rank: Rank) -> int:
 
 
 def _host_budget(rank: Rank, trials: Sequence[Trial], costs: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The pool's limit in the problem's bytes: pages take more than `offload_bytes` where parts are uneven or sizes
-    rounded up."""
+    """The pool's limit in the problem's bytes. Pages take more than `offload_bytes`, because parts are uneven and sizes
+    are rounded up."""
     limit = rank.pool.limit
     if limit is None:
         return None

@@ -1,4 +1,5 @@
-"""`Trial`: one stage, tried alone on one route: its ops in turn, timed, and the bytes that it holds after each."""
+"""`Trial`: one stage, tried alone on one route. It runs the ops in turn, times them, and counts the bytes held after
+each."""
 
 from __future__ import annotations
 
@@ -12,16 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from optpipe_runtime.execute.stage import StageRunner, Tensors
-from optpipe_runtime.measure.clock import Clock
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.peers import Peers
-from optpipe_runtime.memory.pool import HostPool, Ticket
+from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.runner import StageRunner
 
 
 @dataclass(frozen=True, order=True)
 class Spread:
-    """Times of one op, ms: median and interquartile range of so many; `host_ms`: the median time that the host took to
-    issue it."""
+    """Times of one op in ms: median and interquartile range over `count` measurements. `host_ms` is the median time
+    that the host took to issue the op."""
 
     ms: float
     iqr_ms: float
@@ -35,7 +38,7 @@ class Spread:
 
     @classmethod
     def mean(cls, weighed: Sequence[tuple[int, Spread]]) -> Spread:
-        """By weight; the widest spread counts."""
+        """The weighted mean of the medians, with the widest spread."""
         total = sum(weight for weight, _ in weighed)
         return cls(
             ms=round(sum(weight * spread.ms for weight, spread in weighed) / total, 4),
@@ -45,18 +48,18 @@ class Spread:
         )
 
     def longer(self, ms: float) -> Spread:
-        """With so many ms more."""
+        """The same with so many ms more."""
         return replace(self, ms=round(self.ms + ms, 4))
 
     @property
     def launch_bound(self) -> bool:
-        """Of an op on a GPU: it takes about as long as the host takes to launch it, so that it may well be the host
-        that is measured."""
+        """Whether an op on a GPU takes about as long as the host takes to launch it, so that the host may be what was
+        measured."""
         return self.host_ms > 0.9 * self.ms
 
 
-class Times:
-    """Times of ops by name, in the order in which they ran; told when all is over."""
+class OpTimer:
+    """Times ops by name. Read the times when all has ended."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -64,15 +67,14 @@ class Times:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Times what runs in here."""
+        """Times what runs in this context."""
         host, start = time.perf_counter(), self._clock.mark()
         yield
         self._marks[name].append(([(start, self._clock.mark())], time.perf_counter() - host))
 
-    def copies(self, name: str, parts: Sequence[Sequence[Ticket]]) -> None:
-        """Notes the transfers of all parts, whose sum counts: how long each was under way, as a step's trace tells
-        it."""
-        self._marks[name].append(([(tickets[0].start, tickets[-1].end) for tickets in parts if tickets], 0.0))
+    def copies(self, name: str, parts: Sequence[Sequence[Handle]]) -> None:
+        """Notes the transfers of all parts. Their times are added up, each as a step's trace tells it."""
+        self._marks[name].append(([(handles[0].start, handles[-1].end) for handles in parts if handles], 0.0))
 
     def clear(self) -> None:
         self._marks.clear()
@@ -86,41 +88,42 @@ class Times:
 
 
 class Trial:
-    """`inputs`, `targets`: of one micro-batch, where the route begins or ends here. Activations leave in `parts`."""
+    """`inputs` and `targets` are of one micro-batch, where the route begins or ends here. Activations leave in `parts`
+    parts."""
 
     def __init__(
         self, stage: StageRunner, route: int, inputs: Tensors, targets: Tensors, parts: int, clock: Clock
     ) -> None:
         self.stage, self.route, self.parts = stage, route, parts
-        passage = stage.passages[route]
-        self._inputs = inputs if passage.begins else ()
-        self._targets = targets if passage.ends else ()
-        self._gradients = () if passage.ends else passage.answered
+        io = stage.io[route]
+        self._inputs = inputs if io.begins else ()
+        self._targets = targets if io.ends else ()
+        self._gradients = () if io.ends else io.output_gradients
         self._batch = (*self._inputs, *self._targets)
-        self.computing, self.moving, self.visiting = Times(clock), Times(clock), Times(clock)
+        self.compute_times, self.copy_times, self.eviction_times = OpTimer(clock), OpTimer(clock), OpTimer(clock)
         self.sizes: dict[str, int] = {}
         self._made: Tensors = ()
 
     # Compute
 
     def compute(self) -> None:
-        """F, then the same with C, then B and W; notes the bytes that each leaves."""
+        """Runs F, then F again with C, then B and W. Notes the bytes held after each."""
         stage = self.stage
         inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
         stage.start_step(self._batch, self.parts)
-        with self.computing.of("forward_ms"):
+        with self.compute_times.of("forward_ms"):
             stage.forward(0, inputs.pop(), self._targets, route=self.route)
         saved = stage.held_bytes(0)
         stage.forget(0)
         stage.forward(0, inputs.pop(), self._targets, recompute=True, route=self.route)
         checkpoint = stage.held_bytes(0)
-        with self.computing.of("recompute_ms"):
+        with self.compute_times.of("recompute_ms"):
             stage.recompute(0)
         again = stage.held_bytes(0)
-        with self.computing.of("backward_input_ms"):
+        with self.compute_times.of("backward_input_ms"):
             stage.backward(0, gradients, split=True)
         kept = stage.held_bytes(0)
-        with self.computing.of("backward_weight_ms"):
+        with self.compute_times.of("backward_weight_ms"):
             stage.weight(0)
         self.sizes |= {
             "activation_bytes": max(saved, again),
@@ -129,14 +132,14 @@ class Trial:
         }
 
     def outputs(self) -> Tensors:
-        """What a forward gives to the next stage, fresh."""
+        """What a forward gives to the next stage, newly computed."""
         self.forward(0)
         made = self._made
         self.forget(0)
         return made
 
     def forward(self, microbatch: int) -> None:
-        """F, untimed; `forget` it afterwards."""
+        """Runs F without timing it. Call `forget` afterwards."""
         self.stage.start_step(self._batch, self.parts)
         self._made = self.stage.forward(microbatch, self._fresh_inputs(), self._targets, route=self.route)
 
@@ -144,55 +147,53 @@ class Trial:
         self._made = ()
         self.stage.forget(microbatch)
 
-    # Transfers of a micro-batch after its forward; each way is started first and ended later
+    # Transfers of a micro-batch after its forward. Each direction is started first and ended later.
 
-    def start_out(self, microbatch: int) -> list[Sequence[Ticket]]:
+    def start_out(self, microbatch: int) -> list[Sequence[Handle]]:
         return [self.stage.offload(microbatch, part) for part in range(self.parts)]
 
-    def end_out(self, microbatch: int, under_way: list[Sequence[Ticket]]) -> None:
-        """Drops; notes what they freed: of all parts the smallest counts."""
+    def end_out(self, microbatch: int, under_way: list[Sequence[Handle]]) -> None:
+        """Drops all parts, and notes the bytes that the smallest of them freed."""
         freed = []
         for part in range(self.parts):
             before = self.stage.held_bytes(microbatch)
             self.stage.drop(microbatch, part)
             freed.append(before - self.stage.held_bytes(microbatch))
-        self.moving.copies("offload_ms", under_way)
+        self.copy_times.copies("offload_ms", under_way)
         self.sizes["offload_bytes"] = self.parts * min(freed)
 
-    def start_back(self, microbatch: int) -> list[Sequence[Ticket]]:
+    def start_back(self, microbatch: int) -> list[Sequence[Handle]]:
         return [self.stage.reload(microbatch, part) for part in range(self.parts)]
 
-    def end_back(self, microbatch: int, under_way: list[Sequence[Ticket]]) -> None:
+    def end_back(self, microbatch: int, under_way: list[Sequence[Handle]]) -> None:
         self.stage.activation(microbatch).restore()
-        self.moving.copies("reload_ms", under_way)
+        self.copy_times.copies("reload_ms", under_way)
 
     def host_bytes(self, pool: HostPool) -> int:
-        """What an activation that is away takes of the host."""
+        """Host bytes that an offloaded activation takes."""
         return sum(pool.size(nbytes) for nbytes in self.stage.part_bytes(self.parts))
 
-    def come_home(self, microbatch: int) -> None:
-        """Back, untimed."""
+    def reload(self, microbatch: int) -> None:
+        """Runs R without timing it."""
         self.start_back(microbatch)
         self.stage.activation(microbatch).restore()
 
-    def visit(self, peers: Peers) -> int:
-        """F, E and L; returns the bytes that the drop between them freed."""
+    def evict(self, peers: Peers) -> int:
+        """Runs F, E, D and L. Returns the bytes that the drop freed."""
         self.forward(0)
         held = self.stage.held_bytes(0)
-        with self.visiting.of("evict_ms"):
+        with self.eviction_times.of("evict_ms"):
             self.stage.evict(0, peers)
             self.stage.drop(0, 0)
         freed = held - self.stage.held_bytes(0)
-        with self.visiting.of("load_ms"):
+        with self.eviction_times.of("load_ms"):
             self.stage.reload(0, 0)
             self.stage.activation(0).restore()
         self.forget(0)
         return freed
 
     def _fresh_inputs(self) -> Tensors:
-        return self._inputs or tuple(
-            _noise(spec.zeros(self.stage.device)) for spec in self.stage.passages[self.route].inputs
-        )
+        return self._inputs or tuple(_noise(spec.zeros(self.stage.device)) for spec in self.stage.io[self.route].inputs)
 
     def _fresh_gradients(self) -> Tensors:
         return tuple(_noise(spec.zeros(self.stage.device)) for spec in self._gradients)

@@ -6,48 +6,47 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
-Place = tuple[nn.Module, str]  # the module that has the buffer itself, and its name there
+Buffer = tuple[nn.Module, str]  # the module that has the buffer itself, and its name there
 
 
-def places(module: nn.Module) -> list[Place]:
+def all_buffers(module: nn.Module) -> list[Buffer]:
     return [(part, name) for part in module.modules() for name in part._buffers]
 
 
-def keep(chosen: Iterable[Place]) -> Callable[[], None]:
-    """Notes what is in these places. Returns what puts it back: the same tensors, with the values that they had."""
-    then = [
+def save(chosen: Iterable[Buffer]) -> Callable[[], None]:
+    """Saves these buffers. Returns a function that restores the same tensors with the same values."""
+    saved = [
         (part, name, buffer, None if buffer is None else buffer.clone())
         for part, name in chosen
         for buffer in [part._buffers[name]]
     ]
 
-    def put_back() -> None:
-        for part, name, buffer, value in then:
+    def restore() -> None:
+        for part, name, buffer, value in saved:
             part._buffers[name] = buffer
             if buffer is not None and value is not None:
-                buffer.data.copy_(
-                    value
-                )  # not seen by autograd: graphs that have saved the tensor stay good, it gets back what they saw
+                # By `data`, which autograd does not see: a graph that has saved the tensor gets back what it saved.
+                buffer.data.copy_(value)
 
-    return put_back
+    return restore
 
 
-def watch(module: nn.Module) -> Callable[[], list[Place]]:
-    """Returns what tells which buffers belong to modules that have changed one since: by another value, by writing the
-    same, or by another tensor."""
-    then = {place: (buffer, _version(buffer)) for place in places(module) for buffer in [place[0]._buffers[place[1]]]}
-    values = {place: buffer.clone() for place, (buffer, _) in then.items() if buffer is not None}
+def watch(module: nn.Module) -> Callable[[], list[Buffer]]:
+    """Returns a function that tells which buffers belong to modules that have changed one since now: by another value,
+    by writing the same value, or by another tensor."""
+    before = {at: (buffer, _version(buffer)) for at in all_buffers(module) for buffer in [at[0]._buffers[at[1]]]}
+    values = {at: buffer.clone() for at, (buffer, _) in before.items() if buffer is not None}
 
-    def same(place: Place) -> bool:
-        buffer = place[0]._buffers[place[1]]
-        before, version = then.get(place, (None, -1))
-        if buffer is not before or _version(buffer) != version:
+    def same(at: Buffer) -> bool:
+        buffer = at[0]._buffers[at[1]]
+        old, version = before.get(at, (None, -1))
+        if buffer is not old or _version(buffer) != version:
             return False
-        return buffer is None or bool(buffer.equal(values[place]))  # what is written by `data` has the same version
+        return buffer is None or bool(buffer.equal(values[at]))  # a write by `data` does not change the version
 
-    def changed() -> list[Place]:
-        own = [[(part, name) for name in part._buffers] for part in module.modules()]
-        return [place for part in own if not all(map(same, part)) for place in part]
+    def changed() -> list[Buffer]:
+        by_module = [[(part, name) for name in part._buffers] for part in module.modules()]
+        return [at for own in by_module if not all(map(same, own)) for at in own]
 
     return changed
 

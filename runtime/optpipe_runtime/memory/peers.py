@@ -1,15 +1,18 @@
-"""Evictions (BPipe): activations that wait for their backward on another rank's device.
+"""Evictions: activations that wait for their backward on another rank's device (BPipe: Kim et al., "BPipe:
+Memory-Balanced Pipeline Parallelism for Training Large Language Models").
 
-The evicting rank sends a parcel at E and receives it back at L. Its peer makes room at A, from where on the bytes can
-come; it sends them back as soon as they are there, so that no op of its own program has to stand between; at V it waits
-until they have left, and lets the room go. Each direction of each pair of ranks has a process group of its own.
-Messages have no tags, so the peer receives in the order in which the other's program evicts and sends in the order in
-which it loads, whatever the order of its own A and V: each begins when there is room for it and for all before it.
-Evictions and loads are one stream to `simulate`, in order, so nobody waits here who would not wait there.
+The evicting rank sends at E and receives at L. Its peer makes room at A; from then on the bytes can come. The peer
+sends them back as soon as they are there, so no op of its own program has to stand between. At V it waits until they
+have left, and frees the room.
 
-The peer is ready from A on, long before E or L. Over NCCL it would be a kernel as wide as the link that is ready, on
-multiprocessors that compute is to have; so the evicting rank announces each transfer by a byte, and what waits is the
-kernel for that. Not measured on CUDA.
+Each direction of each pair of ranks has a process group of its own. Messages have no tags. So the peer receives in the
+order in which the other's program evicts, and sends in the order in which it loads, whatever the order of its own A and
+V: each transfer starts when there is room for it and for all before it. Evictions and loads are one stream to
+`simulate`, in order, so no rank waits here that would not wait there.
+
+The peer is ready from A on, long before E or L. Over NCCL a kernel as wide as the link would be waiting, on
+multiprocessors that compute needs. So the evicting rank announces each transfer by one byte, and only the kernel for
+that byte waits. Not measured on CUDA.
 """
 
 from __future__ import annotations
@@ -22,29 +25,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optpipe_runtime.execute.lowering import Guests, Visit
-from optpipe_runtime.memory.pool import Engine, Ticket, engine
+from optpipe_runtime.lowering.plan import EvictionOrder, StageMicrobatch
+from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_engine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Subgroup, Team, Transfer
 
 
-class _Way(NamedTuple):
+class _Direction(NamedTuple):
     """One direction between a rank and its peer."""
 
     group: Subgroup
-    engine: Engine
+    engine: CopyEngine
     evicting: bool  # whether this rank is the one that evicts
     byte: Tensor
 
-    def send(self, pieces: Sequence[Tensor], to: int, after: Ticket | None = None) -> Ticket:
+    def send(self, pieces: Sequence[Tensor], to: int, after: Handle | None = None) -> Handle:
         return self._start(self.group.send, pieces, to, after)
 
-    def receive(self, pieces: Sequence[Tensor], source: int) -> Ticket:
+    def receive(self, pieces: Sequence[Tensor], source: int) -> Handle:
         return self._start(self.group.receive, pieces, source)
 
     def _start(
-        self, move: Callable[[Tensor, int], Transfer], pieces: Sequence[Tensor], other: int, after: Ticket | None = None
-    ) -> Ticket:
+        self, move: Callable[[Tensor, int], Transfer], pieces: Sequence[Tensor], other: int, after: Handle | None = None
+    ) -> Handle:
         def work() -> None:
             if after is not None:
                 after.wait()
@@ -56,12 +59,12 @@ class _Way(NamedTuple):
 
 
 @dataclass
-class _Room:
+class _Hosted:
     """What this rank keeps for another."""
 
     pieces: list[Tensor]
-    received: Ticket | None = None
-    returned: Ticket | None = None
+    received: Handle | None = None
+    returned: Handle | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,70 +72,70 @@ class _Room:
 
 
 class Peers:
-    """One rank's evictions to its peer, as a `Carrier`, and the rooms it has for others. Making one is collective:
+    """One rank's evictions to its peer, as a `Destination`, and what it keeps for others. Making one is collective:
     every rank calls it with the same layout."""
 
     def __init__(self, team: Team, layout: Layout, device: torch.device) -> None:
         rank = team.number
         self._rank, self._peer, self._device = rank, layout.peer(rank), device
-        self._out: dict[int, _Way] = {}  # by the evicting rank
-        self._back: dict[int, _Way] = {}
+        self._out: dict[int, _Direction] = {}  # by the evicting rank
+        self._back: dict[int, _Direction] = {}
         for evictor, acceptor in ((a, b) for a, b in enumerate(layout.peers) if b is not None):
-            for ways in (self._out, self._back):
+            for directions in (self._out, self._back):
                 group = team.subgroup((evictor, acceptor), device)
                 if rank in (evictor, acceptor):
-                    ways[evictor] = _Way(
-                        group, engine(device), rank == evictor, torch.zeros(1, dtype=torch.uint8, device=device)
-                    )
-        self._rooms: dict[Visit, _Room] = {}
-        self._coming: dict[int, tuple[deque[Visit], deque[Visit]]] = {}
+                    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                    directions[evictor] = _Direction(group, copy_engine(device), rank == evictor, byte)
+        self._hosted: dict[StageMicrobatch, _Hosted] = {}
+        self._coming: dict[int, tuple[deque[StageMicrobatch], deque[StageMicrobatch]]] = {}
 
-    def start_step(self, guests: Mapping[int, Guests]) -> None:
-        """`guests`: of each rank that evicts to this one."""
-        self._coming = {evictor: (deque(visits.evicted), deque(visits.loaded)) for evictor, visits in guests.items()}
+    def start_step(self, evictions: Mapping[int, EvictionOrder]) -> None:
+        """`evictions` is the order of each rank that evicts to this one."""
+        self._coming = {evictor: (deque(order.evicted), deque(order.loaded)) for evictor, order in evictions.items()}
 
     @property
     def idle(self) -> bool:
-        return not self._rooms
+        return not self._hosted
 
     # On the rank that evicts
 
-    def away(self, pieces: Sequence[Tensor]) -> Sequence[Ticket]:
+    def take_out(self, pieces: Sequence[Tensor]) -> Sequence[Handle]:
         """E"""
         assert self._peer is not None
         return [self._out[self._rank].send(pieces, self._peer)]
 
-    def back(self, homes: Sequence[Tensor]) -> Sequence[Ticket]:
+    def bring_back(self, targets: Sequence[Tensor]) -> Sequence[Handle]:
         """L"""
         assert self._peer is not None
-        return [self._back[self._rank].receive(homes, self._peer)]
+        return [self._back[self._rank].receive(targets, self._peer)]
 
-    def end(self) -> None:
-        """The room is the peer's to let go."""
+    def release(self) -> None:
+        """The peer frees the room, at V."""
 
     # On its peer
 
-    def accept(self, evictor: int, visit: Visit, sizes: Sequence[int]) -> None:
-        """A: room for blocks of these bytes."""
-        self._rooms[visit] = _Room([torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes])
+    def accept(self, evictor: int, activation: StageMicrobatch, sizes: Sequence[int]) -> None:
+        """A: makes room for blocks of these bytes."""
+        blocks = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        self._hosted[activation] = _Hosted(blocks)
         evicted, loaded = self._coming[evictor]
-        while evicted and (room := self._rooms.get(evicted[0])):
-            room.received = self._out[evictor].receive(room.pieces, evictor)
+        while evicted and (hosted := self._hosted.get(evicted[0])):
+            hosted.received = self._out[evictor].receive(hosted.pieces, evictor)
             evicted.popleft()
-        while loaded and (room := self._rooms.get(loaded[0])) and room.received:
-            room.returned = self._back[evictor].send(room.pieces, evictor, room.received)
+        while loaded and (hosted := self._hosted.get(loaded[0])) and hosted.received:
+            hosted.returned = self._back[evictor].send(hosted.pieces, evictor, hosted.received)
             loaded.popleft()
 
-    def vacate(self, visit: Visit) -> None:
-        """V"""
-        room = self._rooms.pop(visit)
-        assert room.returned is not None, "what is loaded before it was accepted before, too"
-        room.returned.wait()
+    def vacate(self, activation: StageMicrobatch) -> None:
+        """V: waits until the bytes have left, and frees the room."""
+        hosted = self._hosted.pop(activation)
+        assert hosted.returned is not None, "what is loaded earlier was also accepted earlier"
+        hosted.returned.wait()
 
-    def held_bytes(self, visit: Visit) -> int:
-        """Device bytes that this rank holds for another's visit."""
-        return self._rooms[visit].nbytes if visit in self._rooms else 0
+    def held_bytes(self, activation: StageMicrobatch) -> int:
+        """Device bytes that this rank holds for another rank's activation."""
+        return self._hosted[activation].nbytes if activation in self._hosted else 0
 
     def close(self) -> None:
-        for way in (*self._out.values(), *self._back.values()):
-            way.engine.close()
+        for direction in (*self._out.values(), *self._back.values()):
+            direction.engine.close()

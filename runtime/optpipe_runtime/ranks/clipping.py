@@ -10,26 +10,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from optpipe_runtime.ranks.agreement import Council
+from optpipe_runtime.ranks.cpu_group import CpuGroup
 
 
 def clip(
     parameters: Iterable[nn.Parameter],
     uncounted: Iterable[nn.Parameter],
-    council: Council,
+    cpu_group: CpuGroup,
     max_norm: float,
     norm_type: float,
 ) -> float:
-    """Collective: scales this rank's gradients so that the norm over all ranks is at most `max_norm`; returns what it
-    was.
+    """Collective: scales this rank's gradients so that the norm over all ranks is at most `max_norm`.
 
-    `uncounted` are copies that another rank counts. Sharded gradients (DTensor) are counted on all their ranks
-    together. As in `torch.nn.utils.clip_grad_norm_`, what is not finite makes all gradients NaN.
+    `uncounted` are tied copies that another rank counts. A sharded gradient (DTensor) counts once, over all its ranks.
+    As in `torch.nn.utils.clip_grad_norm_`, a gradient that is not finite makes all gradients NaN.
+
+    Returns the norm before clipping.
     """
     trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
     elsewhere = set(map(id, uncounted))
     own = [norm_of(kind, norm_type) for kind in _kinds([p for p in trained if id(p) not in elsewhere])]
-    norms = torch.tensor([norm for norms in council.gather(own) for norm in norms] or [0.0], dtype=torch.float64)
+    norms = torch.tensor([norm for norms in cpu_group.gather(own) for norm in norms] or [0.0], dtype=torch.float64)
     total = torch.linalg.vector_norm(norms, norm_type)
     for kind in _kinds(trained):
         double = any(parameter.dtype == torch.float64 for parameter in kind)
@@ -38,13 +39,13 @@ def clip(
 
 
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
-    """Of the gradients of parameters of one kind."""
+    """The norm of the gradients of parameters that `_kinds` puts together."""
     norm: Tensor = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Plain parameters, and those of each mesh: torch's norms and products take one kind at a time."""
+    """Plain parameters, and those of each device mesh: torch's norm functions take one kind at a time."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

@@ -1,5 +1,5 @@
-"""`Layout`: where a pipeline's stages are, which of them each micro-batch passes, where ranks may evict to, and which
-share a host link."""
+"""`Layout`: which rank has which stage, which stages each micro-batch passes, where ranks may evict activations to, and
+which ranks share a host link."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ from typing import Any
 
 from optpipe.model.problem import Problem
 
-MOST = 2**39  # bytes of an activation that nobody has measured
+UNMEASURED_BYTES = 2**39  # stands for the size of an activation before it is measured
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`placement`: the rank of each stage; `routes`, `microbatch_routes`, each rank's peer and the links that ranks
-    share, as in a `Problem`."""
+    """How a pipeline is laid out over its ranks. Fields are as in a `Problem`.
+
+    Attributes
+    ----------
+    placement
+        The rank of each stage.
+    routes
+        Each route's stages, in order.
+    microbatch_routes
+        The route of each micro-batch.
+    peers
+        For each rank, the rank that it may evict activations to, or None. Empty if there are no peers.
+    links
+        For each rank, the name of the host link that it shares with others, or None for a link of its own.
+    full_duplex
+        Whether a rank's offload and reload can run at the same time.
+    """
 
     placement: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
     microbatch_routes: tuple[int, ...]
     peers: tuple[int | None, ...] = ()
-    links: tuple[str | None, ...] = ()  # None: a rank's link is its own
+    links: tuple[str | None, ...] = ()
     full_duplex: bool = False
 
     @classmethod
@@ -52,17 +67,24 @@ class Layout:
         links: Any = None,
         full_duplex: bool = False,
     ) -> Layout:
-        """Without routes every micro-batch passes all stages in order. Raises `InputError` where a problem could not
-        have these."""
+        """A layout from the arguments of `Pipeline`. Without routes every micro-batch passes all stages in order.
+        Raises `InputError` if they do not make a valid problem."""
         return cls.of(_unmeasured(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex))
 
     def unmeasured(self) -> Problem:
-        """The problem before anything has been measured: no time, and room for whatever it takes."""
-        ways = self.routes, self.microbatch_routes
-        return _unmeasured(self.placement, self.microbatches, *ways, self.peers, self.links, self.full_duplex)
+        """A problem of this layout before anything is measured: ops take no time and memory is unlimited."""
+        return _unmeasured(
+            self.placement,
+            self.microbatches,
+            self.routes,
+            self.microbatch_routes,
+            self.peers,
+            self.links,
+            self.full_duplex,
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of a problem that say how many micro-batches go which way."""
+        """The fields of a problem that say how many micro-batches there are, and their routes."""
         if self.routes == (tuple(range(len(self.placement))),):
             return {"microbatches": self.microbatches}
         return {"microbatches": self.microbatches, "routes": self.routes, "microbatch_routes": self.microbatch_routes}
@@ -86,16 +108,16 @@ class Layout:
         return self.routes[self.microbatch_routes[microbatch]]
 
     def peer(self, rank: int) -> int | None:
-        """The rank that it may evict to."""
+        """The rank to which a rank may evict activations."""
         return self.peers[rank] if rank < len(self.peers) else None
 
     def link(self, rank: int) -> str | None:
-        """The name of the host link that it shares with other ranks."""
+        """The name of the host link that a rank shares with others; None if its link is its own."""
         return self.links[rank] if rank < len(self.links) else None
 
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that share each link."""
+        """The ranks that share each link, by its name."""
         return {
             name: tuple(r for r, k in enumerate(self.links) if k == name)
             for name in dict.fromkeys(self.links)
@@ -103,11 +125,11 @@ class Layout:
         }
 
     def before(self, stage: int, microbatch: int) -> int | None:
-        """The stage before on the micro-batch's route; None for its first."""
+        """The previous stage on the micro-batch's route; None for the first."""
         return self._neighbours[self.microbatch_routes[microbatch]][stage][0]
 
     def after(self, stage: int, microbatch: int) -> int | None:
-        """The stage after on the micro-batch's route; None for its last."""
+        """The next stage on the micro-batch's route; None for the last."""
         return self._neighbours[self.microbatch_routes[microbatch]][stage][1]
 
     @cached_property
@@ -117,8 +139,8 @@ class Layout:
             for route in self.routes
         ]
 
-    def passages(self) -> Iterator[tuple[int, int, int]]:
-        """Every two neighbouring stages of every route: route, stage, the one after."""
+    def neighbours(self) -> Iterator[tuple[int, int, int]]:
+        """Every two neighbouring stages of every route: the route, a stage, and the next one."""
         return ((r, a, b) for r, route in enumerate(self.routes) for a, b in pairwise(route))
 
 
@@ -135,7 +157,7 @@ def _unmeasured(
         "forward_ms": 0,
         "backward_input_ms": 0,
         "backward_weight_ms": 0,
-        "activation_bytes": MOST,
+        "activation_bytes": UNMEASURED_BYTES,
         "saved_for_weight_bytes": 0,
     }
     alone = [None] * (max(placement) + 1)

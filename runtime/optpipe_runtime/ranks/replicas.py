@@ -1,17 +1,17 @@
 """Stages under data parallelism: modules in `DistributedDataParallel` or `fully_shard` (FSDP2), the same stage on
 several pipelines.
 
-W adds weight gradients outside autograd, so the wrappers' hooks do not see when one is complete. To them a step is
-therefore what gradient accumulation is: all micro-batches without communication, then one reduction in the wrapper's
-own manner, with its buckets, types and hooks.
+W adds weight gradients outside autograd, so the wrappers' hooks do not see when a gradient is complete. To a wrapper a
+step therefore looks like gradient accumulation: all micro-batches without communication, then one reduction by the
+wrapper itself, with its buckets, types and hooks.
 
     with replicas.whole():     FSDP gathers the parameters, once
         every F, B and W
         replicas.reduce()      DDP's reducer averages the gradients, FSDP reduces and scatters them
-                               and FSDP's parameters are shards again
+                               and FSDP's parameters are sharded again
 
-All that passes between replicas passes at the two ends of a step, stage by stage, never inside an op: replicas may run
-different schedules. Between them stand whole parameters and gradients of each stage, which are no activations.
+Replicas communicate at the two ends of a step only, stage by stage, never inside an op. So replicas may run different
+schedules. During the step each rank holds the whole parameters and gradients of its stages; they are no activations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ log = logging.getLogger("optpipe.runtime")
 
 
 class Replicas:
-    """This rank's stages that have copies on other pipelines. `modules` are what its stages run."""
+    """This rank's stages that have copies on other pipelines. `modules` are the modules inside the wrappers, by
+    stage."""
 
     def __init__(self, stages: Mapping[int, nn.Module], team: Team) -> None:
         self._team = team
@@ -58,8 +59,8 @@ class Replicas:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Collective over the replicas: in here FSDP's parameters are whole. Gradients that are not reduced by the end
-        are forgotten."""
+        """Collective over the replicas: in this context FSDP's parameters are whole. Gradients that are not reduced by
+        its end are dropped."""
         with self._exchanging():
             for stage in self._sharded:
                 stage.gather()
@@ -70,12 +71,12 @@ class Replicas:
                 stage.shard()
 
     def forget(self) -> None:
-        """What a step, or a part of one, has added to whole gradients of sharded parameters."""
+        """Drops what a step, or a part of one, has added to whole gradients of sharded parameters."""
         for stage in self._sharded:
             stage.forget()
 
     def reduce(self) -> None:
-        """Collective over the replicas, when the last W is done: `.grad` becomes the mean over them."""
+        """Collective over the replicas, after the last W: `.grad` becomes the mean over them."""
         with self._exchanging(), torch.enable_grad():
             if self._copied:
                 torch.autograd.backward([stage.complete() for stage in self._copied])
@@ -84,8 +85,8 @@ class Replicas:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """What goes wrong in here ends this rank's pipeline."""
-        with self._team.alone():
+        """Wraps communication with other replicas. An error in here ends this rank's pipeline."""
+        with self._team.local():
             try:
                 yield
             except RuntimeError as error:
@@ -94,7 +95,7 @@ class Replicas:
 
 class _Copied:
     """A stage in DistributedDataParallel. The wrapper's own forward and backward run once a step, when all gradients
-    are there."""
+    are complete."""
 
     def __init__(self, s: int, wrapper: DistributedDataParallel, team: Team) -> None:
         _require_apart(
@@ -112,15 +113,14 @@ class _Copied:
         }
 
     def complete(self) -> Tensor:
-        """DDP's forward; its backward finds every gradient complete and lets the reducer run."""
+        """Runs DDP's forward. Its backward finds every gradient complete and starts the reducer."""
         wrapper = self._wrapper
         found = [parameter for parameter in self._trained.values() if parameter.grad is not None]
         if not found or (len(found) < len(self._trained) and not wrapper.find_unused_parameters):
             names = [name for name, parameter in self._trained.items() if parameter.grad is None]
             raise InputError(
                 f"stage {self._stage}: {names[0]} and {len(names) - 1} other parameters got no gradient in this "
-                "step: make its "
-                "DistributedDataParallel with find_unused_parameters=True"
+                "step: make its DistributedDataParallel with find_unused_parameters=True"
             )
         module, wrapper.module = wrapper.module, _Complete(wrapper.module, found)
         try:
@@ -131,8 +131,8 @@ class _Copied:
 
 
 class _Complete(nn.Module):
-    """Stands in for a module whose gradients are there already; its buffers are still the module's, DDP keeps them
-    alike."""
+    """Stands in for a module whose gradients are already there. Its buffers are the module's own, so that DDP keeps
+    them equal on all replicas."""
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Complete(nn.Module):
 
 
 class _AddsNothing(torch.autograd.Function):
-    """A number of some parameters, whose backward reaches each and adds nothing to its gradient."""
+    """Makes a number from parameters. Its backward reaches each parameter and adds nothing to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ class _AddsNothing(torch.autograd.Function):
 
 
 class _Sharded:
-    """A stage with `fully_shard`ed modules, which gather and reduce when told to, not in their own forwards and
-    backwards."""
+    """A stage with `fully_shard`ed modules, which gather and reduce when they are told to, not in their own forwards
+    and backwards."""
 
     def __init__(self, s: int, module: nn.Module, team: Team) -> None:
         sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
@@ -167,8 +167,7 @@ class _Sharded:
             if parameter.device.type != mesh.device_type:
                 raise InputError(
                     f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on "
-                    f"{mesh.device_type}: leave "
-                    "out offload_policy, a pipeline's parameters are where it computes"
+                    f"{mesh.device_type}: leave out offload_policy, a pipeline's parameters are where it computes"
                 )
         if apart := [name for name, p in module.named_parameters() if p.requires_grad and name not in sharded]:
             log.warning(
@@ -177,9 +176,8 @@ class _Sharded:
                 apart[0],
                 len(apart) - 1,
             )
-        self._shards = any(
-            place.is_shard() for p in sharded.values() for place in p.placements
-        )  # not where it is `replicate`
+        # With `replicate` nothing is sharded.
+        self._shards = any(place.is_shard() for p in sharded.values() for place in p.placements)
         self._whole = False
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         inside = {id(below) for part in self._parts for below in part.modules() if below is not part}
@@ -194,12 +192,13 @@ class _Sharded:
     def reduce(self) -> None:
         self._set(reducing=True)
         for root in self._roots:
-            # what FSDP itself calls when a backward has ended
+            # FSDP itself calls this when a backward has ended.
             root._get_fsdp_state()._root_post_backward_final_callback()
         self._whole = False
 
     def shard(self) -> None:
-        """Where nothing was reduced: after an evaluation, a profile, a failure. No communication."""
+        """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
+        communication."""
         if not self._whole:
             return
         self.forget()
@@ -222,18 +221,17 @@ class _Sharded:
 
 
 def _groups(part: FSDPModule) -> list[Any]:
-    """The module's parameter groups: several, or, in older releases of torch, one or none."""
+    """The module's parameter groups: several, or in older releases of torch one or none."""
     state = part._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
 
 
 def _require_apart(s: int, wrapper: str, ranks: list[int], team: Team, option: str) -> None:
-    """A wrapper's ranks are those of the same stage on several pipelines."""
+    """A wrapper must span ranks of different pipelines. Raises `InputError` if two of them are in this one."""
     here = sorted(set(ranks) & set(team.ranks))
     if len(here) > 1:
         raise InputError(
-            f"stage {s}: its {wrapper} spans ranks {sorted(ranks)}, of which {here} are in the same pipeline: "
-            f"give it the {option} of this "
-            "stage's rank on every replica, and the Pipeline the group of its own ranks"
+            f"stage {s}: its {wrapper} spans ranks {sorted(ranks)}, of which {here} are in the same pipeline: give it "
+            f"the {option} of this stage's rank on every replica, and the Pipeline the group of its own ranks"
         )

@@ -1,15 +1,14 @@
 """`ScheduleClient`: asks the solver service for schedules while the training runs, and never makes a step wait.
 
     client = ScheduleClient("http://127.0.0.1:8000", problem)  # on one rank; the ranks agree among themselves
-    if offer := client.poll():                                 # between two iterations; microseconds
+    if offer := client.poll():  # between two iterations; takes microseconds
         swap(offer.schedule)
-        client.adopted(offer, step)                            # and again with what an iteration takes, once that is
-        measured
-    client.update(measured, running)                           # the costs have changed: the search goes on with them
+        client.adopted(offer, step)  # and again with the time of an iteration, once it is measured
+    client.update(measured, running)  # the costs have changed: the search goes on with them
 
-All waiting is done by one daemon thread. Every schedule is checked here before it is offered: the service may be wrong.
-Where it is away, slow or wrong, there is nothing to poll, the log has one warning an outage, and the training goes on
-with the schedule it has.
+One daemon thread does all waiting. Every schedule is checked here before it is offered, because the service may be
+wrong. If the service is away, slow or wrong, there is nothing to poll, the log has one warning for the outage, and the
+training goes on with the schedule it has.
 """
 
 from __future__ import annotations
@@ -27,48 +26,67 @@ from typing import Any
 from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.service.search import Search
-from optpipe_runtime.service.wire import (
-    AwayError,
-    Backoff,
-    ClosedError,
-    DeniedError,
-    Outages,
-    Wire,
-    WrongError,
-    api_key,
-    base_url,
-)
+from optpipe_runtime.service.connection import ServiceConnection, api_key, base_url
+from optpipe_runtime.service.errors import AwayError, ClosedError, DeniedError, WrongError
+from optpipe_runtime.service.outages import Backoff, Outages
+from optpipe_runtime.service.remote_search import RemoteSearch
 
 log = logging.getLogger("optpipe.client")
 
-TELL_S = 3.0  # a close waits no longer until the service has heard of adoptions,
-CLOSE_S = 6.0  # nor for the thread; it is a daemon
+TELL_S = 3.0  # how long `close` waits until the service has been told of adoptions
+CLOSE_S = 6.0  # how long `close` waits for the thread, which is a daemon
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A schedule better than those before it, checked on this client's problem."""
+    """A schedule better than those before it, checked on this client's problem.
 
-    version: int  # 1, 2, ... of this client
+    Attributes
+    ----------
+    version
+        1, 2, ... of this client.
+    schedule
+        The schedule.
+    job, seq
+        Where it comes from: the service's job, and the number of the incumbent in it.
+    """
+
+    version: int
     schedule: Schedule
-    job: str  # where it is from: the service's job and the number in it
+    job: str
     seq: int
 
     @property
     def makespan_ms(self) -> float:
-        """What the iteration should take."""
+        """The predicted time of an iteration."""
         return self.schedule.makespan_ms
 
 
 class ScheduleClient:
-    """Follows one problem on the service at `url`.
+    """Follows one problem on the service.
 
-    `warm_start` is the schedule that the training runs now: the search starts there, and only what is better is
-    offered. `key` is the service's API key, by default OPTPIPE_KEY of the environment. Times are seconds; after a
-    failure the next try waits from `backoff_s[0]`, doubled each time, up to `backoff_s[1]`, with jitter, and as long as
-    the service asks for. Raises `InputError` for a url or a key that is none; everything else that can go wrong later
-    is the log's.
+    Parameters
+    ----------
+    url
+        The address of the service.
+    problem
+        What to find schedules for.
+    method, objective, time_limit_s
+        Of the search; see `optpipe solve`.
+    warm_start
+        The schedule that the training runs now: the search starts there, and only better schedules are offered.
+    key
+        The service's API key, by default OPTPIPE_KEY of the environment.
+    connect_timeout_s, read_timeout_s
+        How long to wait for a connection, and for data.
+    backoff_s
+        After a failure the next try waits from the first number of seconds, doubled each time, up to the second, with
+        jitter, and at least as long as the service asks for.
+
+    Raises
+    ------
+    InputError
+        If the url or the key cannot be one. Whatever goes wrong later is logged.
     """
 
     def __init__(
@@ -87,27 +105,27 @@ class ScheduleClient:
     ) -> None:
         url = base_url(url)
         self._backoff_s, self._outages = backoff_s, Outages(url)
-        self._wire = Wire(url, api_key(key), connect_timeout_s, read_timeout_s)
+        self._connection = ServiceConnection(url, api_key(key), connect_timeout_s, read_timeout_s)
         request = {"method": method, "time_limit_s": time_limit_s}
-        self._search = Search(url, self._wire, request, objective, self._outages, Backoff(*backoff_s), self._found)
+        backoff = Backoff(*backoff_s)
+        self._search = RemoteSearch(url, self._connection, request, objective, self._outages, backoff, self._found)
         self._version = 0
         self._newest: deque[Offer] = deque(maxlen=1)
-        self._asked = self._searched = 0  # problems: how many the caller has given, how many searches are over
+        self._asked = self._searched = 0  # how many problems the caller has given, and how many searches are over
         self._searching: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # of the searches
-        self._adoptions: dict[
-            tuple[str, int], dict[str, Any]
-        ] = {}  # by job and incumbent: what the service has not heard yet
+        self._one_search = asyncio.Lock()
+        # By job and number of the incumbent: what the service has not been told yet.
+        self._adoptions: dict[tuple[str, int], dict[str, Any]] = {}
         self._to_tell, self._closing = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self.update(problem, warm_start)
         self._thread = threading.Thread(target=self._run, name="optpipe-client", daemon=True)
         self._thread.start()
 
-    # The training's side. None of these waits: they leave word with the thread's loop.
+    # Calls of the training. None of them waits: they schedule calls in the thread's loop.
 
     def poll(self) -> Offer | None:
-        """The newest better schedule for the problem as it is now, once; None where there is none. Never blocks."""
+        """The newest better schedule for the current problem, once; None if there is none. Never blocks."""
         try:
             offer = self._newest.popleft()
         except IndexError:
@@ -115,35 +133,35 @@ class ScheduleClient:
         return offer if offer.schedule.problem is self._current else None
 
     def update(self, problem: Problem, warm_start: Schedule | None) -> None:
-        """From now on another problem counts, such as the same with other times. Never blocks.
+        """Changes the problem, for example its times. Never blocks.
 
-        The search goes on from the best that the service has; what is no better than `warm_start`, which runs, is not
-        offered. A new search, where there has to be one, starts at `warm_start`.
+        The search goes on from the best schedule that the service has, or, if there must be a new search, from
+        `warm_start`. Only schedules better than `warm_start`, which runs, are offered.
         """
         self._current = problem
         self._asked += 1
-        self._leave_word(self._begin, self._asked, problem, warm_start)
+        self._in_thread(self._begin, self._asked, problem, warm_start)
 
     def adopted(self, offer: Offer, step: int, measured_iteration_ms: float | None = None) -> None:
-        """Tells the service that the training runs an offer since `step`; said again, with the time measured, it
-        replaces what was said. Never blocks: told when the service is there, given up where it has purged the job."""
+        """Tells the service that the training runs an offer since `step`. Call it again with the measured time, which
+        replaces what was told. Never blocks: the service is told when it is there, unless it has purged the job."""
         content: dict[str, Any] = {"step": int(step)}
         if measured_iteration_ms is not None:
-            content["measured_iteration_ms"] = float(measured_iteration_ms)  # no longer numpy's, if it was
-        self._leave_word(self._adopt, (offer.job, offer.seq), content)
+            content["measured_iteration_ms"] = float(measured_iteration_ms)  # it may be one of numpy's
+        self._in_thread(self._adopt, (offer.job, offer.seq), content)
 
     @property
     def ended(self) -> bool:
-        """Whether the search is over: what has not been polled by now is the last offer."""
+        """Whether the search is over: the next offer to poll is the last."""
         return self._searched == self._asked
 
     def close(self) -> None:
-        """Stops following; the job on the service goes on to its own end. Waits up to `TELL_S` if adoptions are still
+        """Stops following. The job on the service goes on to its own end. Waits up to `TELL_S` if adoptions are still
         to be told."""
-        self._leave_word(self._closing.set)
+        self._in_thread(self._closing.set)
         self._thread.join(CLOSE_S)
 
-    def _leave_word(self, call: Callable[..., object], *arguments: Any) -> None:
+    def _in_thread(self, call: Callable[..., object], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(call, *arguments)
 
@@ -155,14 +173,14 @@ class ScheduleClient:
     ) -> None:
         self.close()
 
-    # The thread's side
+    # In the thread
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        async with self._wire:
+        async with self._connection:
             telling = asyncio.create_task(self._tell())
             await self._closing.wait()
             if self._searching is not None:
@@ -178,7 +196,7 @@ class ScheduleClient:
         self._searching = asyncio.create_task(self._follow(number, problem, warm_start))
 
     async def _follow(self, number: int, problem: Problem, warm_start: Schedule | None) -> None:
-        async with self._turn:
+        async with self._one_search:
             try:
                 await self._search.follow(problem, warm_start)
             except Exception:
@@ -194,8 +212,8 @@ class ScheduleClient:
         self._to_tell.set()
 
     async def _tell(self) -> None:
-        """Adoptions, one after the other, until each has been heard or refused; at the end of the client until none is
-        left."""
+        """Tells adoptions, one after the other, until the service has taken or refused each; after `close` until none
+        is left."""
         backoff = Backoff(*self._backoff_s)
         while self._adoptions or not self._closing.is_set():
             await self._to_tell.wait()
@@ -203,7 +221,7 @@ class ScheduleClient:
             while self._adoptions:
                 incumbent, content = next(iter(self._adoptions.items()))
                 try:
-                    await self._wire.ask("PUT", "/v1/jobs/{}/adoptions/{}".format(*incumbent), content)
+                    await self._connection.request("PUT", "/v1/jobs/{}/adoptions/{}".format(*incumbent), content)
                 except AwayError as away:
                     await backoff.wait(away.retry_after_s)
                     continue
@@ -215,6 +233,6 @@ class ScheduleClient:
                     )
                 except Exception:
                     log.exception("the client of the solver service failed to tell an adoption")
-                backoff.forget()
+                backoff.reset()
                 if self._adoptions[incumbent] is content:
                     del self._adoptions[incumbent]

@@ -1,0 +1,77 @@
+"""Checks the arguments of `Pipeline`: each rank its own before anything is made, and all together what must be
+equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from optpipe.errors import InputError
+from optpipe_runtime.ranks.cpu_group import CpuGroup
+
+
+def require_valid_arguments(
+    stages: Mapping[int, nn.Module],
+    placement: Sequence[int],
+    microbatches: int,
+    by_rank: Mapping[str, Sequence[Any] | None],
+    rank: int,
+    ranks: int,
+) -> None:
+    """Raises `InputError` for the first argument that is wrong. `by_rank` are those with one entry for each rank."""
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise InputError(f"microbatches = {microbatches!r}: must be an integer, at least 1")
+    if not isinstance(placement, Sequence) or not placement:
+        raise InputError(f"placement = {placement!r}: must be a sequence that names the rank of each stage")
+    for s, owner in enumerate(placement):
+        if not isinstance(owner, int) or not 0 <= owner < ranks:
+            raise InputError(f"placement[{s}] = {owner!r}: there are {ranks} ranks, numbered from 0")
+    for name, entries in by_rank.items():
+        if entries is not None and len(entries) != ranks:
+            raise InputError(f"{name} has {len(entries)} entries: there are {ranks} ranks, one entry each")
+    if not isinstance(stages, Mapping) or not all(isinstance(module, nn.Module) for module in stages.values()):
+        raise InputError("stages must map the number of each stage on this rank to its torch.nn.Module")
+    own = {s for s, owner in enumerate(placement) if owner == rank}
+    if set(stages) != own:
+        raise InputError(f"stages has {sorted(stages)} on rank {rank}: placement puts {sorted(own)} there")
+
+
+def require_bytes(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 0):
+        raise InputError(f"{name} = {value!r}: must be an integer, at least 0")
+
+
+def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:
+    """Collective: raises `InputError` if an argument differs between ranks. Ranks would then wait for each other for
+    ever."""
+    by_rank = cpu_group.gather(arguments)
+    for rank, theirs in enumerate(by_rank):
+        for name, first in by_rank[0].items():
+            if theirs[name] != first:
+                raise InputError(
+                    f"{name} is {first} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same"
+                )
+
+
+def device_of(stages: Mapping[int, nn.Module]) -> torch.device | None:
+    """The device of the stages' parameters; None if they have no parameters."""
+    devices = {tensor.device for module in stages.values() for tensor in module.parameters()}
+    if len(devices) > 1:
+        raise InputError(f"stages are on {sorted(map(str, devices))}: a rank's stages are on one device")
+    return devices.pop() if devices else None
+
+
+def compute_device(own: torch.device | None, kinds: Sequence[str | None]) -> torch.device:
+    """The device that this rank computes on, from the kinds of device of all ranks. A rank without parameters takes
+    the kind of the others."""
+    used = sorted({kind for kind in kinds if kind is not None})
+    if len(used) > 1:
+        raise InputError(
+            f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks compute on the same kind of device"
+        )
+    if own is not None:
+        return own
+    return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")

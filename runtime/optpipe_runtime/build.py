@@ -1,0 +1,72 @@
+"""Makes what one rank of a pipeline has, from the arguments of `Pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from optpipe.errors import InputError
+from optpipe_runtime.arguments import compute_device, device_of, require_bytes, require_equal, require_valid_arguments
+from optpipe_runtime.execute.host_optimizer import Factory, on_host
+from optpipe_runtime.execute.messages import Messages
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.memory.host_pool import HostPool
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.memory.peers import Peers
+from optpipe_runtime.memory.shared_link import channel_tokens, require_queues
+from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.replicas import Replicas
+from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.stage.io import LossFn
+from optpipe_runtime.stage.runner import StageRunner
+
+
+def build(
+    stages: Mapping[int, nn.Module],
+    placement: Sequence[int],
+    loss_fn: LossFn,
+    microbatches: int,
+    host_memory_bytes: int | None,
+    full_duplex: bool,
+    routes: Sequence[Sequence[int]] | None,
+    microbatch_routes: Sequence[int] | None,
+    peers: Sequence[int | None] | None,
+    links: Sequence[str | None] | None,
+    host_optimizers: Mapping[int, Factory] | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Rank, Replicas]:
+    """Collective. Raises `InputError` for arguments that are wrong or do not fit together, on every rank."""
+    if not dist.is_initialized():
+        raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
+    team = Team(group)
+    cpu_group = CpuGroup(team)
+
+    def checked() -> tuple[Layout, torch.device | None, Replicas]:
+        require_valid_arguments(
+            stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size
+        )
+        require_bytes("host_memory_bytes", host_memory_bytes)
+        layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
+        if not callable(loss_fn) and not layout.last.isdisjoint(stages):
+            raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
+        return layout, device_of(stages), Replicas(stages, team)
+
+    layout, own_device, replicas = cpu_group.on_each_rank(checked)
+    device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
+    cpu_group.on_each_rank(lambda: require_queues(layout, device))
+    require_equal(cpu_group, microbatches=microbatches, **asdict(layout))
+    link = Link(device, full_duplex, channel_tokens(team, layout, device))
+    pool = HostPool(device, host_memory_bytes)
+    loss = loss_fn, 1 / microbatches
+    runners = {
+        s: StageRunner(s, module, device, link, pool, loss if s in layout.last else None)
+        for s, module in replicas.modules.items()
+    }
+    messages, all_peers = Messages(team, layout, device), Peers(team, layout, device)
+    optimizers = cpu_group.on_each_rank(lambda: on_host(host_optimizers or {}, stages, layout, team, link, device))
+    return Rank(team, layout, device, runners, cpu_group, messages, pool, link, all_peers, optimizers), replicas

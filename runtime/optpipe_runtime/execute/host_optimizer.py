@@ -1,0 +1,295 @@
+"""`HostOptimizer`: an optimizer on the host (Chronos-Offload). G copies a stage's gradients there, U updates, P copies
+the new parameters to the device.
+
+Host memory holds the parameters that the optimizer updates, in float32 at least, and its state. The device holds
+parameters of the stage's own type, and gradients until G. U runs in a thread beside compute, one at a time on a rank. A
+step ends when its updates have ended. P belongs to the next step, so between two steps the device may still have the
+parameters from before the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from optpipe.errors import InputError
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, copy_all
+from optpipe_runtime.memory.host_pool import HostMemory
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.team import Team
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+ALIGNED = 64  # bytes
+
+
+class _HostParameter:
+    """A parameter on the device, its `master` copy on the host, and a host buffer `slot` of the device's type, through
+    which both copies go."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, slot: Tensor) -> None:
+        self.name, self.parameter, self.slot = name, parameter, slot
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        self.master = nn.Parameter(parameter.detach().to("cpu", wide, copy=True))
+        self.leaving: Tensor | None = None  # the gradient, until it is on the host
+        self.seen = -1  # the version of the parameter at the last `fill`
+
+    @property
+    def touched(self) -> bool:
+        """Whether something else has changed the parameter in place. The copies here go by `data`, which does not
+        count."""
+        return self.parameter._version != self.seen
+
+    def fill(self) -> None:
+        self.slot.copy_(self.master.detach())
+        self.seen = self.parameter._version
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copies a change of the parameter on the device to the host."""
+        if self.touched:
+            value = self.parameter.detach().cpu()
+            if not torch.equal(value, self.slot.to(value.dtype)):
+                self.master.copy_(value)
+            self.fill()
+
+
+class HostOptimizer:
+    """The optimizer of one stage, on the host.
+
+    Attributes
+    ----------
+    optimizer
+        What the factory returned, such as for a scheduler of learning rates.
+    """
+
+    def __init__(self, stage: int, module: nn.Module, factory: Factory, link: Link, updates: CopyEngine) -> None:
+        """`factory` gets the host's copies of the parameters that require a gradient, as `named_parameters` gives them,
+        and returns their optimizer. U runs on `updates`, which the optimizers of a rank share. Raises `InputError` if
+        the stage cannot be updated here."""
+        self._stage, self._module, self._factory, self._link, self._updates = stage, module, factory, link, updates
+        self._parameters = list(_host_parameters(stage, module))
+        self.optimizer = factory([(entry.name, entry.master) for entry in self._parameters])
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise InputError(
+                f"host_optimizers[{stage}] returned a {type(self.optimizer).__name__}: must be a torch.optim.Optimizer"
+            )
+        self._out: Sequence[Handle] = ()
+        self._updating: Sequence[Handle] = ()
+        self._in: Sequence[Handle] = ()
+        self._behind = False  # whether the device still has the parameters from before the last update
+        for entry in self._parameters:
+            entry.fill()
+
+    @property
+    def parameters(self) -> frozenset[nn.Parameter]:
+        """The stage's parameters that are updated on the host."""
+        return frozenset(entry.parameter for entry in self._parameters)
+
+    # Ops
+
+    def gradients_out(self) -> Sequence[Handle]:
+        """G: copies the gradients to the host. Each parameter's `.grad` is None from here on."""
+        for entry in self._parameters:
+            entry.leaving, entry.parameter.grad = entry.parameter.grad, None
+            if entry.leaving is not None and entry.leaving.layout is not torch.strided:
+                raise InputError(
+                    f"stage {self._stage}: the gradient of {entry.name} is sparse; updates on the host take dense ones"
+                )
+        copies = [(entry.slot, entry.leaving) for entry in self._parameters if entry.leaving is not None]
+        self._out = [self._link.out.run(lambda: copy_all(copies))]
+        return self._out
+
+    def update(self) -> Sequence[Handle]:
+        """U: updates when the gradients are there."""
+        self._updates.run(self._wait_for_gradients)  # a job of its own, so that waiting is no part of U's time
+        self._updating = [self._updates.run(self._update)]
+        return self._updating
+
+    def parameters_in(self) -> Sequence[Handle]:
+        """P: copies the parameters to the device, unless it has them."""
+        if self._behind:
+            self._in, self._behind = self._copy_in(), False
+        return self._in
+
+    def wait_in(self) -> None:
+        """Before the stage's F: what is computed from here on uses the new parameters."""
+        for handle in self._in:
+            handle.wait()
+        self._in = ()
+
+    def wait_update(self) -> None:
+        """At the end of a step: the host waits. Raises what went wrong in U."""
+        for handle in self._updating:
+            handle.wait()
+        self._updating = ()
+
+    def _wait_for_gradients(self) -> None:
+        """Waits on the host. On CUDA it waits for the event, because `wait` would hold up the compute stream
+        instead."""
+        for handle in self._out:
+            handle.end.synchronize() if isinstance(handle.end, torch.cuda.Event) else handle.wait()
+
+    def _update(self) -> None:
+        for entry in self._parameters:
+            entry.master.grad = None if entry.leaving is None else entry.slot.to(entry.master.dtype)
+            entry.leaving = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for entry in self._parameters:
+            entry.fill()
+        self._behind = True
+
+    def _copy_in(self) -> Sequence[Handle]:
+        copies = [(entry.parameter.data, entry.slot) for entry in self._parameters]
+        return [self._link.back.run(lambda: copy_all(copies))]
+
+    # Between two steps
+
+    def start_step(self) -> None:
+        """Copies to the host what has been loaded into the module since the last step."""
+        self._require_untouched()
+        for entry in self._parameters:
+            entry.take_over()
+
+    def synchronize(self) -> None:
+        """Copies the parameters of the last update to the device, if they are not there yet."""
+        self._require_untouched()
+        self.parameters_in()
+        self.wait_in()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The host's parameters by name, and the optimizer's state: the tensors in use, not copies."""
+        return {
+            "parameters": {entry.name: entry.master.detach() for entry in self._parameters},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, and copies the parameters to the device. Raises `InputError` if it does not
+        fit."""
+        if state.keys() != {"parameters", "optimizer"}:
+            raise InputError(
+                f"stage {self._stage}: what was saved is no state_dict of an optimizer on the host, it has "
+                f"{list(state)[:5]}"
+            )
+        saved = state["parameters"]
+        for entry in self._parameters:
+            if entry.name not in saved or saved[entry.name].shape != entry.master.shape:
+                raise InputError(
+                    f"stage {self._stage}: what was saved has no {entry.name} of shape {list(entry.master.shape)}"
+                )
+        self.optimizer.load_state_dict(state["optimizer"])
+        for entry in self._parameters:
+            entry.master.copy_(saved[entry.name])
+            entry.fill()
+        self._behind = True
+        self.synchronize()
+
+    def close(self) -> None:
+        """Ends the thread, which the optimizers of a rank share."""
+        self._updates.close()
+
+    def _require_untouched(self) -> None:
+        if self._behind and any(entry.touched for entry in self._parameters):
+            raise InputError(
+                f"stage {self._stage}: parameters were changed while their update was waiting on the host; call the "
+                "Pipeline's synchronize() before they are read, saved or changed"
+            )
+
+    # Profile
+
+    def duplicate(self) -> HostOptimizer:
+        """Another optimizer of the same parameters, to `try_ops` with."""
+        return HostOptimizer(self._stage, self._module, self._factory, self._link, self._updates)
+
+    @torch.no_grad()
+    def try_ops(self) -> dict[str, Sequence[Handle]]:
+        """Runs P, G and U and waits for them; returns their transfers by the names of their times. The parameters on
+        the device stay as they are, and gradients are None afterwards."""
+        for entry in self._parameters:
+            entry.slot.copy_(entry.parameter)
+        inward = self._copy_in()
+        for handle in inward:
+            handle.wait()
+        for entry in self._parameters:
+            entry.parameter.grad = torch.zeros_like(entry.parameter)
+        found = {"parameters_in_ms": inward, "gradient_out_ms": self.gradients_out(), "update_ms": self.update()}
+        self.wait_update()
+        return found
+
+
+def on_host(
+    factories: Mapping[int, Factory],
+    stages: Mapping[int, nn.Module],
+    layout: Layout,
+    team: Team,
+    link: Link,
+    device: torch.device,
+) -> dict[int, HostOptimizer]:
+    """The optimizers of this rank's stages. Raises `InputError` if one cannot be on the host."""
+    for s in factories:
+        if not 0 <= s < len(layout.placement):
+            raise InputError(f"host_optimizers[{s}]: there are {len(layout.placement)} stages, numbered from 0")
+    own = sorted(factories.keys() & stages.keys())
+    for s in own:
+        _require_complete(s, stages, team)
+    if not own:
+        return {}
+    updates = _update_engine(device)
+    return {s: HostOptimizer(s, stages[s], factories[s], link, updates) for s in own}
+
+
+def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> None:
+    """Gradients leave at G, inside the step. So nothing may add to them later."""
+    if isinstance(stages[s], DistributedDataParallel) or team.size < dist.get_world_size():
+        raise InputError(
+            f"host_optimizers[{s}]: this pipeline has replicas, and gradients are averaged over them after the step, "
+            "when these have left for the host"
+        )
+    own = {parameter: name for name, parameter in stages[s].named_parameters()}
+    for other, module in stages.items():
+        shared = own.keys() & set(module.parameters()) if other != s else ()
+        for parameter in shared:
+            raise InputError(
+                f"host_optimizers[{s}]: {own[parameter]} is in stage {other}, too, which adds to its gradient"
+            )
+
+
+def _update_engine(device: torch.device) -> CopyEngine:
+    """A thread for a rank's updates. Its marks are the device's, so that a trace can compare them with other ops."""
+    if device.type != "cuda":
+        return ThreadEngine()
+    clock, idle = Clock(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark() -> Any:
+        with torch.cuda.stream(idle):  # an event on an idle stream is done at once
+            return clock.mark()
+
+    return ThreadEngine(mark)
+
+
+def _host_parameters(stage: int, module: nn.Module) -> Iterable[_HostParameter]:
+    """The module's parameters, with slots in one piece of host memory, page-locked on CUDA."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise InputError(f"host_optimizers[{stage}]: no parameter of stage {stage} requires a gradient")
+    for name, parameter in trained:
+        if type(parameter) is not nn.Parameter:
+            raise InputError(
+                f"host_optimizers[{stage}]: {name} is a {type(parameter).__name__}; updates on the host take whole "
+                "parameters"
+            )
+    sizes = [-(-parameter.nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
+    memory = HostMemory(-1, max(ALIGNED, sum(sizes)))
+    memory.lock(trained[0][1].device)
+    for (name, parameter), place in zip(trained, torch.split(memory.tensor()[: sum(sizes)], sizes), strict=True):
+        yield _HostParameter(name, parameter, place[: parameter.nbytes].view(parameter.dtype).view(parameter.shape))

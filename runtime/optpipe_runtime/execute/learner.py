@@ -1,0 +1,99 @@
+"""`Learner`: learns what passes between a pipeline's stages, by running each stage's forward, first to last on every
+route."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from optpipe.errors import InputError
+from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.stage.io import Spec, StageIO, Tensors
+from optpipe_runtime.stage.learn import learn
+
+
+class Learner:
+    """Fills in the `io` of the rank and of its stages, and remembers for which batch and modules."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._learned: tuple[Any, Any] | None = None  # by `_signature`
+
+    @property
+    def done(self) -> bool:
+        """Whether anything has been learned."""
+        return self._learned is not None
+
+    def forget(self) -> None:
+        """Makes the next step learn again."""
+        self._learned = None
+
+    def knows(self, inputs: Any, targets: Any) -> bool:
+        """Whether the batch, the modules' modes and what is trained are on this rank as they were."""
+        return self._learned == self._signature(inputs, targets)
+
+    def knows_batch(self, inputs: Any, targets: Any) -> bool:
+        """Whether the batch is on this rank as it was."""
+        return self._learned is not None and self._learned[0] == self._signature(inputs, targets)[0]
+
+    def learn(self, inputs: Any, targets: Any) -> None:
+        """Collective: learns the shapes of what passes between the stages, and which gradients come back."""
+        self._learned = None
+        layout = self._rank.layout
+        for r, route in enumerate(layout.routes):
+            learned: list[StageIO] = []
+            for s in route:
+                found: StageIO | InputError | None = None
+                if layout.placement[s] == self._rank.number:
+                    try:
+                        found = self._stage(r, s, learned[-1].outputs if learned else None, inputs, targets)
+                    except InputError as error:
+                        found = error  # for all ranks, so that none waits for ever
+                    except BaseException as error:
+                        error.add_note(f"rank {self._rank.number} was learning stage {s}, by its first forward")
+                        raise
+                found = self._rank.cpu_group.broadcast(found, layout.placement[s])
+                if isinstance(found, InputError):
+                    raise found
+                assert found is not None
+                learned.append(found)
+            needed = learned[-1].needed
+            for s, io in zip(reversed(route), reversed(learned), strict=True):
+                io = replace(io, needed=needed)
+                self._rank.io[s, r] = io
+                if s in self._rank.stages:
+                    self._rank.stages[s].io[r] = io
+                needed = io.asked
+        self._learned = self._signature(inputs, targets)
+
+    def _stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> StageIO:
+        if specs is None:
+            given = self._first(inputs, "inputs")
+        else:
+            given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
+        ends = s == self._rank.layout.routes[r][-1]
+        target = self._first(targets, "targets") if ends else None
+        return learn(self._rank.stages[s], given, target, r, begins=specs is None)
+
+    def _first(self, value: Any, what: str) -> Tensors:
+        """The first micro-batch."""
+        return cut(value, self._rank.layout.microbatches, what)[0]
+
+    def _signature(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Two keys: shapes and types of the batch, and autocast; the modes of modules and what is trained."""
+        rank, modules = self._rank, [stage.module for stage in self._rank.stages.values()]
+        batch = [inputs] * rank.takes_inputs + [targets] * rank.takes_targets
+        tensors = [value if isinstance(value, tuple | list) else (value,) for value in batch]
+        given = [
+            [(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else None for t in group] for group in tensors
+        ]
+        kind = rank.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        modes = [part.training for module in modules for part in module.modules()]
+        return (given, autocast), (
+            modes,
+            [parameter.requires_grad for module in modules for parameter in module.parameters()],
+        )

@@ -1,0 +1,129 @@
+"""What a step tells: losses, times, peak bytes, and on request a trace of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from optpipe.model.ops import Op
+from optpipe_runtime.clock import Clock
+from optpipe_runtime.lowering.plan import Message, Plan
+from optpipe_runtime.memory.engines import Handle
+from optpipe_runtime.stage.io import Tensors
+
+
+class OpTime(NamedTuple):
+    """When an op ran on this rank, and what the rank held after it.
+
+    Attributes
+    ----------
+    op
+        The op.
+    start_ms, end_ms
+        Since the step began. A compute op starts when its message is there and ends when its result has been handed
+        over. The times of a transfer are those of its copies.
+    held_bytes
+        Bytes of activations, in the order of the host and of CUDA's allocator.
+    certified_bytes
+        How many the certificate allows.
+    allocated_bytes
+        `torch.cuda.memory_allocated` on CUDA, else None.
+    """
+
+    op: Op
+    start_ms: float
+    end_ms: float
+    held_bytes: int
+    certified_bytes: int
+    allocated_bytes: int | None
+
+
+class Excess(NamedTuple):
+    """More bytes of activations than certified: the op after which the difference was largest."""
+
+    op: Op
+    held_bytes: int
+    certified_bytes: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step on one rank. Bytes are peaks over the step, counted by live storages after every op.
+
+    Attributes
+    ----------
+    losses
+        By micro-batch, of those whose route ends on this rank; None if there are none.
+    step_ms
+        The time of the step.
+    peak_activation_bytes
+        What `certify` bounds: saved tensors, and what waits for W.
+    host_peak_bytes
+        Offloaded bytes on the host.
+    buffer_peak_bytes
+        Receive buffers and sends under way. They are no part of the activations.
+    cuda_peak_bytes
+        `torch.cuda.max_memory_allocated` of the step; None on CPU.
+    excess
+        The op after which the rank held most above the certificate; None if it never did.
+    trace
+        The times of all ops, if asked for.
+    version
+        How many schedules had been swapped in.
+    """
+
+    losses: list[float] | None
+    step_ms: float
+    peak_activation_bytes: int
+    host_peak_bytes: int
+    buffer_peak_bytes: int
+    cuda_peak_bytes: int | None
+    excess: Excess | None = None
+    trace: tuple[OpTime, ...] = ()
+    version: int = 0
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over those micro-batches."""
+        return sum(self.losses) / len(self.losses) if self.losses else None
+
+
+class StepRecord:
+    """What one step gathers while it runs."""
+
+    def __init__(
+        self, plan: Plan, inputs: list[Tensors], targets: list[Tensors], evaluating: bool, mark: Callable[[], Any]
+    ) -> None:
+        self.plan, self.inputs, self.targets, self.evaluating, self.mark = plan, inputs, targets, evaluating, mark
+        self.losses: dict[int, Tensor] = {}
+        self.awaited: Message | None = None  # while the host waits for it
+        self.times: list[tuple[Op, Any, Any, Sequence[Handle]]] = []  # op, start, end, and the copies that it issued
+        self.held: list[int] = []  # bytes after each op
+        self.allocated: list[int | None] = []
+        self.peak_bytes = 0
+        self.excess: Excess | None = None
+        self._held: dict[tuple[int, int], int] = {}
+        self._now = 0
+
+    def count(self, op: Op, held: int | None, certified: int) -> None:
+        """Notes what the op's stage and micro-batch hold after it; None for no change."""
+        if held is not None:
+            key = op.stage, op.microbatch
+            self._now += held - self._held.get(key, 0)
+            self._held[key] = held
+            self.peak_bytes = max(self.peak_bytes, self._now)
+        self.held.append(self._now)
+        above = self._now - certified
+        if above > 0 and (self.excess is None or above > self.excess.held_bytes - self.excess.certified_bytes):
+            self.excess = Excess(op, self._now, certified)
+
+    def trace(self, clock: Clock, begun: Any) -> Iterator[OpTime]:
+        held = zip(self.held, self.plan.certified_bytes, strict=True) if self.held else repeat((0, 0))
+        for (op, start, end, copies), counted, allocated in zip(self.times, held, self.allocated, strict=False):
+            spans = [(copy.start, copy.end) for copy in copies] or [(start, end)]
+            starts, ends = [clock.ms(begun, a) for a, _ in spans], [clock.ms(begun, b) for _, b in spans]
+            yield OpTime(op, min(starts), max(ends), *counted, allocated)

@@ -1,0 +1,107 @@
+"""`Plan`: what one rank is given to run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from optpipe.evaluate.memory import Certificate
+from optpipe.model.ops import BACKWARD, Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.lowering.link_order import LinkOrder
+
+StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
+
+
+class EvictionOrder(NamedTuple):
+    """The activations that one rank evicts to its peer, and those that it loads back, each in program order."""
+
+    evicted: tuple[StageMicrobatch, ...]
+    loaded: tuple[StageMicrobatch, ...]
+
+
+class Message(NamedTuple):
+    """What a stage receives for a micro-batch: its input (kind F) from the previous stage on the micro-batch's route,
+    or the gradient of its output (kind B) from the next one."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{'input' if self.kind == Kind.F else 'gradient'} of {self.stage}{self.kind.name}{self.microbatch}"
+
+
+class Action(NamedTuple):
+    """One op with its communication."""
+
+    op: Op
+    post: tuple[tuple[Message, int], ...]  # receives to post before the op, each with the rank that sends
+    receives: Message | None  # also where the sender is a stage on this rank
+    sends: Message | None
+    to: int | None  # the rank that receives what the op sends
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule made ready for one rank by `prepare`.
+
+    Attributes
+    ----------
+    schedule
+        The schedule of all ranks.
+    problem
+        The problem that the schedule was checked on.
+    certificate
+        The peak memory of every device.
+    digest
+        A hash of the problem and the programs: the same on every rank for the same schedule.
+    actions
+        This rank's ops in program order, with their messages.
+    certified_bytes
+        For each action, the bytes of activations that this rank's device may hold after it.
+    forwards
+        The actions of an evaluation: forwards only.
+    recomputed
+        The activations that a C computes again.
+    updated
+        The stages of this rank with the ops G, U and P.
+    evictions
+        For each rank that evicts to this one, the order of its evictions.
+    link_orders
+        For each channel of a host link that this rank shares, the order of transfers; None if there is none.
+    """
+
+    schedule: Schedule
+    problem: Problem
+    certificate: Certificate
+    digest: str
+    actions: tuple[Action, ...]
+    certified_bytes: tuple[int, ...]
+    forwards: tuple[Action, ...]
+    recomputed: frozenset[StageMicrobatch]
+    updated: frozenset[int]
+    evictions: dict[int, EvictionOrder]
+    link_orders: tuple[LinkOrder | None, ...]
+
+    @property
+    def number(self) -> int:
+        """The digest as a number of 60 bits, to compare plans of several ranks."""
+        return int(self.digest[:15], 16)
+
+    def host_peak(self, part_bytes: Callable[[int, int], int]) -> int:
+        """The most bytes that this rank has on the host at once, if part k of a stage takes `part_bytes(stage, k)`."""
+        now = most = 0
+        away: dict[StageMicrobatch, int] = defaultdict(int)
+        for action in self.actions:
+            op = action.op
+            if op.kind == Kind.O:
+                away[op.stage, op.microbatch] += part_bytes(op.stage, op.part)
+                now += part_bytes(op.stage, op.part)
+                most = max(most, now)
+            elif op.kind in BACKWARD:
+                now -= away.pop((op.stage, op.microbatch), 0)
+        return most

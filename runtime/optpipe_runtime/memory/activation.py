@@ -1,0 +1,248 @@
+"""`Activation`: what one stage keeps of a micro-batch between its forward and its backward, how it leaves the device
+and comes back.
+
+`Activation.capture` takes every tensor that autograd saves, as blocks: one block a storage, with views kept as
+metadata. The blocks are the only owners, so dropping one frees its memory. A weak reference shows whether it did; held
+bytes are counted in the same way. Parameters, buffers and the batch are not captured: they stay in memory anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+
+from optpipe.errors import InputError
+from optpipe_runtime.memory.engines import Destination, Handle
+from optpipe_runtime.memory.storage import StorageRef, storage_key
+
+SMALLEST = 4096  # bytes; a smaller block stays, because a copy of its own would cost more than it frees
+
+
+class OffloadedError(RuntimeError):
+    """A saved tensor was used while it is on the host: its reload is missing in the program."""
+
+
+class Block:
+    """One captured storage, None while it is off the device. `ref` is the last storage that was allocated for it."""
+
+    __slots__ = ("device", "nbytes", "ref", "storage")
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.nbytes, self.device = storage.nbytes(), storage.device
+        self.storage: UntypedStorage | None = storage
+        self.ref = StorageRef(storage)
+
+    def view(self) -> Tensor:
+        """All its bytes."""
+        assert self.storage is not None
+        return _tensor(self.storage, torch.uint8, self.device, 0, (self.nbytes,), (1,))
+
+
+class Saved:
+    """A tensor that autograd saved: a view of a block. `changed`: in place, after it was saved."""
+
+    __slots__ = ("block", "changed", "dtype", "offset", "shape", "stride")
+
+    def __init__(self, block: Block, tensor: Tensor) -> None:
+        self.block, self.dtype, self.changed = block, tensor.dtype, False
+        self.offset, self.shape, self.stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        if self.block.storage is None:
+            raise OffloadedError(f"a saved tensor of shape {list(self.shape)} was used while it is offloaded")
+        require_unchanged(self.changed, self.shape)
+        return _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
+
+
+class Staying:
+    """A tensor that autograd saved and that this store does not own."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def tensor(self) -> Tensor:
+        require_unchanged(self._tensor._version != self._version, self._tensor.shape)
+        return self._tensor
+
+
+def require_unchanged(changed: bool, shape: Sequence[int]) -> None:
+    """Autograd's own check, which it leaves out when hooks are set. Without it gradients would be wrong without an
+    error."""
+    if changed:
+        raise InputError(
+            f"a tensor of shape {list(shape)} was changed in place after it was saved for the backward; change a "
+            "copy of it"
+        )
+
+
+def _tensor(
+    storage: UntypedStorage,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
+
+
+def _unpack(saved: Saved | Staying) -> Tensor:
+    return saved.tensor()
+
+
+class OffloadedPart:
+    """The blocks of one part, where they are kept, and the transfer under way."""
+
+    def __init__(self, blocks: list[Block], destination: Destination) -> None:
+        self.blocks, self.destination = blocks, destination
+        self.handles: Sequence[Handle] = destination.take_out([block.view() for block in blocks])
+        self.returning: list[UntypedStorage] = []
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+        self.handles = ()
+
+
+class Activation:
+    """What a stage keeps of a micro-batch. `excluded` are keys of storages not to capture; `shared` are numbers of
+    blocks that something else holds, too, so that they stay on the device."""
+
+    def __init__(self, device: torch.device, excluded: frozenset[int], shared: frozenset[int] = frozenset()) -> None:
+        self._device, self._excluded, self._shared = device, excluded, shared
+        self._blocks: dict[int, Block] = {}
+        self._parts: dict[int, OffloadedPart] = {}
+        self._released: list[StorageRef] = []  # blocks that only the graph owns since the backward began
+        self._fresh: list[tuple[Saved, Tensor, int]] = []  # what this forward has saved, and its version then
+
+    # F, C
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """In this context everything that autograd saves goes into this store."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        for saved, tensor, version in self._fresh:
+            saved.changed = tensor._version != version
+        self._fresh.clear()
+
+    def _pack(self, tensor: Tensor) -> Saved | Staying:
+        block = self.keep(tensor)
+        if block is None:
+            return Staying(tensor)
+        saved = Saved(block, tensor)
+        self._fresh.append((saved, tensor, tensor._version))
+        return saved
+
+    def keep(self, tensor: Tensor) -> Block | None:
+        """Holds a tensor's storage. Returns None for a tensor that this store does not own."""
+        plain = (
+            type(tensor) in (Tensor, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device == self._device
+        )
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._excluded or storage.nbytes() == 0:
+            return None
+        if key not in self._blocks:
+            self._blocks[key] = Block(storage)
+        return self._blocks[key]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is one of these blocks."""
+        return storage_key(tensor) in self._blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held now."""
+        return sum(self.held().values())
+
+    def held(self) -> dict[int, int]:
+        """Device bytes held now, by key of the storage."""
+        here = [block.ref for block in self._blocks.values() if block.storage is not None or block.ref.alive]
+        here += [ref for ref in self._released if ref.alive]
+        return {ref.key: ref.nbytes for ref in here}
+
+    # O, D, R
+
+    def parts(self, n: int) -> list[list[Block]]:
+        """The blocks that can leave, in `n` parts of about equal bytes."""
+        blocks = list(self._blocks.values())
+        return [[blocks[i] for i in group] for group in balance(self.sizes(), n)]
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each block that can leave, 0 for one that stays."""
+        return tuple(
+            0 if i in self._shared or b.nbytes < SMALLEST else b.nbytes for i, b in enumerate(self._blocks.values())
+        )
+
+    def offload(self, part: int, parts: int, destination: Destination) -> Sequence[Handle]:
+        """O, E: starts to copy a part off the device."""
+        self._parts[part] = OffloadedPart(self.parts(parts)[part], destination)
+        return self._parts[part].handles
+
+    def drop(self, part: int) -> None:
+        """D: waits for the copy and frees the device memory."""
+        offloaded = self._parts[part]
+        offloaded.wait()
+        for block in offloaded.blocks:
+            block.storage = None
+
+    def reload(self, part: int) -> Sequence[Handle]:
+        """R, L: allocates device memory and starts to copy the part back. `restore` waits for it."""
+        offloaded = self._parts[part]
+        targets = [torch.empty(block.nbytes, dtype=torch.uint8, device=self._device) for block in offloaded.blocks]
+        offloaded.returning = [target.untyped_storage() for target in targets]
+        for block, storage in zip(offloaded.blocks, offloaded.returning, strict=True):
+            block.ref = StorageRef(storage)
+        offloaded.handles = offloaded.destination.bring_back(targets)
+        return offloaded.handles
+
+    def restore(self) -> None:
+        """Before the backward: waits for the reloads."""
+        self.wait()
+        for part in self._parts.values():
+            # Nothing returns if the reload is missing; the backward then raises `OffloadedError`.
+            for block, storage in zip(part.blocks, part.returning, strict=False):
+                block.storage = storage
+            part.destination.release()
+        self._parts.clear()
+
+    def wait(self) -> None:
+        """Waits for the transfers under way."""
+        for part in self._parts.values():
+            part.wait()
+
+    def shared_blocks(self) -> frozenset[int]:
+        """Right after a drop: the numbers of the blocks that something else holds, so that dropping them freed
+        nothing."""
+        return frozenset(
+            i for i, block in enumerate(self._blocks.values()) if block.storage is None and block.ref.alive
+        )
+
+    def release(self) -> None:
+        """When the backward begins: from now on the graph alone owns the blocks, and frees them as it runs."""
+        self._released = [block.ref for block in self._blocks.values()]
+        self._blocks.clear()
+
+
+@lru_cache(maxsize=256)
+def balance(sizes: tuple[int, ...], n: int) -> tuple[tuple[int, ...], ...]:
+    """Divides the numbers of the non-zero sizes into `n` groups: the largest first, each to the smallest group."""
+    groups: list[list[int]] = [[] for _ in range(n)]
+    filled = [0] * n
+    for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i]):
+        g = filled.index(min(filled))
+        groups[g].append(i)
+        filled[g] += sizes[i]
+    return tuple(tuple(sorted(group)) for group in groups)

@@ -1,0 +1,88 @@
+"""Keeps the schedule's order of transfers on a host link that several ranks share.
+
+The schedule gives the order of all transfers on each channel of the link. A transfer that follows another rank's first
+receives that rank's token; a transfer that another rank's follows sends a token at its end. Both run on the channel
+itself (on CPU its thread, on CUDA its copy stream), so no host waits. Tokens from one rank to another have the
+channel's order on both sides, so they need no tags. Between two steps the token stays with the rank of the last
+transfer, and the next step fetches it from there.
+
+Nothing can deadlock that `simulate` accepts. A channel waits for the previous transfer in the channel's order, which
+is an edge of the graph that `simulate` follows; and a token that is not fetched yet holds up only what comes after the
+transfer that will fetch it.
+
+Not measured on CUDA. There a token is a byte over NCCL, whose receiving kernel occupies a multiprocessor while it
+waits. Streams share a few hardware queues, first in, first out: if a copy that waits for its token shares a queue with
+what it waits for, neither goes on. So CUDA must be given enough queues (`require_queues`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from optpipe.errors import InputError
+from optpipe.model.ops import Op
+from optpipe_runtime.lowering.link_order import LinkOrder
+from optpipe_runtime.memory.engines import CopyEngine
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.team import Team, Transfer
+
+QUEUES = 32  # the most that CUDA gives; a rank with two neighbours and a peer has about 15 streams
+
+
+class ChannelToken:
+    """The right to use one channel of a shared link, passed between its ranks. The lowest rank has it first. Making one
+    is collective over the team."""
+
+    def __init__(self, team: Team, sharers: Sequence[int], device: torch.device) -> None:
+        self._team, self._group = team, team.subgroup(sharers, device)
+        self._holder, self._order = min(sharers), LinkOrder(min(sharers), min(sharers), {}, {})
+        self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
+
+    def start_step(self, order: LinkOrder, channel: CopyEngine) -> None:
+        """Call it on every rank of the link, with the orders of the same schedule."""
+        if self._holder != order.first:
+            if self._team.number == self._holder:
+                channel.run(partial(self._pass, self._group.send, order.first))
+            elif self._team.number == order.first:
+                channel.run(partial(self._pass, self._group.receive, self._holder))
+        self._order, self._holder = order, order.last
+
+    @contextmanager
+    def in_order(self, op: Op, channel: CopyEngine) -> Iterator[None]:
+        """What the channel is given in this context has the link to itself, if `op` is a transfer on this channel."""
+        if op in self._order.after:
+            channel.run(partial(self._pass, self._group.receive, self._order.after[op]))
+        try:
+            yield
+        finally:  # even if the transfer fails for lack of memory, the other ranks get the token
+            if op in self._order.before:
+                channel.run(partial(self._pass, self._group.send, self._order.before[op]))
+
+    def _pass(self, move: Callable[[torch.Tensor, int], Transfer], other: int) -> None:
+        move(self._byte, other).wait()
+
+
+def require_queues(layout: Layout, device: torch.device) -> None:
+    """Raises `InputError` if links are shared on CUDA and its streams may share hardware queues."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if device.type == "cuda" and layout.shared_links and not (given.isdecimal() and int(given) >= QUEUES):
+        raise InputError(
+            f"links: CUDA_DEVICE_MAX_CONNECTIONS is {given}; set it to {QUEUES} before the script starts, else a "
+            "copy that waits for its turn may hold up what it waits for"
+        )
+
+
+def channel_tokens(team: Team, layout: Layout, device: torch.device) -> tuple[ChannelToken, ...]:
+    """Collective: one token for each channel of this rank's link, none if it shares no link. Every rank makes the
+    process groups of all links."""
+    made = [
+        (sharers, ChannelToken(team, sharers, device))
+        for sharers in layout.shared_links.values()
+        for _ in range(1 + layout.full_duplex)
+    ]
+    return tuple(token for sharers, token in made if team.number in sharers)

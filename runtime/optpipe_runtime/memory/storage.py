@@ -1,0 +1,26 @@
+"""Storages of tensors, and whether they still take memory."""
+
+from __future__ import annotations
+
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class StorageRef:
+    """A weak reference to a storage: tells whether it still takes memory."""
+
+    __slots__ = ("_ref", "key", "nbytes")
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.key, self.nbytes = int(storage._cdata), storage.nbytes()
+        self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything refers to the storage."""
+        return not self._ref.expired()  # type: ignore[no-untyped-call]

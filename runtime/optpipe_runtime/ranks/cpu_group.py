@@ -1,0 +1,75 @@
+"""`CpuGroup`: small collectives over CPU tensors and Python objects, with which all ranks of a pipeline agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.ranks.team import Team
+
+T = TypeVar("T")
+
+MOST_VALUES = 6  # of one call of `minimum`
+
+
+class CpuGroup:
+    """A process group on CPU of all ranks of a team. Every method but `enter` is collective."""
+
+    def __init__(self, team: Team) -> None:
+        self.rank, self._team = team.number, team
+        self._group = team.subgroup(range(team.size), torch.device("cpu"))
+        self._method = ""
+
+    def enter(self, method: str) -> None:
+        """Notes the method that this rank runs from now on. `minimum` finds out whether all ranks run the same one."""
+        self._method = method
+
+    def minimum(self, *values: int) -> list[int]:
+        """The minimum of each value over all ranks. Raises `OptPipeError` on every rank if ranks run different
+        methods."""
+        number = crc32(self._method.encode())
+        # Ranks in different methods have different numbers of values, and must still send equally many bytes.
+        unused = [0] * (MOST_VALUES - len(values))
+        votes = torch.tensor([number, -number, *values, *unused], dtype=torch.int64)
+        self._group.all_reduce(votes, dist.ReduceOp.MIN).wait()
+        first, minus_last, *least = (int(vote) for vote in votes)
+        if first != -minus_last:
+            raise OptPipeError(
+                f"rank {self.rank} has called {self._method}, and another rank something else: all call the same, "
+                "in the same order"
+            )
+        return least[: len(values)]
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of rank `source`, on every rank."""
+        return self._group.broadcast_object(value, source)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return self._group.gather_objects(value)
+
+    def on_each_rank(self, make: Callable[[], T]) -> T:
+        """What `make` returns here. If it fails on any rank, the others raise an `InputError` that says so."""
+        failure: Exception | None = None
+        try:
+            made = make()
+        except Exception as error:
+            failure = error
+        messages = self.gather(None if failure is None else self._team.describe(failure))
+        if failure is not None:
+            raise failure
+        for message in messages:
+            if message is not None:
+                raise InputError(message)
+        return made
+
+    def all_equal(self, number: int | None) -> bool:
+        """Whether every rank gives the same number of at most 63 bits. None is equal to nothing."""
+        own = -1 if number is None else number
+        least, minus_most = self.minimum(own, -own)
+        return least >= 0 and least == -minus_most

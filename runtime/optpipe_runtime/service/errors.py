@@ -1,0 +1,27 @@
+"""What can go wrong between the client and the service."""
+
+from __future__ import annotations
+
+
+class AwayError(Exception):
+    """The service does not answer, or cannot now. `retry_after_s` is how long it asks to wait."""
+
+    def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class WrongError(Exception):
+    """The service gives an answer that makes no sense."""
+
+
+class ClosedError(Exception):
+    """The service does not accept the API key, or requires one."""
+
+
+class DeniedError(Exception):
+    """The service refuses a request: the HTTP status and its reason."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status

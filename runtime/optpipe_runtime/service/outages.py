@@ -1,0 +1,56 @@
+"""How long to wait for a service that is away, and what the log says about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+log = logging.getLogger("optpipe.client")
+
+
+class Backoff:
+    """The wait before the next try: from `first` seconds, doubled after each failure, up to `longest`, with jitter. It
+    is never shorter than the service asks for."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first, self.longest = first, longest
+        self.failures = 0  # since the last useful answer
+
+    def reset(self) -> None:
+        self.failures = 0
+
+    async def wait(self, at_least_s: float = 0.0) -> None:
+        delay = min(self.longest, self._first * 2 ** min(self.failures, 30)) * random.uniform(0.5, 1.0)
+        self.failures += 1
+        # With jitter, so that clients that were sent away together come back one by one.
+        await asyncio.sleep(max(delay, at_least_s * random.uniform(1.0, 1.2)))
+
+
+class Outages:
+    """Logs one warning for each outage, however many tries it takes, and one line when it is over."""
+
+    WORDS = {  # noqa: RUF012
+        "away": ("is away", "is there again"),
+        "wrong": ("is wrong", "is right again"),
+        "closed": ("does not let this client in", "lets this client in again"),
+    }
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._now: set[str] = set()
+
+    def begin(self, kind: str, reason: object) -> None:
+        if kind not in self._now:
+            self._now.add(kind)
+            log.warning(
+                "the solver service at %s %s: %s; training goes on with the schedule it has",
+                self._url,
+                self.WORDS[kind][0],
+                str(reason)[:300],
+            )
+
+    def end(self, *kinds: str) -> None:
+        for kind in self._now & {*kinds}:
+            self._now.remove(kind)
+            log.info("the solver service at %s %s", self._url, self.WORDS[kind][1])

@@ -1,0 +1,98 @@
+"""`StageIO`: the tensors that a stage gets and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optpipe.errors import InputError
+
+Tensors = tuple[Tensor, ...]
+LossFn = Callable[..., Tensor]  # (output, *targets) -> the mean loss of a micro-batch
+
+
+class Spec(NamedTuple):
+    """One tensor that passes between two stages. Its gradient comes back if `requires_grad`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def as_tensors(value: Any, what: str) -> Tensors:
+    """A tensor or a tuple of tensors, as a tuple. Raises `InputError` for anything else."""
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"{what} is a {type(tensor).__name__}: a tensor or a tuple of tensors is what passes between stages"
+            )
+    return tuple(tensors)
+
+
+@dataclass(frozen=True)
+class StageIO:
+    """What a stage gets and gives on one route, for each micro-batch.
+
+    Attributes
+    ----------
+    inputs
+        The tensors that the stage gets.
+    begins
+        Whether the route begins here: the inputs are then the batch.
+    ends
+        Whether the route ends here: the output is then the loss.
+    outputs
+        The tensors that it gives to the next stage.
+    reached
+        For each output, the numbers of the inputs that its gradient reaches.
+    needed
+        The numbers of the outputs whose gradients come back: those that require one and that a later stage uses for
+        the loss.
+    changes_inputs
+        Whether the forward changes its inputs, or the target, in place.
+    shared_blocks
+        The numbers of the saved blocks that something else holds, too, so that offloading them frees nothing.
+    block_bytes
+        The bytes of each saved block, 0 for one that stays on the device.
+    """
+
+    inputs: tuple[Spec, ...]
+    begins: bool
+    ends: bool
+    outputs: tuple[Spec, ...] = ()
+    reached: tuple[frozenset[int], ...] = ()
+    needed: tuple[int, ...] = ()
+    changes_inputs: bool = False
+    shared_blocks: frozenset[int] = frozenset()
+    block_bytes: tuple[int, ...] = ()
+
+    @cached_property
+    def asked(self) -> tuple[int, ...]:
+        """The numbers of the inputs whose gradients go back to the previous stage."""
+        return tuple(sorted({i for k in self.needed for i in self.reached[k]}))
+
+    @property
+    def input_gradients(self) -> tuple[Spec, ...]:
+        """What goes back to the previous stage."""
+        return tuple(self.inputs[i] for i in self.asked)
+
+    @property
+    def output_gradients(self) -> tuple[Spec, ...]:
+        """What comes back from the next stage."""
+        return tuple(self.outputs[k] for k in self.needed)

@@ -1,0 +1,278 @@
+"""`StageRunner`: one stage and its ops: F, B, W, BW and C on the user's module; O, D, R, E and L on what it keeps.
+Their order and their messages are the executor's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optpipe.errors import InputError
+from optpipe_runtime.memory.activation import Activation, balance
+from optpipe_runtime.memory.engines import Destination, Handle
+from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.stage.entrance import enter
+from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors
+from optpipe_runtime.stage.replay import Replay
+from optpipe_runtime.stage.split import Delayed, Splitting, WeightQueue, accumulated, delaying
+
+
+@dataclass
+class Running:
+    """A micro-batch between its F and its last backward op."""
+
+    io: StageIO
+    activation: Activation
+    queue: WeightQueue = field(default_factory=WeightQueue)
+    edges: dict[int, GradientEdge] = field(default_factory=dict)  # of the graph, by number of the output
+    input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)  # by number of the input
+    again: Callable[[], None] | None = None  # runs the forward once more, for C
+
+
+class StageRunner:
+    """A module with its ops.
+
+    `io` says what the stage gets and gives on each route, once `learn` has run. `at_b` names the parameters whose
+    gradient does not wait for W; it is None before the first B. `norms_wait` tells whether layer norms leave their
+    weight gradients to W.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        link: Link,
+        pool: HostPool,
+        loss: tuple[LossFn, float] | None = None,
+    ) -> None:
+        """`loss`, where a route ends: the function, and the weight of one micro-batch's loss in the mean."""
+        self.index, self.module, self.device = index, module, device
+        self._link, self._pool = link, pool
+        self._loss_fn: LossFn | None
+        self._loss_fn, self._loss_scale = loss or (None, 1.0)
+        self.io: dict[int, StageIO] = {}
+        self.replay = Replay(module, device)
+        self.norms_wait = True
+        self.at_b: frozenset[str] | None = None
+        self._parts = 1
+        self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 for one that stays
+        self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
+        self._running: dict[int, Running] = {}
+        self._delayed = Delayed(delaying(module))
+
+    def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
+        """Call it before a step. The batch, parameters and buffers stay in memory anyway: they are no activations.
+        Offloads go in `parts` parts."""
+        self._parts = parts
+        staying = (*self.module.parameters(), *self.module.buffers(), *batch)
+        self._excluded = frozenset(storage_key(tensor) for tensor in staying)
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Between two steps: the weight of one micro-batch's loss in the mean from now on."""
+        self._loss_scale = loss_scale
+
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
+    def held_bytes(self, microbatch: int) -> int:
+        """Device bytes that the micro-batch holds: saved tensors, and after B what its weight gradients need."""
+        if microbatch not in self._running:
+            return 0
+        running = self._running[microbatch]
+        held = running.activation.held() | running.queue.held()
+        return sum(nbytes for key, nbytes in held.items() if key not in self._excluded)
+
+    # Compute
+
+    def forward(
+        self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False, route: int = 0
+    ) -> Tensors:
+        """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs the
+        forward again."""
+        io = self.io[route]
+        running = Running(io, self._new_activation(io))
+        self._running[microbatch] = running
+        if not recompute:
+            return self._forward(running, inputs, target)
+        for tensor in inputs:
+            running.activation.keep(tensor)
+        running.again = self._again(running, inputs, target)
+        if io.changes_inputs:
+            inputs, target = clones(inputs), clones(target)
+        with torch.no_grad():
+            return self._detached(running.activation, self.outputs(io, inputs, target))
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensors, target: Tensors = (), route: int = 0) -> Tensors:
+        """F without a backward to follow: keeps nothing."""
+        io = self.io[route]
+        return self._detached(self._new_activation(io), self.outputs(io, inputs, target))
+
+    def recompute(self, microbatch: int) -> None:
+        """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the
+        backward needs."""
+        running = self._running[microbatch]
+        again, running.again = running.again, None
+        assert again is not None
+        running.activation = self._new_activation(running.io)  # the graph keeps what it needs of the inputs
+        again()
+
+    def backward(self, microbatch: int, gradients: Tensors, split: bool) -> Tensors:
+        """B (`split`) or BW: takes the gradients of the outputs (none for the loss), and returns those of the inputs
+        that go back to the previous stage."""
+        running = self._running[microbatch]
+        if not split:
+            del self._running[microbatch]
+        edges, running.edges = running.edges, {}
+        running.activation.restore()
+        running.activation.release()
+        running.queue.deferring = split
+        io = running.io
+        if io.ends:
+            gradients = tuple(
+                torch.full(spec.shape, self._loss_scale, dtype=spec.dtype, device=self.device) for spec in io.outputs
+            )
+        if edges:
+            given = dict(zip(io.needed, gradients, strict=True))
+            before = self._gradient_states() if split and self.at_b is None else None
+            # Checkpoints run forwards in a backward, so it splits ops as F does.
+            with self._splitting(), self._without_autocast(), running.queue.filling():
+                torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
+            if before is not None:
+                states = self._gradient_states()
+                self.at_b = frozenset(name for name, state in states.items() if state != before[name])
+        if not split:
+            self._run(running.queue)
+        return self._input_gradients(running)
+
+    def weight(self, microbatch: int) -> None:
+        """W: the weight gradients that B left."""
+        self._run(self._running.pop(microbatch).queue)
+
+    def forget(self, microbatch: int) -> Running:
+        """Drops a micro-batch after its F, outside of a step."""
+        return self._running.pop(microbatch)
+
+    def abandon(self) -> None:
+        """Drops every micro-batch, wherever it is."""
+        for running in self._running.values():
+            running.activation.restore()
+        self._running.clear()
+        self._delayed.drain()
+
+    def outputs(self, io: StageIO, inputs: Tensors, target: Tensors) -> Tensors:
+        """What the module returns, or the loss where the route ends."""
+        result = self.module(*inputs)
+        if io.ends:
+            assert self._loss_fn is not None
+            result = self._loss_fn(result, *target)
+            if not isinstance(result, Tensor) or result.numel() != 1:
+                raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
+        return as_tensors(result, f"what stage {self.index} returns")
+
+    def _gradient_states(self) -> dict[str, tuple[int, int]]:
+        return {name: accumulated(parameter) for name, parameter in self.module.named_parameters()}
+
+    def _input_gradients(self, running: Running) -> Tensors:
+        io, found = running.io, running.input_gradients.pop() if running.input_gradients else {}
+        for i, gradient in found.items():
+            if gradient is not None and i not in io.asked:
+                raise InputError(
+                    f"stage {self.index} has a gradient for its input {i}, which had none at the start, so that no "
+                    "stage waits for it: what a stage uses for the loss is the same in every micro-batch"
+                )
+        # Zeros where this micro-batch has no gradient: the previous stage waits for one.
+        return tuple(
+            io.inputs[i].zeros(self.device) if (gradient := found.get(i)) is None else gradient for i in io.asked
+        )
+
+    def _new_activation(self, io: StageIO) -> Activation:
+        return Activation(self.device, self._excluded, io.shared_blocks)
+
+    def _again(self, running: Running, inputs: Tensors, target: Tensors) -> Callable[[], None]:
+        as_first = self.replay.as_now()
+
+        def again() -> None:
+            with as_first():
+                self._forward(running, inputs, target)
+
+        return again
+
+    def _forward(self, running: Running, inputs: Tensors, target: Tensors) -> Tensors:
+        io = running.io
+        wanted = [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
+        with torch.enable_grad(), running.activation.capture(), self._splitting():
+            outputs = self.outputs(io, enter(inputs, wanted, running.input_gradients), target)
+        if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, io.outputs, strict=False)):
+            raise InputError(
+                f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then "
+                "make the Pipeline"
+            )
+        running.edges = {k: get_gradient_edge(outputs[k]) for k in io.needed if outputs[k].requires_grad}
+        self._sizes = running.activation.sizes()
+        return self._detached(running.activation, outputs)
+
+    def _detached(self, activation: Activation, outputs: Tensors) -> Tensors:
+        """The outputs as tensors of their own: whoever holds them keeps no block of this stage, and not the batch."""
+        ours = [activation.holds(out) or storage_key(out) in self._excluded for out in outputs]
+        return tuple(out.detach().clone() if own else out.detach() for own, out in zip(ours, outputs, strict=True))
+
+    @contextmanager
+    def _splitting(self) -> Iterator[None]:
+        """Around the user's forwards, and around backwards, which may run forwards again."""
+        with Splitting(self.norms_wait), self._delayed.watched():
+            yield
+
+    def _run(self, queue: WeightQueue) -> None:
+        with self._without_autocast():
+            queue.run()
+
+    def _without_autocast(self) -> AbstractContextManager[None]:
+        """A backward computes in the types of its forward, so autocast around a whole step must not reach it."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+    # Transfers
+
+    def part_bytes(self, parts: int) -> list[int]:
+        """The bytes of each of `parts` parts of an activation; zeros before the first forward."""
+        return [sum(self._sizes[i] for i in group) for group in balance(self._sizes, parts)]
+
+    def offload(self, microbatch: int, part: int) -> Sequence[Handle]:
+        """O"""
+        return self._running[microbatch].activation.offload(part, self._parts, OnHost(self._link, self._pool))
+
+    def evict(self, microbatch: int, destination: Destination) -> Sequence[Handle]:
+        """E: the whole activation. The peer expects blocks of the sizes that were learned."""
+        running = self._running[microbatch]
+        if running.activation.sizes() != running.io.block_bytes:
+            raise InputError(
+                f"stage {self.index} saves {sum(running.activation.sizes())} bytes for micro-batch {microbatch}, at "
+                f"the start it saved {sum(running.io.block_bytes)}: what is evicted has the same sizes in every "
+                "micro-batch"
+            )
+        return running.activation.offload(0, 1, destination)
+
+    def drop(self, microbatch: int, part: int) -> None:
+        """D"""
+        self._running[microbatch].activation.drop(part)
+
+    def reload(self, microbatch: int, part: int) -> Sequence[Handle]:
+        """R, L"""
+        return self._running[microbatch].activation.reload(part)
+
+    def activation(self, microbatch: int) -> Activation:
+        """What the stage keeps of a micro-batch."""
+        return self._running[microbatch].activation
+
+
+def clones(tensors: Iterable[Tensor]) -> Tensors:
+    return tuple(tensor.clone() for tensor in tensors)

@@ -1,0 +1,141 @@
+"""Splits the backward of linear, embedding and layer norm, of which most stages consist. Each is a node of its own and
+computes the same products as plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from optpipe_runtime.memory.activation import require_unchanged
+from optpipe_runtime.stage.split import graph
+from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, weight_grads
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
+        return functional.linear(input, weight, bias)
+    if input.is_complex():
+        return graph.split(functional.linear, input, weight, bias)
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    elif input.dtype != weight.dtype:
+        return functional.linear(input, weight, bias)  # raises torch's own error
+    result: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if not plain(input) or not can_wait(weight) or max_norm is not None or sparse:
+        return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    result: Tensor = _Embedding.apply(input, weight, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
+    return result
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if torch.is_autocast_enabled(input.device.type):
+        return graph.split(functional.layer_norm, input, normalized_shape, weight, bias, eps)
+    if weight is None or not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
+        return functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    result: Tensor = _LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """y = x weightᵀ + bias for x of any number of dimensions. Under autocast x is cast already; the parameters are cast
+    at each use."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
+        y = not_a_view(functional.linear(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype)))
+        ctx.waiting = x.nbytes + y.nbytes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        flat_x, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            require_unchanged(weight._version != ctx.version, weight.shape)
+            dx = flat_dy.mm(_cast(weight, dy.dtype)).view(x.shape)
+        if bias is None:
+            return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None
+        return dx, *weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
+
+
+def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter if parameter.dtype == dtype else parameter.to(dtype)  # `to` takes longer than the comparison
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, scale_by_frequency: bool) -> Any:
+        ctx.save_for_backward(indices)
+        ctx.weight, ctx.how = weight, (padding, scale_by_frequency)
+        y = torch.ops.aten.embedding(weight, indices, padding, scale_by_frequency, False)
+        ctx.waiting = indices.nbytes + y.nbytes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (indices,), weight, how = ctx.saved_tensors, ctx.weight, ctx.how
+
+        def gradient() -> tuple[Tensor]:
+            return (torch.ops.aten.embedding_dense_backward(dy, indices, weight.shape[0], *how),)
+
+        return None, *weight_grads((weight,), gradient, indices, dy), None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    """y = (x - mean) rstd weight + bias over the last dimensions, `shape`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float) -> Any:
+        y, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.shape, ctx.weight, ctx.bias, ctx.version = shape, weight, bias, weight._version
+        ctx.waiting = x.nbytes + y.nbytes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        saved, shape, weight, bias = ctx.saved_tensors, ctx.shape, ctx.weight, ctx.bias
+
+        def gradients(*which: bool) -> Any:
+            return torch.ops.aten.native_layer_norm_backward(dy, saved[0], shape, *saved[1:], weight, bias, which)
+
+        dx = None
+        if ctx.needs_input_grad[0]:
+            require_unchanged(weight._version != ctx.version, weight.shape)
+            dx = gradients(True, False, False)[0]
+        if bias is None:
+            return (
+                dx,
+                None,
+                *weight_grads((weight,), lambda: gradients(False, True, False)[1:2], dy, *saved),
+                None,
+                None,
+            )
+        return dx, None, *weight_grads((weight, bias), lambda: gradients(False, True, True)[1:], dy, *saved), None

@@ -1,0 +1,84 @@
+"""`Splitting`: the mode under which a stage's forwards run, so that a B leaves weight gradients to its W. The user's
+modules are not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from optpipe_runtime.stage.split import graph, layers
+
+_BY_GRAPH: frozenset[Any] = frozenset(
+    {
+        *(functional.conv1d, functional.conv2d, functional.conv3d),
+        *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d, functional.bilinear),
+        *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
+        *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm),
+        getattr(torch, "_grouped_mm", torch.bmm),  # inside functional.grouped_mm, which some releases lack
+    }
+)
+# Other norms and scales take too little time at W for the memory that they would hold until then.
+_WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH} | {
+    functional.linear: layers.linear,
+    functional.embedding: layers.embedding,
+}
+_WITH_NORMS = _WAITING | {functional.layer_norm: layers.layer_norm}
+
+
+class Splitting(TorchFunctionMode):
+    """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; layer
+    norms only with `norms`.
+
+    Ops within a compiled module do not, because its graph has to stay whole. Neither do ops within vmap and its like,
+    which accept no custom autograd function.
+    """
+
+    def __init__(self, norms: bool = True) -> None:
+        super().__init__()
+        self._waiting = _WITH_NORMS if norms else _WAITING
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
+        if (waits is None and not opened) or not torch.is_grad_enabled() or _transformed():
+            return func(*args, **kwargs)
+        if waits is not None:
+            return waits(*args, **kwargs)
+        with self:
+            return _opened(func)(*args, **kwargs)
+
+
+def _transformed() -> bool:
+    return torch.compiler.is_compiling() or bool(torch._C._are_functorch_transforms_active())
+
+
+@lru_cache
+def _opened(func: FunctionType) -> FunctionType:
+    """A function of torch.nn.functional that does not offer itself to a mode as a whole, so that the mode sees the ops
+    in it."""
+    names = func.__globals__ | {"has_torch_function": lambda _: False}
+    opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def would_hold(edges: Iterable[GradientEdge]) -> int:
+    """An upper bound on the bytes that a graph made under `Splitting` leaves to W: inputs of its ops, and the gradients
+    that reach them."""
+    nodes: list[Any] = [edge.node for edge in edges]
+    seen = set(nodes)
+    for node in nodes:  # the list grows in the loop
+        fresh = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= fresh
+        nodes += fresh
+    return sum(getattr(node, "waiting", 0) for node in nodes)

@@ -1,0 +1,173 @@
+"""Where a B leaves the weight gradients that its W computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from optpipe_runtime.memory.storage import StorageRef, storage_key
+
+Gradients = Sequence[Tensor | None]
+_LONGEST_CHAIN = 8  # views and casts between a parameter and the op that uses it
+
+
+class WeightQueue:
+    """What one stage and micro-batch left to W. `deferring` tells whether the backward under way is a B."""
+
+    def __init__(self) -> None:
+        self.deferring = False
+        self._jobs: list[tuple[Callable[[], None], Sequence[Tensor]]] = []
+        self._watched: dict[int, StorageRef] = {}
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Wraps the stage's backward. Only one runs at a time in a process, because autograd may run it on threads of
+        its own; pipelines in other threads wait."""
+        global _filling
+        with _one_at_a_time:
+            _filling = self
+            try:
+                yield
+            finally:
+                _filling = None
+
+    def push(self, job: Callable[[], None], holds: Sequence[Tensor] = ()) -> None:
+        """`job` adds gradients to their parameters; `holds` are the tensors that it keeps until then."""
+        self._jobs.append((job, holds))
+
+    def watch(self, tensor: Tensor) -> None:
+        """Counts a tensor that a module may keep until W."""
+        self._watched[storage_key(tensor)] = StorageRef(tensor.untyped_storage())
+
+    def held(self) -> dict[int, int]:
+        """Bytes of the storages that live until W, by key."""
+        storages = (tensor.untyped_storage() for _, holds in self._jobs for tensor in holds)
+        found = {int(storage._cdata): storage.nbytes() for storage in storages}
+        return found | {key: ref.nbytes for key, ref in self._watched.items() if ref.alive}
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """W: does what is queued, and frees what each job needed as soon as it is done."""
+        jobs = self._jobs[::-1]
+        self._jobs = []
+        while jobs:
+            job, _ = jobs.pop()
+            job()
+
+
+_filling: WeightQueue | None = None
+_one_at_a_time = Lock()
+
+
+def filling() -> WeightQueue | None:
+    """The queue of the backward under way, B or BW; None outside a pipeline."""
+    return _filling
+
+
+def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients], *holds: Tensor) -> Gradients:
+    """Leaves the weight gradients of your own `torch.autograd.Function` to W.
+
+    Return its result from the function's backward, for the parameters:
+
+        def backward(ctx, dy):
+            (x,), weight = ctx.saved_tensors, ctx.weight
+            return dy @ weight, *weight_grads((weight,), lambda: (dy.flatten(0, -2).t() @ x.flatten(0, -2),), x, dy)
+
+    Parameters
+    ----------
+    parameters
+        The parameters that the function got. Take each from an attribute of `ctx`: one unpacked from `saved_tensors`
+        may be an alias, whose `.grad` would be lost.
+    compute
+        Returns their gradients in the same order, each a tensor or None. W calls it and adds them to `.grad`.
+    holds
+        The tensors, saved or computed, that `compute` needs. They count as held until W.
+
+    Returns
+    -------
+    Sequence[Tensor | None]
+        None for each parameter in a B; elsewhere, in a BW or without a pipeline, `compute()`.
+    """
+    queue = _filling
+    if queue is None or not queue.deferring or not all(can_wait(parameter) for parameter in parameters):
+        return compute()
+    queue.push(lambda: accumulate(parameters, compute(), holds), holds)
+    return (None,) * len(parameters)
+
+
+def accumulate(parameters: Sequence[Tensor], gradients: Gradients, others: Sequence[Tensor] = ()) -> None:
+    """Adds to `.grad` what autograd would add. For a leaf it does so without autograd, whose overhead is larger than
+    the sum. No gradient shares memory with `others`."""
+    for parameter, grad in zip(parameters, gradients, strict=True):
+        if grad is None:
+            continue
+        if not parameter.is_leaf:
+            torch.autograd.backward(parameter, grad)
+        elif parameter.grad is None:
+            parameter.grad = _unshared(grad.to(parameter.dtype), others)
+            others = (*others, parameter.grad)
+        else:
+            parameter.grad += grad
+
+
+def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The gradient itself if the next one may be added to it in place, else a copy: for an output's gradient, which
+    something else may hold, and for an expanded one."""
+    if not plain(grad):
+        return grad
+    key, nbytes = storage_key(grad), grad.untyped_storage().nbytes()
+    alone = nbytes == grad.nbytes and all(storage_key(other) != key for other in others if plain(other))
+    return grad if alone else grad.clone(memory_format=torch.contiguous_format)
+
+
+def accumulated(parameter: Tensor) -> tuple[int, int]:
+    """Changes whenever a gradient is added."""
+    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def can_wait(weight: Tensor) -> bool:
+    """Whether the gradient may come at W: that of a parameter, or of views and casts of one, whose backward needs
+    nothing saved.
+
+    A weight that is computed from parameters otherwise, as by weight norm, has a graph that can be walked only once,
+    and something else may walk it at B. A parameter's hooks are called at B, so its gradient must be there then.
+    """
+    if not weight.requires_grad:
+        return False
+    leaf, node = weight if weight.is_leaf else None, weight.grad_fn
+    for _ in range(_LONGEST_CHAIN):
+        if leaf is not None:
+            return type(leaf) is nn.Parameter and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+        if node is None or _saves(type(node)) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+        leaf = getattr(node, "variable", None)
+    return False
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor is numbers in one storage: not nested, not of a device mesh, and of no subclass with ops of its
+    own."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+_SAVES: dict[type, bool] = {}
+
+
+def _saves(kind: type[Any]) -> bool:
+    """Whether nodes of this kind have saved tensors. Nodes in Python may always have."""
+    if kind not in _SAVES:
+        _SAVES[kind] = issubclass(kind, BackwardCFunction) or any(name.startswith("_raw_saved_") for name in dir(kind))
+    return _SAVES[kind]
+
+
+def not_a_view(y: Tensor) -> Tensor:
+    """The result of an autograd function: what follows could not change a view in place."""
+    result: Tensor = y if y._base is None else torch.ops.aten._unsafe_view.default(y, y.shape)
+    return result

@@ -1,0 +1,165 @@
+"""`Schedules`: prepares schedules for a pipeline, loads them, and swaps them in between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.execute.executor import Executor
+from optpipe_runtime.execute.learner import Learner
+from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.lowering.prepare import lower, prepare, require_valid
+from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.team import LostError
+from optpipe_runtime.swap.offers import Offers
+from optpipe_runtime.swap.running import RunningSchedule
+
+
+class Schedules:
+    """The schedules of one rank. `problem` is what was measured here, None before the profile: every schedule must be
+    valid and fit for it."""
+
+    def __init__(self, rank: Rank, learner: Learner, executor: Executor) -> None:
+        self._rank, self._learner, self._executor = rank, learner, executor
+        self.problem: Problem | None = None
+        self.running = RunningSchedule(rank.cpu_group)
+        self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
+        self._offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
+        self._batch: tuple[Any, Any] = None, None  # inputs and targets of this step
+
+    @property
+    def plan(self) -> Plan:
+        """What runs. Raises `InputError` if nothing is loaded."""
+        if self.running.plan is None:
+            raise InputError("no schedule is loaded: call load(schedule) before the first step")
+        return self.running.plan
+
+    @property
+    def preparing(self) -> bool:
+        return self._offers.preparing
+
+    def offer(self, schedule: Schedule) -> None:
+        if self._rank.number != 0:
+            raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
+        self._offers.offer(schedule)
+
+    def prepare(self, schedule: Schedule) -> Plan:
+        """Checks a schedule and lowers it for this rank. No side effects, any thread."""
+        layout, problem = self._context(schedule)
+        return prepare(schedule, self._rank.number, layout, problem, self._rank.host_optimizers.keys())
+
+    def load(self, schedule: Schedule | None) -> None:
+        """Collective: swaps to rank 0's schedule on every rank, or on none. Raises `ScheduleError` if it cannot run."""
+        compile_at_once()  # here, where no step waits for it
+        plan, complaint = None, None
+        try:
+            plan = self._prepare_shared(schedule, self._rank.cpu_group)
+            if self._same_microbatches(plan):
+                self.reserve(plan)
+        except LostError:
+            raise
+        except OptPipeError as error:
+            plan, complaint = None, str(error)
+        if not self._rank.cpu_group.all_equal(None if plan is None else plan.number):
+            complaints = self._rank.cpu_group.gather(complaint)
+            reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(complaints) if reason]
+            raise ScheduleError(
+                reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently"
+            )
+        assert plan is not None
+        self.swap(plan)
+
+    def boundary(self, batch: tuple[Any, Any], *votes: int) -> tuple[Plan | None, list[int]]:
+        """Collective, before a step with this batch: see `Offers.boundary`."""
+        self._batch = batch
+        return self._offers.boundary(*votes)
+
+    def swap(self, plan: Plan, going_back: str = "", offered: bool = False) -> None:
+        """Between two steps: runs `plan` from now on. Every rank must swap to the same one."""
+        if not self._executor.idle:
+            raise OptPipeError("a schedule can be swapped only between two steps")
+        if self._same_microbatches(plan):
+            self.reserve(plan)
+        else:
+            self._change_microbatches(plan)
+        self.running.swap(plan, offered, going_back)
+
+    def reserve(self, plan: Plan) -> None:
+        """Allocates the host memory that a plan needs, unless it is there. Raises `OptPipeError` if there is too
+        little."""
+        pool, parts = self._rank.pool, [stage.offload_parts for stage in plan.problem.stages]
+        sizes = {
+            s: [pool.size(nbytes) for nbytes in stage.part_bytes(parts[s])] for s, stage in self._rank.stages.items()
+        }
+        pool.reserve(plan.host_peak(lambda s, part: sizes[s][part]))
+
+    def close(self) -> None:
+        self._offers.close()
+
+    def _same_microbatches(self, plan: Plan) -> bool:
+        return plan.problem.microbatches == self._rank.layout.microbatches
+
+    def _context(self, schedule: Schedule) -> tuple[Layout, Problem | None]:
+        """The layout and the problem to check a schedule on. A schedule for another number of micro-batches is checked
+        on its own problem: the costs measured here are of larger or smaller micro-batches."""
+        layout, theirs = self._rank.layout, Layout.of(schedule.problem)
+        if theirs.microbatches != layout.microbatches and theirs.routes == layout.routes:
+            return replace(layout, microbatch_routes=theirs.microbatch_routes), None
+        return layout, self.problem
+
+    def _prepare_shared(self, schedule: Schedule | None, cpu_group: CpuGroup) -> Plan:
+        """Collective: rank 0's schedule as this rank's plan. Rank 0 checks it, the others rely on that."""
+        content, complaint = None, None
+        if cpu_group.rank == 0 and isinstance(schedule, Schedule):
+            try:
+                require_valid(schedule, *self._context(schedule))
+                links = dict(schedule.links)
+                content = schedule.problem, schedule.programs, links, schedule.method, schedule.placement
+            except OptPipeError as error:
+                complaint = str(error)
+        content, complaint = cpu_group.broadcast((content, complaint), 0)
+        if complaint is not None:
+            raise ScheduleError(complaint)
+        if content is None:
+            raise InputError(
+                "load was given no optpipe.Schedule on rank 0, whose schedule counts; a search that finds none "
+                "has a reason"
+            )
+        if cpu_group.rank != 0 or schedule is None:
+            schedule = Schedule(*content)
+        layout, problem = self._context(schedule)
+        return lower(schedule, self._rank.number, layout, problem, self._rank.host_optimizers.keys())
+
+    def _prepare_offer(self, schedule: Schedule | None) -> Plan:
+        plan = self._prepare_shared(schedule, self._beside)
+        self.running.require_not_refused(plan)
+        _ = plan.schedule.makespan_ms  # computed here and kept, for the log of the swap
+        return plan
+
+    def _accept(self, plan: Plan) -> None:
+        """Raises `OptPipeError` if this rank cannot run the plan now, because of its memory or of this step's batch."""
+        if self._same_microbatches(plan):
+            self.reserve(plan)
+            return
+        inputs, targets = self._batch
+        if self._rank.takes_inputs:
+            cut(inputs, plan.problem.microbatches, "inputs")
+        if self._rank.takes_targets:
+            cut(targets, plan.problem.microbatches, "targets")
+
+    def _change_microbatches(self, plan: Plan) -> None:
+        """Changes the pipeline to another number of micro-batches. The next step learns its stages again."""
+        layout = replace(self._rank.layout, microbatch_routes=Layout.of(plan.problem).microbatch_routes)
+        self._rank.layout = layout
+        for stage in self._rank.stages.values():
+            stage.set_loss_scale(1 / layout.microbatches)
+        self._learner.forget()
+        if self.problem is not None:
+            self.problem = plan.problem

@@ -1,0 +1,41 @@
+"""Undoes a step that has run out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optpipe.errors import OptPipeError
+from optpipe_runtime.execute.rank import Rank
+
+
+def snapshot(rank: Rank, batch: Sequence[Any]) -> Callable[[], None]:
+    """Saves what a step changes on this rank: gradients, the buffers that forwards write, a batch that stages change in
+    place, and torch's random numbers; not what modules keep in Python. Returns a function that restores it."""
+    restores = [stage.replay.snapshot() for stage in rank.stages.values()]
+    of_batch = [io for stage in rank.stages.values() for io in stage.io.values() if io.begins or io.ends]
+    copies: list[tuple[Tensor, Tensor]] = []
+    if any(io.changes_inputs for io in of_batch):
+        values = [value for given in batch for value in (given if isinstance(given, tuple | list) else (given,))]
+        copies = [(tensor, tensor.clone()) for tensor in values if isinstance(tensor, Tensor)]
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(rank.device) if rank.device.type == "cuda" else None
+
+    def restore() -> None:
+        for restore_stage in restores:
+            restore_stage()
+        for tensor, copy in copies:
+            tensor.data.copy_(copy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, rank.device)
+
+    return restore
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether the device, the host or the host pool had too little memory, and nothing else is wrong."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or type(error) is OptPipeError

@@ -1,0 +1,1 @@
+"""What tests run on ranks: the processes themselves (`worker`) and the functions that they run."""

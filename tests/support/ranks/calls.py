@@ -1,0 +1,43 @@
+"""Calls of ranks that several test files make."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+from support.ranks import cases
+from support.ranks.worker import Ranks
+
+
+def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = True, **stage: Any) -> list[Any]:
+    """Trains one step with each schedule on two ranks and compares with the plain run; returns the ranks' reports."""
+    microbatches = sum(text.startswith("0F") for program in programs[0] for text in program)
+    problem = cases.problem(placement, microbatches, **stage)
+    schedules = [Schedule.parse(problem, texts) for texts in programs]
+    results = ranks(cases.train, placement=placement, schedules=schedules)
+    losses, gradients = cases.plain(len(placement), microbatches, len(programs))
+    for step in range(len(programs)):
+        assert results[placement[-1]][0][step].losses == losses[step]
+        found = {name: grad for _, by_step in results for name, grad in by_step[step].items()}
+        assert found.keys() == gradients[step].keys()
+        for name, grad in found.items():
+            if exact:
+                np.testing.assert_array_equal(grad, gradients[step][name], err_msg=f"step {step}, {name}")
+            else:
+                np.testing.assert_allclose(
+                    grad, gradients[step][name], rtol=1e-4, atol=1e-7, err_msg=f"step {step}, {name}"
+                )
+    return [reports for reports, _ in results]
+
+
+@cache
+def measured(ranks: Ranks, placement: tuple[int, ...], peers: tuple[int | None, ...]) -> Problem:
+    problem: Problem = ranks(cases.measure, placement=placement, microbatches=3, offload_parts=2, peers=peers)[0]
+    for stage in problem.stages:
+        assert stage.can_evict == (peers[stage.device] is not None)
+        assert not stage.can_evict or (stage.offload_bytes or 0) <= (stage.evict_bytes or 0) <= stage.activation_bytes
+    return problem

@@ -1,0 +1,372 @@
+"""A small transformer in stages, the plain run that every schedule must equal, and what the ranks do in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe.errors import OptPipeError, ScheduleError
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.swap import schedules as swapping
+
+WIDTH, LENGTH, WORDS = 32, 16, 40
+Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(mixed))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return result
+
+
+def make_stages(count: int, dropout: float = 0.0) -> list[nn.Module]:
+    """The same model on every rank: embedding in the first stage, head in the last, a block in each."""
+    torch.manual_seed(3)
+    stages = [[Block(dropout)] for _ in range(count)]
+    first = [nn.Embedding(WORDS, WIDTH)]
+    head = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)]
+    return [
+        nn.Sequential(*(first if s == 0 else []), *blocks, *(head if s == count - 1 else []))
+        for s, blocks in enumerate(stages)
+    ]
+
+
+def batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(WORDS, (2 * microbatches, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | None] = (), **stage: Any) -> Problem:
+    """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a
+    peer."""
+    costs = {
+        "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0,
+        "activation_bytes": 100, "saved_for_weight_bytes": 100,
+        "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 90, "recompute_ms": 1.0, "checkpoint_bytes": 10,
+    } | stage  # fmt: skip
+    peer = dict(enumerate(peers))
+    evicted = {"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 90}
+    return Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": 0.1,
+            "devices": [
+                {"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)
+            ],
+            "stages": [
+                {"device": rank} | costs | (evicted if peer.get(rank) is not None else {}) for rank in placement
+            ],
+        }
+    )
+
+
+def numbers(modules: dict[int, nn.Module]) -> Gradients:
+    """Every gradient by its name in the whole model."""
+    return {
+        f"{s}.{name}": p.grad.numpy().copy()
+        for s, module in modules.items()
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+
+
+def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
+    """One process, plain autograd, one micro-batch after the other: losses and gradients by step, with an SGD step
+    after each."""
+    torch.set_num_threads(1)
+    modules = make_stages(stages)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+    losses: list[list[float]] = []
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, microbatches)
+        losses.append([])
+        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            for module in modules:
+                x = module(x)
+            loss = loss_fn(x, y)
+            torch.autograd.backward(loss / microbatches)
+            losses[-1].append(loss.item())
+        gradients.append(numbers(dict(enumerate(modules))))
+        optimizer.step()
+    return losses, gradients
+
+
+def own_stages(placement: Sequence[int], dropout: float = 0.0) -> dict[int, nn.Module]:
+    rank = torch.distributed.get_rank()
+    return {s: module for s, module in enumerate(make_stages(len(placement), dropout)) if placement[s] == rank}
+
+
+def train(placement: Sequence[int], schedules: Sequence[Schedule]) -> tuple[list[StepReport], list[Gradients]]:
+    """One step with each schedule, swapped between the steps."""
+    microbatches = schedules[0].problem.microbatches
+    modules = own_stages(placement)
+    optimizer = torch.optim.SGD(
+        [torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1
+    )
+    reports, gradients = [], []
+    with Pipeline(
+        modules, placement, loss_fn, microbatches, peers=Layout.of(schedules[0].problem).peers or None
+    ) as pipe:
+        for step, schedule in enumerate(schedules):
+            pipe.load(schedule)
+            optimizer.zero_grad()
+            reports.append(pipe.step(*batch(step, microbatches), trace=True))
+            gradients.append(numbers(modules))
+            optimizer.step()
+    return reports, gradients
+
+
+def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tuple[str, list[StepReport], Gradients]:
+    """Profiles, then trains a step with every micro-batch offloaded, one with all recomputed, one with all kept. Also
+    returns what .grad was after profiling."""
+    modules = own_stages(placement, dropout=0.1)
+    for module in modules.values():
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    inputs, targets = batch(0, microbatches)
+    with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
+        problem = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=3, **options)
+        untouched = numbers(modules)
+        reports = []
+        for parts, recompute in ((problem.stages[0].offload_parts, False), (0, True), (0, False)):
+            programs = [one_at_a_time(s, microbatches, parts, recompute) for s in range(len(placement))]
+            pipe.load(Schedule.parse(problem, programs))
+            reports.append(pipe.step(inputs, targets))
+    return problem.to_json(), reports, untouched
+
+
+def one_at_a_time(stage: int, microbatches: int, parts: int, recompute: bool = False) -> list[str]:
+    """All forwards of a stage, each offloaded in `parts` parts and dropped, then all backwards, each after a
+    recompute."""
+    away = [[f"{stage}{kind}{j}.{k}" for kind in "ODR" for k in range(parts)] for j in range(microbatches)]
+    first = [op for j in range(microbatches) for op in (f"{stage}F{j}", *away[j][: 2 * parts])]
+    again = [[f"{stage}C{j}"] if recompute else away[j][2 * parts :] for j in range(microbatches)]
+    return first + [op for j in range(microbatches) for op in (*again[j], f"{stage}B{j}", f"{stage}W{j}")]
+
+
+def train_with_offers(
+    placement: Sequence[int], first: Schedule, refused_by_one: Schedule, better: Schedule
+) -> tuple[list[int], list[Gradients], str]:
+    """Loads, fails to load on one rank, then is offered a schedule that one rank refuses, then one that all take, while
+    it trains."""
+    microbatches, rank = first.problem.microbatches, torch.distributed.get_rank()
+    modules = own_stages(placement)
+    versions, gradients, complaint = [], [], ""
+    real = swapping.lower
+
+    def picky(schedule: Schedule, *arguments: Any) -> Any:
+        if schedule.method == refused_by_one.method and rank == 1:
+            raise ScheduleError("not with me")
+        return real(schedule, *arguments)
+
+    swapping.lower = picky
+    try:
+        with Pipeline(modules, placement, loss_fn, microbatches) as pipe:
+            pipe.load(first)
+            try:
+                pipe.load(refused_by_one)
+            except ScheduleError as error:
+                complaint = str(error)
+            offers = {0: refused_by_one, 8: better}
+            for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
+                if rank == 0 and step in offers:
+                    pipe.offer(offers[step])
+                for module in modules.values():
+                    module.zero_grad()
+                versions.append(pipe.step(*batch(0, microbatches)).version)
+                gradients.append(numbers(modules))
+                if versions[-1] > 1:
+                    break
+            assert pipe.schedule is not None
+            assert pipe.schedule.method == better.method
+    finally:
+        swapping.lower = real
+    return versions, gradients, complaint
+
+
+def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
+    """What a user is told who makes each of these mistakes; every rank must be told, none may wait for the others."""
+    rank, m = torch.distributed.get_rank(), schedule.problem.microbatches
+    told = []
+
+    def attempt(*arguments: Any, **options: Any) -> None:
+        try:
+            with Pipeline(*arguments) as pipe:
+                if options.pop("load", True):
+                    pipe.load(schedule)
+                pipe.step(**options)
+        except OptPipeError as error:
+            told.append(str(error))
+
+    inputs, targets = batch(0, m)
+    fine = (own_stages(placement), placement, loss_fn, m)
+    attempt({}, placement, loss_fn, m)
+    attempt(own_stages(placement), [0, 5], loss_fn, m)
+    attempt(list(own_stages(placement).values()), placement, loss_fn, m)
+    attempt(own_stages(placement), placement, loss_fn, 4.0)
+    attempt(*fine, inputs=(), targets=targets)
+    attempt(*fine, inputs=inputs[:-1], targets=targets)
+    attempt(*fine, inputs=None, targets=targets)
+    attempt(*fine, inputs=inputs, targets=targets, load=False)
+    attempt(fine[0], placement, lambda output, target: output, m, inputs=inputs, targets=targets)
+    with Pipeline(*fine) as pipe:
+        pipe.problem = problem(placement, m, activation_bytes=100 + rank)
+        nothing: Any = None
+        for call in (
+            lambda: pipe.load(schedule),
+            lambda: pipe.profile(inputs, targets),
+            lambda: pipe.load(nothing),
+            lambda: pipe.offer(nothing if rank == 0 else schedule),
+        ):
+            try:
+                call()
+            except OptPipeError as error:
+                told.append(str(error))
+    return told
+
+
+def too_little_host_memory(placement: Sequence[int], first: Schedule, away: Schedule) -> tuple[str, int, int]:
+    """Loads and is offered a schedule for which one rank lacks host memory; what `load` said, the versions, and how
+    many steps ran."""
+    rank, m = torch.distributed.get_rank(), first.problem.microbatches
+    complaint = ""
+    with Pipeline(own_stages(placement), placement, loss_fn, m, host_memory_bytes=None if rank else 1000) as pipe:
+        pipe.load(first)
+        pipe.step(*batch(0, m))
+        try:
+            pipe.load(away)
+        except ScheduleError as error:
+            complaint = str(error)
+        if rank == 0:
+            pipe.offer(away)
+        return complaint, pipe.version, len([pipe.step(*batch(0, m)) for _ in range(10)])
+
+
+def after_a_failure(placement: Sequence[int], schedule: Schedule) -> tuple[str, list[str]]:
+    """A stage of this rank fails in the second step; what the third step says, and what the failure says of where it
+    was."""
+    m = schedule.problem.microbatches
+
+    def fails(output: Tensor, target: Tensor) -> Tensor:
+        if failing:
+            raise ValueError("not today")
+        return loss_fn(output, target)
+
+    failing, where = False, []
+    pipe = Pipeline(own_stages(placement), placement, fails, m)
+    pipe.load(schedule)
+    pipe.step(*batch(0, m))
+    failing = True
+    try:
+        pipe.step(*batch(0, m))
+    except ValueError as error:
+        failing, where = False, error.__notes__
+    try:
+        pipe.step(*batch(0, m))
+    except OptPipeError as error:
+        return str(error), where
+    finally:
+        pipe.close()
+    return "it ran", where
+
+
+def tied(placement: Sequence[int], schedule: Schedule) -> tuple[list[Gradients], Gradients]:
+    """Two accumulated steps of a model whose head shares the embedding's weight; and the same model in one process."""
+    m = schedule.problem.microbatches
+    modules = make_stages(len(placement))
+    embedding, head = next(modules[0].children()), list(modules[-1].children())[-1]
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
+    rank = torch.distributed.get_rank()
+    ours = embedding.weight if rank == placement[0] else head.weight
+    found = []
+    own = {s: modules[s] for s in range(len(placement)) if placement[s] == rank}
+    with Pipeline(own, placement, loss_fn, m) as pipe:
+        pipe.tie(ours)
+        pipe.load(schedule)
+        for step in range(2):
+            pipe.step(*batch(step, m))
+            assert ours.grad is not None
+            found.append({"tied": ours.grad.numpy().copy()})
+
+    whole = make_stages(len(placement))
+    first, last = next(whole[0].children()), list(whole[-1].children())[-1]
+    last.weight = first.weight
+    for step in range(2):
+        for x, y in zip(*(part.chunk(m) for part in batch(step, m)), strict=True):
+            for module in whole:
+                x = module(x)
+            torch.autograd.backward(loss_fn(x, y) / m)
+    return found, {"tied": whole[0][0].weight.grad.numpy()}  # type: ignore[index]
+
+
+def measure(
+    placement: Sequence[int],
+    microbatches: int,
+    offload_parts: int,
+    host_memory_bytes: int | None = None,
+    peers: Sequence[int | None] | None = None,
+) -> Problem:
+    """The profiled problem."""
+    with Pipeline(own_stages(placement), placement, loss_fn, microbatches, host_memory_bytes, peers=peers) as pipe:
+        return pipe.profile(
+            *batch(0, microbatches), activation_budget_bytes=10**9, offload_parts=offload_parts, repeats=1
+        )
+
+
+class Branches(nn.Module):
+    """Several outputs, each by a layer of its own from the input of the same number; of those left out, the input
+    itself goes on."""
+
+    def __init__(self, layers: int, outputs: int) -> None:
+        super().__init__()
+        self.layers, self.outputs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers)), outputs
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        given = [inputs[min(k, len(inputs) - 1)] for k in range(self.outputs)]
+        return tuple(self.layers[k](x) if k < len(self.layers) else x for k, x in enumerate(given))
+
+
+def branches() -> list[nn.Module]:
+    """Of three outputs of the first stage, the second uses one and hands one on, which the third does not use."""
+    torch.manual_seed(7)
+    return [Branches(3, 3), Branches(1, 2), Branches(1, 1)]
+
+
+def first_of(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return functional.mse_loss(output[0], target)
+
+
+def with_branches(placement: Sequence[int], schedule: Schedule) -> tuple[StepReport, Gradients]:
+    m, rank = schedule.problem.microbatches, torch.distributed.get_rank()
+    modules = {s: module for s, module in enumerate(branches()) if placement[s] == rank}
+    with Pipeline(modules, placement, first_of, m) as pipe:
+        pipe.load(schedule)
+        report = pipe.step(torch.ones(2 * m, WIDTH), torch.zeros(2 * m, WIDTH))
+    return report, numbers(modules)

@@ -1,0 +1,198 @@
+"""What the ranks do in `test_failures`: a stage raises, or a process is killed, at a place that the test names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from optpipe.errors import InputError, OptPipeError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+from support.ranks.cases import Gradients, batch, loss_fn, numbers, own_stages
+
+
+class Trouble(NamedTuple):
+    """What happens on one rank: in the forward or backward of its first stage that does this the `nth` time, or before
+    a step."""
+
+    rank: int
+    where: str  # "forward", "backward", "between"
+    nth: int
+    kill: bool = False
+
+    def strike(self) -> None:
+        if self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("not today")
+
+
+class Told(NamedTuple):
+    """On one rank: what its step raised, what the step after said, and a step of a new pipeline in the same process."""
+
+    error: str
+    note: str
+    later: str
+    losses: list[float] | None
+    gradients: Gradients
+
+
+class _Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, armed: _Armed) -> Tensor:
+        ctx.armed = armed  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.armed.count("backward")  # type: ignore[attr-defined]
+        return gradient, None
+
+
+class _Armed(nn.Module):
+    """A stage that counts its forwards and backwards; the first two forwards are those in which the pipeline learns
+    it."""
+
+    def __init__(self, stage: nn.Module, trouble: Trouble) -> None:
+        super().__init__()
+        self.stage, self.trouble, self.counts = stage, trouble, {"forward": -2, "backward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count("forward")
+        result: Tensor = self.stage(x)
+        return _Fuse.apply(result, self) if result.requires_grad else result  # type: ignore[no-untyped-call, no-any-return]
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+        if what == self.trouble.where and self.counts[what] == self.trouble.nth:
+            self.trouble.strike()
+
+
+def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -> Told:
+    rank, m = dist.get_rank(), schedule.problem.microbatches
+    modules = own_stages(placement)
+    if rank == trouble.rank:
+        first = min(modules)
+        modules[first] = _Armed(modules[first], trouble)
+    error, note, later = "", "", ""
+    pipe = Pipeline(modules, placement, loss_fn, m)
+    pipe.load(schedule)
+    try:
+        for step in range(3):  # a rank whose part of a step is done hears of it in the next
+            if trouble.where == "between" and rank == trouble.rank and step == trouble.nth:
+                trouble.strike()
+            pipe.step(*batch(0, m))
+    except (OptPipeError, ValueError) as raised:
+        error, note = f"{type(raised).__name__}: {raised}", " ".join(getattr(raised, "__notes__", []))
+    try:
+        pipe.step(*batch(0, m))
+    except OptPipeError as raised:
+        later = str(raised)
+    pipe.close()
+    if trouble.kill:
+        return Told(error, note, later, None, {})
+    modules = own_stages(placement)
+    with Pipeline(modules, placement, loss_fn, m) as pipe:
+        pipe.load(schedule)
+        report = pipe.step(*batch(0, m))
+    return Told(error, note, later, report.losses, numbers(modules))
+
+
+def leaving(placement: Sequence[int], schedule: Schedule) -> str:
+    """Rank 1 leaves its `with` by an error of its own, between two steps."""
+    m = schedule.problem.microbatches
+    try:
+        with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
+            pipe.load(schedule)
+            pipe.step(*batch(0, m))
+            if dist.get_rank() == 1:
+                raise KeyError("data")
+            pipe.step(*batch(0, m))
+    except (KeyError, OptPipeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def apart(placement: Sequence[int], different: Mapping[str, Any]) -> str:
+    """What is told where rank 1 gives something else than the other ranks."""
+    given = {"placement": placement, "microbatches": 2, "loss_fn": loss_fn} | (
+        different if dist.get_rank() == 1 else {}
+    )
+    stages = own_stages(placement if isinstance(given["placement"], int) else given["placement"])
+    try:
+        with Pipeline(stages, **given):
+            return ""
+    except Exception as error:
+        return str(error)
+
+
+def measured_apart(placement: Sequence[int]) -> str:
+    """What is told where rank 1 measures more often."""
+    with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
+        try:
+            pipe.profile(*batch(0, 2), activation_budget_bytes=10**6, repeats=1 + dist.get_rank())
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def grouped(placement: Sequence[int], how: str) -> str:
+    """What is told where rank 1 gives something that is no group of its own."""
+    rank, alone = dist.get_rank(), dist.new_group([0])
+    wrong = {"not a member": alone, "a mesh": init_device_mesh("cpu", (2,))}[how]
+    try:
+        with Pipeline(own_stages(placement), placement, loss_fn, 2, group=wrong if rank == 1 else None):
+            return ""
+    except InputError as error:
+        return str(error)
+
+
+def closed(placement: Sequence[int], schedule: Schedule) -> str:
+    """What is told where a step comes after the end of its pipeline."""
+    m = schedule.problem.microbatches
+    with Pipeline(own_stages(placement), placement, loss_fn, m) as pipe:
+        pipe.load(schedule)
+        pipe.step(*batch(0, m))
+    try:
+        pipe.step(*batch(0, m))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def shut_down(placement: Sequence[int], schedule: Schedule) -> str:
+    """What is told where a step comes after the end of torch.distributed; these ranks are of no use afterwards."""
+    m = schedule.problem.microbatches
+    pipe = Pipeline(own_stages(placement), placement, loss_fn, m)
+    pipe.load(schedule)
+    pipe.step(*batch(0, m))
+    dist.destroy_process_group()
+    try:
+        pipe.step(*batch(0, m))
+    except OptPipeError as error:
+        return str(error)
+    finally:
+        pipe.close()
+    return ""
+
+
+def mistaken(placement: Sequence[int]) -> list[str]:
+    """On rank 1 only: a stage is missing; activation_budget_bytes is."""
+    told, rank = [], dist.get_rank()
+    try:
+        Pipeline({} if rank == 1 else own_stages(placement), placement, loss_fn, 2)
+    except InputError as error:
+        told.append(str(error))
+    with Pipeline(own_stages(placement), placement, loss_fn, 2) as pipe:
+        try:
+            pipe.profile(*batch(0, 2), activation_budget_bytes=None if rank == 1 else 10**6)
+        except InputError as error:
+            told.append(str(error))
+        told.append(str(len(pipe.gather(rank))))
+    return told

@@ -1,0 +1,154 @@
+"""What the ranks do in the tests of `follow`."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from optpipe import Problem
+from optpipe.evaluate import timeline
+from optpipe_runtime import Follower, Pipeline, Profiler, clock
+from optpipe_runtime.bench import paced
+from optpipe_runtime.follow import one_at_a_time
+from optpipe_runtime.service import client
+from support.following import until as wait_until
+from support.ranks.cases import batch, loss_fn, own_stages
+
+
+class Written:
+    """What a SummaryWriter would get."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars.setdefault(tag, []).append((step, value))
+
+
+def follow(
+    placement: list[int],
+    microbatches: int,
+    url: str,
+    steps: int,
+    every: int,
+    begun: bool = False,
+    until: int | None = None,
+) -> tuple[list[float | None], list[int], Any]:
+    """Trains so many steps, or until this version of the schedule; where it has `begun`, with one loaded before
+    anything is measured. The losses seen here, each step's version, what rank 0's writer got."""
+    rank, writer = torch.distributed.get_rank(), Written()
+    modules = own_stages(placement)
+    optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
+    losses, versions = [], []
+    with (
+        Pipeline(modules, placement, loss_fn, microbatches) as pipe,
+        Follower(
+            pipe, url, activation_budget_bytes=10**9, writer=writer if rank == 0 else None, every=every
+        ) as follower,
+    ):
+        if begun:
+            pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+        for step in range(steps):
+            optimizer.zero_grad()
+            report = follower.step(*batch(step, microbatches))
+            optimizer.step()
+            assert report.excess is None
+            losses.append(report.loss)
+            versions.append(report.version)
+            if report.version == until:
+                break
+            if until is not None and step == 0:
+                await_offer(follower)
+    return losses, versions, writer.scalars
+
+
+def await_offer(follower: Follower) -> None:
+    """On rank 0; the others wait for it in the next step."""
+    if (following := follower._client) is not None:
+        wait_until(lambda: following._newest)
+
+
+def await_search(follower: Follower) -> None:
+    """Until the service has ended its search for the problem as it is."""
+    if (following := follower._client) is not None:
+        wait_until(lambda: following.ended)
+
+
+class Noisy:
+    """Stands for the module `time` where ops sleep and where they are timed: no busy machine makes them longer; each
+    varies by a tenth."""
+
+    def __init__(self, seed: int) -> None:
+        self._now, self._chance = 0.0, random.Random(seed)
+
+    def sleep(self, s: float) -> None:
+        self._now += s * self._chance.lognormvariate(0, 0.1)
+
+    def perf_counter(self) -> float:
+        return self._now
+
+
+def slows_down(
+    url: str, microbatches: int, every: int, calm: int, slow: int, factor: float
+) -> tuple[list[int], list[Problem | None]]:
+    """Stages of a given time; after `calm` steps that of rank 1 takes `factor` times as long, for `slow` steps. Of each
+    step the version, and the problem after it."""
+    rank, times = torch.distributed.get_rank(), paced.Times(10.0, 10.0, 10.0, 0.0)
+    module = paced.Stage(times)
+    x = torch.randn(microbatches * paced.SHAPE[0], paced.SHAPE[1])
+    versions, problems = [], []
+    noisy: Any = Noisy(rank)
+    paced.time = clock.time = noisy
+    told, closed, client.TELL_S, client.CLOSE_S = client.TELL_S, client.CLOSE_S, 60.0, 120.0
+    try:
+        with (
+            Pipeline({rank: module}, [0, 1], paced.loss, microbatches) as pipe,
+            Follower(pipe, url, activation_budget_bytes=10**9, every=every) as follower,
+        ):
+            for step in range(calm + slow):
+                if step == calm and rank == 1:
+                    module.times = paced.Times(*(factor * ms for ms in times))
+                versions.append(follower.step(x, x).version)
+                problems.append(pipe.problem)
+                await_search(follower)
+    finally:
+        paced.time = clock.time = time
+        client.TELL_S, client.CLOSE_S = told, closed
+    return versions, problems
+
+
+def regroups(url: str, microbatches: int, then: int) -> list[float]:
+    """Two steps, then two of the same batch in another number of micro-batches; the losses seen here."""
+    losses = []
+    with (
+        Pipeline(own_stages([0, 1]), [0, 1], loss_fn, microbatches) as pipe,
+        Follower(pipe, url, activation_budget_bytes=10**9, every=3) as follower,
+    ):
+        for step in range(4):
+            if step == 2:
+                assert pipe.problem is not None
+                pipe.load(one_at_a_time(pipe.problem.replace(microbatches=then)))
+            losses.append(follower.step(*batch(0, microbatches)).loss or 0.0)
+            await_search(follower)
+    return losses
+
+
+def compiled() -> bool:
+    """Whether what checks schedules has been compiled when the first one is loaded."""
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 1) as pipe:
+        pipe.load(one_at_a_time(pipe.layout.unmeasured()))
+    return timeline._longest_path._compiled
+
+
+def script(text: str) -> tuple[Problem, Problem]:
+    """Runs it, with a pipeline and batches; the problem as profiled, and as the script has it."""
+    inputs, targets = batch(0, 2)
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2) as pipe:
+        profiled = pipe.profile(inputs, targets, activation_budget_bytes=10**9, repeats=3)
+        pipe.load(one_at_a_time(profiled))
+        scope: dict[str, Any] = {"pipe": pipe, "batches": [(inputs, targets)] * 3, "Profiler": Profiler}
+        exec(compile(text, "docs/profile.md", "exec"), scope)
+    return profiled, scope["problem"]

@@ -1,0 +1,294 @@
+"""Stages as users write them, for the tests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from optpipe_runtime.stage.split import weight_grads
+
+WIDTH, BATCH = 64, 3
+
+
+class Of(nn.Module):
+    """A function of layers and inputs."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*self.layers, *inputs)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a weight whose gradient waits for W, as users write them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return dy * ctx.weight * 2, *weight_grads((ctx.weight,), lambda: ((dy * x * 2).sum((0, 1)),), x, dy)
+
+
+class Plainly(Doubled):
+    """The same by a user who has not heard of W."""
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return dy * ctx.weight * 2, (dy * x * 2).sum((0, 1))
+
+
+class Raw(nn.Module):
+    """A function of a parameter and the input."""
+
+    def __init__(self, function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(shape, dtype=dtype) / 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.weight, x)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen base, adapters that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (
+            linear().requires_grad_(False),
+            nn.Linear(WIDTH, 4, bias=False),
+            nn.Linear(4, WIDTH, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+class Counting(nn.Module):
+    """Its state changes in every forward, and its result with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        result: Tensor = self.inner(x) * self.count.clone()
+        return result
+
+
+class Replacing(Counting):
+    """Its state is another tensor after every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        result: Tensor = self.inner(x) * self.count
+        return result
+
+
+class Averaging(Counting):
+    """Its state becomes another unless the input is zero, as where the stage is learned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        result: Tensor = self.inner(x) + self.count.clone()
+        return result
+
+
+class Delaying(nn.Module):
+    """Stands in for a layer of TransformerEngine with delay_wgrad_compute=True: a queue of its own, first in, first
+    out, and a `.grad` that `backward_dw` sets; of the bias only where there is none yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.Parameter(torch.randn(WIDTH))
+        self.pending: deque[tuple[Tensor, Tensor]] = deque()
+        self.delays = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.delays:
+            return functional.linear(x, self.weight, self.bias)
+        result: Tensor = _Delays.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def need_backward_dw(self) -> bool:
+        return self.delays
+
+    def backward_dw(self) -> None:
+        x, dy = self.pending.popleft()
+        self.weight.grad = dy.flatten(0, 1).t().mm(x.flatten(0, 1))
+        if self.bias.grad is None:
+            self.bias.grad = dy.flatten(0, 1).sum(0)
+
+
+class _Delays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, module: Delaying) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module = module
+        return functional.linear(x, weight, bias).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.module.pending.append((x, dy))
+        return dy.flatten(0, 1).mm(weight).view(x.shape), None, None, None
+
+
+def offset(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight's gradient is the output's own, the same tensor."""
+    return torch.baddbmm(weight, x, x.transpose(1, 2) @ x / WIDTH)
+
+
+def block(dropout: float = 0.1) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout, batch_first=True)
+
+
+def checkpointed(reentrant: bool) -> nn.Module:
+    def run(first: nn.Module, inner: nn.Module, last: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = last(checkpoint(inner, first(x), use_reentrant=reentrant))
+        return result
+
+    return Of(run, linear(), block(), linear())
+
+
+def experts(weight: Tensor, x: Tensor) -> Tensor:
+    rows = x.flatten(0, 1).to(weight.dtype)
+    ends = torch.tensor([len(rows) // 3, len(rows)], dtype=torch.int32)
+    return functional.grouped_mm(rows, weight, offs=ends).view(x.shape).float()
+
+
+def slope(inner: nn.Module, x: Tensor) -> Tensor:
+    """The loss contains a derivative, as of an energy."""
+    with torch.enable_grad():
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        (result,) = torch.autograd.grad(inner(at).sum(), at, create_graph=True)
+    return result + x
+
+
+def autocast(inner: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result: Tensor = inner(x)
+    return result.float()
+
+
+STAGES: dict[str, Callable[[], nn.Module]] = {
+    "in place at entry": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
+    "adds in place at entry": lambda: Of(lambda f, x: f(x.add_(1)), linear()),
+    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(8), linear(), nn.BatchNorm1d(8)),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(linear()), nn.ReLU(inplace=True), linear()),
+    "weight norm": lambda: nn.Sequential(weight_norm(linear()), nn.Tanh()),
+    "dropout": lambda: nn.Sequential(linear(), nn.Dropout(0.5), linear()),
+    "identity": nn.Identity,
+    "a view": lambda: Of(lambda f, x: f(x).transpose(1, 2), linear()),
+    "a slice": lambda: Of(lambda f, x: f(x)[..., 1:5], linear()),
+    "expanded": lambda: Of(lambda f, x: f(x).mean(1, keepdim=True).expand(x.shape), linear()),
+    "an input passed on": lambda: Of(lambda f, x: (f(x), x), linear()),
+    "an output twice": lambda: Of(lambda f, x: (f(x),) * 2, linear()),
+    "integers beside": lambda: Of(lambda f, x: (f(x), x.argmax(-1), x > 0), linear()),
+    "other types": lambda: Of(lambda f, x: (f(x.double()).float(), x.bfloat16()), linear().double()),
+    "a weight twice": lambda: Of(lambda f, x: f(f(x)), linear()),
+    "lstm": lambda: Of(lambda f, x: f(x)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "layer norms": lambda: nn.Sequential(
+        nn.LayerNorm(WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH, bias=False), nn.Softmax(-1), nn.Tanh()
+    ),
+    "attention": lambda: Of(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)),
+    "attention without dropout": lambda: Of(
+        lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    ),
+    "transformer layer": block,
+    "transformer layer in evaluation": lambda: block().eval(),
+    "checkpoint": lambda: checkpointed(reentrant=False),
+    "reentrant checkpoint": lambda: checkpointed(reentrant=True),
+    "autocast": lambda: Of(autocast, nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.GELU(), linear())),
+    "own function": lambda: nn.Sequential(linear(), Raw(lambda w, x: Doubled.apply(x, w), WIDTH)),
+    "own function without W": lambda: nn.Sequential(linear(), Raw(lambda w, x: Plainly.apply(x, w), WIDTH)),
+    "delaying module": lambda: nn.Sequential(linear(), Delaying(), nn.ReLU(inplace=True), Delaying()),
+    "delaying module twice": lambda: Of(lambda f, x: f(torch.tanh(f(x))), Delaying()),
+    "delaying module, checkpointed": lambda: Of(lambda f, x: checkpoint(f, x, use_reentrant=False), Delaying()),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.ConvTranspose1d(8, 8, 3, padding=1)
+    ),
+    "convolution of images": lambda: nn.Sequential(
+        nn.Unflatten(2, (8, 8)), nn.Conv2d(8, 8, 3, padding="same", groups=2), nn.Flatten(2)
+    ),
+    "product with a parameter": lambda: Raw(lambda w, x: torch.tanh(x @ w), WIDTH, WIDTH),
+    "product with a transposed parameter": lambda: Raw(
+        lambda w, x: functional.linear(x, w.t()) + x.matmul(w[:, :1]), WIDTH, WIDTH
+    ),
+    "products of several": lambda: Raw(
+        lambda w, x: torch.einsum("bsi,bij->bsj", x, w) + torch.bmm(x, w), BATCH, WIDTH, WIDTH
+    ),
+    "gradients that are an output's": lambda: Of(
+        lambda f, g, x: f(x) + g(x), Raw(offset, BATCH, 8, WIDTH), Raw(offset, BATCH, 8, WIDTH)
+    ),
+    "an expanded gradient": lambda: Raw(lambda w, x: x + offset(w, x).sum() / x.numel(), BATCH, 8, WIDTH),
+    "words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, padding_idx=3)),
+    "words, sparse": lambda: Of(lambda f, x: f(x.argmax(-1)) * x, nn.Embedding(WIDTH, WIDTH, sparse=True)),
+    "bags of words": lambda: Of(lambda f, x: f(x.argmax(-1)) * x.mean(1), nn.EmbeddingBag(WIDTH, WIDTH)),
+    "mapped": lambda: Of(
+        lambda f, x: torch.vmap(f)(x), nn.Sequential(linear(), nn.Conv1d(8, 8, 1), nn.LayerNorm(WIDTH))
+    ),
+    "called with parameters": lambda: Of(
+        lambda f, x: torch.func.functional_call(f, dict(f.named_parameters()), x), linear()
+    ),
+    "products of experts": lambda: Raw(experts, 2, WIDTH, WIDTH, dtype=torch.bfloat16),
+    "a gradient in a forward": lambda: Of(
+        slope, nn.Sequential(linear(), nn.Tanh(), nn.LayerNorm(WIDTH), linear(), nn.Tanh())
+    ),
+    "bilinear": lambda: Of(lambda f, x: f(x, x), nn.Bilinear(WIDTH, WIDTH, 8)),
+    "rms norm": lambda: nn.Sequential(nn.RMSNorm(WIDTH), linear()),
+    "frozen": lambda: nn.Sequential(linear(), linear().requires_grad_(False), linear()),
+    "adapters": Adapted,
+    "complex parameters": lambda: Raw(lambda w, x: (x.to(w.dtype) @ w).abs(), WIDTH, WIDTH, dtype=torch.complex64),
+    "complex layers": lambda: Of(
+        lambda f, x: f(torch.complex(x, x)).real, nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+    ),
+    "bfloat16": lambda: Of(
+        lambda f, x: f(x.bfloat16()).float(), nn.Sequential(nn.LayerNorm(WIDTH), linear()).bfloat16()
+    ),
+    "state": Counting,
+    "state, replaced": Replacing,
+    "state, averaged": Averaging,
+}
+
+# Those of their parameters whose gradient comes at B: of modules that have none for W; of norms, where they would keep
+# more than F kept.
+AT_B: dict[str, set[str]] = {
+    "batch norm": {"0.weight", "0.bias", "2.weight", "2.bias"},
+    "spectral norm": {"0.parametrizations.weight.original", "0.bias"},
+    "weight norm": {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1", "0.bias"},
+    "lstm": {f"layers.0.{name}_l0" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
+    "transformer layer in evaluation": {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"},
+    "checkpoint": {f"layers.1.norm{i}.{name}" for i in (1, 2) for name in ("weight", "bias")},
+    "reentrant checkpoint": {f"layers.1.norm{i}.{name}" for i in (1, 2) for name in ("weight", "bias")},
+    "autocast": {"layers.0.0.weight", "layers.0.0.bias"},
+    "bfloat16": {"layers.0.0.weight", "layers.0.0.bias"},
+    "own function without W": {"1.weight"},
+    "convolutions": {"1.weight", "1.bias"},
+    "rms norm": {"0.weight"},
+    "words, sparse": {"layers.0.weight"},
+    "bags of words": {"layers.0.weight"},
+    "mapped": {f"layers.0.{i}.{name}" for i in range(3) for name in ("weight", "bias")},
+    "a gradient in a forward": {f"layers.0.{i}.weight" for i in (0, 2, 3)},  # by the derivative's own derivative
+}

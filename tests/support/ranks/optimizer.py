@@ -1,0 +1,236 @@
+"""What the ranks do in `test_optimizer`: training with optimizers on the host, beside a plain run with the same
+optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from optpipe.errors import OptPipeError
+from optpipe.model.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, Pipeline, StepReport
+from support.ranks.cases import batch, loss_fn, make_stages, numbers
+
+Values = dict[str, np.ndarray[Any, Any]]
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=0.01, weight_decay=0.1)
+
+
+def momentum(named: Any) -> torch.optim.Optimizer:
+    """Of nearly equal gradients, unlike AdamW, it makes nearly equal steps."""
+    return torch.optim.SGD(named, lr=0.05, momentum=0.9)
+
+
+def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tuple[list[list[float]], Values]:
+    """One process, one micro-batch after the other, one optimizer for all stages: losses by step, and the parameters in
+    the end."""
+    torch.set_num_threads(1)
+    modules = make_stages(stages)
+    optimizer = factory([p for module in modules for p in module.parameters()])
+    losses: list[list[float]] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, microbatches)
+        losses.append([])
+        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            for module in modules:
+                x = module(x)
+            loss = loss_fn(x, y)
+            torch.autograd.backward(loss / microbatches)
+            losses[-1].append(loss.item())
+        optimizer.step()
+    return losses, values(dict(enumerate(modules)))
+
+
+def values(modules: dict[int, nn.Module]) -> Values:
+    return {
+        f"{s}.{name}": p.detach().numpy().copy()
+        for s, module in modules.items()
+        for name, p in module.named_parameters()
+    }
+
+
+class Training:
+    """A pipeline of `make_stages` whose stages in `hosted` are updated on the host, the others on the device."""
+
+    def __init__(
+        self, layout: Layout, hosted: Sequence[int], factory: Any = adam, dtype: torch.dtype = torch.float32
+    ) -> None:
+        rank = torch.distributed.get_rank()
+        self.layout = layout
+        self.modules = {
+            s: module.to(dtype)
+            for s, module in enumerate(make_stages(len(layout.placement)))
+            if layout.placement[s] == rank
+        }
+        factories = dict.fromkeys(hosted, factory)
+        ways = {"links": layout.links or None, "full_duplex": layout.full_duplex}
+        self.pipe = Pipeline(
+            self.modules, layout.placement, loss_fn, layout.microbatches, host_optimizers=factories, **ways
+        )
+        here = [p for s, module in self.modules.items() if s not in hosted for p in module.parameters()]
+        self.optimizer = factory([torch.zeros(0), *here])
+
+    def step(self, number: int, schedule: Schedule) -> StepReport:
+        self.pipe.load(schedule)
+        self.optimizer.zero_grad()
+        report = self.pipe.step(*batch(number, self.layout.microbatches), trace=True)
+        self.optimizer.step()
+        return report
+
+
+def train(
+    schedules: Sequence[Schedule], hosted: Sequence[int], factory: Any = adam
+) -> tuple[list[StepReport], Values, set[str]]:
+    """A step by each schedule; reports, parameters in the end, and the gradients that are there after it."""
+    training = Training(Layout.of(schedules[0].problem), hosted, factory)
+    with training.pipe as pipe:
+        reports = [training.step(k, schedule) for k, schedule in enumerate(schedules)]
+        pipe.synchronize()
+        return reports, values(training.modules), set(numbers(training.modules))
+
+
+def resume(
+    schedule: Schedule, hosted: Sequence[int], at: int, steps: int, module_first: bool
+) -> tuple[list[Any], Values]:
+    """Trains for `at` steps, saves, and goes on from there with other modules, whose parameters were zeros."""
+    before = Training(Layout.of(schedule.problem), hosted)
+    with before.pipe as pipe:
+        for k in range(at):
+            before.step(k, schedule)
+        pipe.synchronize()
+        saved = deepcopy({s: module.state_dict() for s, module in before.modules.items()})
+        hosts = deepcopy({s: host.state_dict() for s, host in pipe.host_optimizers.items()})
+        optimizer = deepcopy(before.optimizer.state_dict())
+    after = Training(Layout.of(schedule.problem), hosted)
+    for parameter in (p for module in after.modules.values() for p in module.parameters()):
+        nn.init.zeros_(parameter)
+    with after.pipe as pipe:
+        modules, optimizers = list(after.modules.items()), list(pipe.host_optimizers.items())
+        for s, part in modules + optimizers if module_first else optimizers + modules:
+            part.load_state_dict((saved if isinstance(part, nn.Module) else hosts)[s])
+        after.optimizer.load_state_dict(optimizer)
+        losses = [after.step(k, schedule).losses for k in range(at, steps)]
+        pipe.synchronize()
+        return losses, values(after.modules)
+
+
+def rounded(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return torch.from_numpy(value).bfloat16().float().numpy()
+
+
+def low_precision(schedule: Schedule, steps: int) -> tuple[Values, Values]:
+    """In bfloat16, with updates that mostly round to nothing there: parameters on the device, and on the host. In the
+    end the modules load what they have."""
+    training = Training(
+        Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=1e-4), torch.bfloat16
+    )
+    with training.pipe as pipe:
+        for k in range(steps):
+            training.step(k, schedule)
+        pipe.synchronize()
+        for s, host in pipe.host_optimizers.items():
+            training.modules[s].load_state_dict(deepcopy(training.modules[s].state_dict()))
+            host.start_step()
+        hosts = {s: host.state_dict()["parameters"] for s, host in pipe.host_optimizers.items()}
+        on_device = {s: dict(training.modules[s].named_parameters()) for s in hosts}
+    return (
+        {f"{s}.{name}": p.detach().float().numpy() for s, named in on_device.items() for name, p in named.items()},
+        {f"{s}.{name}": p.numpy() for s, named in hosts.items() for name, p in named.items()},
+    )
+
+
+def load_between_steps(schedule: Schedule) -> tuple[float, str, bool]:
+    """Loads ones into a stage on the host, and trains with learning rate 0; then changes a parameter at the wrong
+    moment."""
+    training = Training(Layout.of(schedule.problem), [2, 3], lambda named: torch.optim.SGD(named, lr=0.0))
+    ours = next(iter(training.pipe.host_optimizers))
+    module, told = training.modules[ours], ""
+    with training.pipe as pipe:
+        training.step(0, schedule)
+        pipe.synchronize()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(0.5)
+        training.step(1, schedule)
+        evaluated = pipe.evaluate(*batch(2, training.layout.microbatches)).step_ms > 0
+        away = max(float((p - 0.5).abs().max()) for p in module.parameters())
+        training.step(2, schedule)
+        with torch.no_grad():
+            next(module.parameters()).zero_()
+        try:
+            pipe.synchronize()
+        except OptPipeError as error:
+            told = str(error)
+    return away, told, evaluated
+
+
+def mistakes(schedule: Schedule) -> list[str]:
+    """What a user is told who makes each of these mistakes, on every rank."""
+    layout, rank = Layout.of(schedule.problem), torch.distributed.get_rank()
+    told = []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+        except OptPipeError as error:
+            told.append(str(error))
+
+    def pipeline(modules: dict[int, nn.Module], **options: Any) -> Pipeline:
+        return Pipeline(modules, layout.placement, loss_fn, layout.microbatches, **options)
+
+    shared = nn.Linear(2, 2)
+    attempt(lambda: Training(layout, [9]))
+    attempt(lambda: Training(layout, [2, 3], lambda named: 1))
+    attempt(lambda: pipeline({rank: nn.Identity(), 2 + rank: nn.Identity()}, host_optimizers={2: adam, 3: adam}))
+    attempt(lambda: pipeline({rank: shared, 2 + rank: shared}, host_optimizers={2: adam, 3: adam}))
+    plainly, hosted = Training(layout, []), Training(layout, [2, 3])
+    with plainly.pipe, hosted.pipe:
+        attempt(lambda: plainly.pipe.load(schedule))
+        attempt(lambda: hosted.pipe.tie(hosted.modules[2] if rank == 0 else hosted.modules[1]))
+        attempt(lambda: hosted.pipe.clip_grad_norm_(1.0))
+        host, state = hosted.pipe.host_optimizers[2 + rank], plainly.modules[rank].state_dict()
+        attempt(lambda: host.load_state_dict(state))
+        attempt(lambda: host.load_state_dict({"parameters": state, "optimizer": {}}))
+    return told
+
+
+def failing_update(schedule: Schedule) -> list[str]:
+    """The notes of what stage 2's optimizer raises on rank 0; nothing on rank 1."""
+
+    def breaks(named: Any) -> torch.optim.Optimizer:
+        optimizer = adam(named)
+        optimizer.register_step_pre_hook(_fail)
+        return optimizer
+
+    training = Training(Layout.of(schedule.problem), [2, 3], breaks if torch.distributed.get_rank() == 0 else adam)
+    try:
+        training.step(0, schedule)
+    except ValueError as error:
+        return error.__notes__
+    finally:
+        training.pipe.close()
+    return []
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("not today")
+
+
+def profiled(placement: Sequence[int], microbatches: int, hosted: Sequence[int]) -> tuple[Problem, bool]:
+    training = Training(Layout.make(placement, microbatches), hosted)
+    before = values(training.modules)
+    with training.pipe as pipe:
+        problem = pipe.profile(*batch(0, microbatches), activation_budget_bytes=10**9, repeats=2)
+    same = all(np.array_equal(value, before[name]) for name, value in values(training.modules).items())
+    return problem, same and not numbers(training.modules) and not any(
+        host.optimizer.state for host in pipe.host_optimizers.values()
+    )

@@ -1,0 +1,315 @@
+"""What the ranks do in `test_swaps` and `test_chaos`: trainings whose schedules change, and schedules that go wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from optpipe.errors import OptPipeError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.bench.swap import SwapCost, swap_cost
+from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.memory.host_pool import PAGE
+from optpipe_runtime.stage.runner import StageRunner
+from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
+
+SEQUENCES = 12
+WAIT = 2000  # steps within which an offer must have been taken
+
+
+class Step(NamedTuple):
+    """On one rank: losses where there are some, gradients, and which schedule ran."""
+
+    losses: list[float]
+    gradients: Gradients
+    method: str
+
+
+def stages(count: int, moody: bool = False) -> list[nn.Module]:
+    """`moody`: with random numbers and running means."""
+    torch.manual_seed(8)
+    moods = [[nn.BatchNorm1d(LENGTH), nn.Dropout(0.1)] if moody else [] for _ in range(count)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), *mood, nn.GELU(), nn.Linear(WIDTH, WIDTH)).double() for mood in moods
+    ]
+
+
+def own_stages(placement: Sequence[int], moody: bool = False) -> dict[int, nn.Module]:
+    return {s: module for s, module in enumerate(stages(len(placement), moody)) if placement[s] == dist.get_rank()}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = torch.randn(
+        2, SEQUENCES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
+    return inputs, targets
+
+
+def trainer(modules: Mapping[int, nn.Module]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(0), *(p for module in modules.values() for p in module.parameters())], lr=0.1)
+
+
+def plain(count: int, steps: int, microbatches: int) -> list[Step]:
+    torch.set_num_threads(1)
+    modules, found = dict(enumerate(stages(count))), []
+    optimizer = trainer(modules)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = []
+        for x, y in zip(*(part.chunk(microbatches) for part in batch(step)), strict=True):
+            for module in modules.values():
+                x = module(x)
+            loss = mse_loss(x, y)
+            torch.autograd.backward(loss / microbatches)
+            losses.append(loss.item())
+        found.append(Step(losses, numbers(modules), ""))
+        optimizer.step()
+    return found
+
+
+def chaos(placement: Sequence[int], schedules: Sequence[Schedule]) -> list[Step]:
+    """A training of which each step runs another schedule: the first half loaded, the others offered, and between two
+    steps nobody knows whether the offer is there yet."""
+    modules, found = own_stages(placement), []
+    optimizer = trainer(modules)
+    problem = schedules[0].problem
+    half = len(schedules) // 2
+    with Pipeline(modules, placement, mse_loss, problem.microbatches, peers=Layout.of(problem).peers or None) as pipe:
+
+        def step() -> None:
+            optimizer.zero_grad()
+            report = pipe.step(*batch(len(found)))
+            assert pipe.schedule is not None
+            found.append(Step(report.losses or [], numbers(modules), pipe.schedule.method))
+            optimizer.step()
+
+        for schedule in schedules[:half]:
+            pipe.load(schedule)
+            step()
+        for schedule in schedules[half:]:
+            if pipe.number == 0:
+                pipe.offer(schedule)
+            while found[-1].method != schedule.method:
+                assert len(found) < WAIT
+                step()
+    return found
+
+
+# Schedules that go wrong
+
+
+@contextmanager
+def failing(op: str, nth: int, error: BaseException) -> Iterator[None]:
+    """The `nth` call of one of `StageRunner`'s ops raises."""
+    real: Callable[..., Any] = getattr(StageRunner, op)
+    left = [nth]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+        return real(*arguments, **options)
+
+    setattr(StageRunner, op, call)
+    try:
+        yield
+    finally:
+        setattr(StageRunner, op, real)
+
+
+class Undone(NamedTuple):
+    """How a step came out that was undone and repeated, and the same step without."""
+
+    method: str
+    version: int
+    expected: Step
+    found: Step
+    logged: list[str]
+
+
+def undone(placement: Sequence[int], first: Schedule, bad: Schedule, rank: int, op: str, nth: int) -> Undone:
+    """A step by `first`; the same again, from the same state, by `bad`, which runs out of memory on one rank. Gradients
+    add to ones."""
+    problem = first.problem
+    modules = own_stages(placement, moody=True)
+    state = {s: {name: value.clone() for name, value in module.state_dict().items()} for s, module in modules.items()}
+    ways = {"peers": Layout.of(problem).peers or None, "links": [device.link for device in problem.devices]}
+    steps = []
+    with Pipeline(modules, placement, _doubling, problem.microbatches, **ways) as pipe, heard() as logged:
+        pipe.load(first)
+        for schedule in (None, bad):
+            for s, module in modules.items():
+                module.load_state_dict(state[s])
+                for parameter in module.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            torch.manual_seed(7)
+            if schedule is None:
+                steps.append(_seen(pipe, pipe.step(*batch(0)), modules))
+                continue
+            pipe.load(schedule)
+            with failing(op, nth if pipe.number == rank else 0, torch.OutOfMemoryError("too much")):
+                report = pipe.step(*batch(0))
+            steps.append(_seen(pipe, report, modules))
+        assert pipe.schedule is not None
+        return Undone(pipe.schedule.method, report.version, *steps, list(logged))
+
+
+def _doubling(output: Tensor, target: Tensor) -> Tensor:
+    """Changes the batch, as losses do that mask it in place."""
+    return mse_loss(output, target.mul_(2))
+
+
+def _seen(pipe: Pipeline, report: StepReport, modules: Mapping[int, nn.Module]) -> Step:
+    buffers = {
+        f"{s}.{name}": value.numpy().copy() for s, module in modules.items() for name, value in module.named_buffers()
+    }
+    assert pipe.schedule is not None
+    return Step(report.losses or [], numbers(dict(modules)) | buffers, pipe.schedule.method)
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the runtime says in its log meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("optpipe.runtime")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
+def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Schedule) -> tuple[str, bool, list[float]]:
+    """The first schedule of all runs out of memory: the step is undone, and another one can be loaded."""
+    modules = own_stages(placement)
+    with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe:
+        pipe.load(first)
+        complaint = ""
+        try:
+            with failing(
+                "forward", 3 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
+            ):  # one is of learning
+                pipe.step(*batch(0))
+        except OptPipeError as error:
+            complaint = str(error)
+        untouched = all(parameter.grad is None for module in modules.values() for parameter in module.parameters())
+        pipe.load(second)
+        return complaint, untouched, pipe.step(*batch(0)).losses or []
+
+
+def paced(
+    placement: Sequence[int], schedules: Mapping[str, Schedule], ms: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """Steps that take as long as the test says, by schedule, and some noise: `quick`, `slow` offered twice, `better`,
+    `slow` loaded."""
+    modules, ran = own_stages(placement), []
+    noise = np.random.default_rng(3 + dist.get_rank())
+    with Pipeline(modules, placement, mse_loss, schedules["quick"].problem.microbatches) as pipe, heard() as logged:
+        real = pipe._steps.executor.run
+
+        def run(plan: Plan, *arguments: Any, **options: Any) -> StepReport:
+            outlier = 40.0 if len(ran) % 4 == 3 else 0.0
+            return replace(
+                real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier
+            )
+
+        pipe._steps.executor.run = run  # type: ignore[method-assign]
+
+        def step(times: int = 1) -> None:
+            for _ in range(times):
+                pipe.step(*batch(0))
+                assert pipe.schedule is not None
+                ran.append(pipe.schedule.method)
+
+        def offer(name: str) -> None:
+            if pipe.number == 0:
+                pipe.offer(schedules[name])
+            step()
+            while pipe.preparing:
+                step()
+
+        pipe.load(schedules["quick"])
+        step(12)
+        offer("slow")
+        step(12)
+        offer("slow")
+        step(2)
+        offer("better")
+        step(24)
+        pipe.load(schedules["slow"])
+        step(24)
+    return ran, list(logged)
+
+
+class Cut(NamedTuple):
+    """A training over different numbers of micro-batches."""
+
+    steps: list[Step]
+    counts: list[int]  # of micro-batches, of the pipeline's problem after each step
+    logged: list[str]
+
+
+def recut(placement: Sequence[int], schedules: Sequence[Schedule], unfit: Schedule) -> Cut:
+    """Every schedule for another number of micro-batches: loaded, then offered; then one that does not divide the
+    batch."""
+    modules, steps, counts = own_stages(placement), [], []
+    first = schedules[0]
+    with Pipeline(modules, placement, mse_loss, first.problem.microbatches) as pipe, heard() as logged:
+        pipe.problem = first.problem
+
+        def step() -> None:
+            for module in modules.values():
+                module.zero_grad()
+            report = pipe.step(*batch(0))
+            assert pipe.schedule is not None
+            assert pipe.problem is not None
+            steps.append(Step(report.losses or [], numbers(modules), pipe.schedule.method))
+            counts.append(pipe.problem.microbatches)
+
+        for schedule in schedules:
+            pipe.load(schedule)
+            step()
+        for schedule in (*schedules, unfit):
+            if pipe.number == 0:
+                pipe.offer(schedule)
+            step()
+            while pipe.preparing:
+                step()
+    return Cut(steps, counts, list(logged))
+
+
+def costs(placement: Sequence[int], schedule: Schedule) -> SwapCost:
+    with Pipeline(own_stages(placement), placement, mse_loss, schedule.problem.microbatches) as pipe:
+        pipe.load(schedule)
+        return swap_cost(pipe, *batch(0), swaps=3)
+
+
+def too_little_on_the_host(
+    placement: Sequence[int], first: Schedule, second: Schedule, pages: int
+) -> tuple[str, list[float], list[str]]:
+    """The second has another number of micro-batches, so what its offloads take is known only in its first step."""
+    limit = pages * PAGE["cpu"]
+    with (
+        Pipeline(own_stages(placement), placement, mse_loss, first.problem.microbatches, limit) as pipe,
+        heard() as logged,
+    ):
+        pipe.load(first)
+        pipe.step(*batch(0))
+        pipe.load(second)
+        report = pipe.step(*batch(0))
+        assert pipe.schedule is not None
+        return pipe.schedule.method, report.losses or [], list(logged)

@@ -1,0 +1,112 @@
+"""Rank processes over gloo on loopback: each runs the functions it is sent and answers with their results."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
+STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
+
+
+def serve(connection: Connection, rank: int, world: int, store: str) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    import torch
+    import torch.distributed as dist
+
+    from optpipe_runtime.ranks import team
+
+    torch.set_num_threads(1)
+    team.ANSWER_S = ANSWER_S
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    while (request := connection.recv()) is not None:
+        function, arguments = request
+        try:
+            connection.send((True, function(**arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+TIMEOUT_S = 240.0  # of a call; pytest ends a test after 300 s
+AFTER_A_FAILURE_S = 60.0  # how long the other ranks may take to hear of a failure
+ANSWER_S = 4.0  # how long a rank that lives may take to answer when another is gone
+
+
+class Ranks:
+    """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for
+    it."""
+
+    def __init__(self, context: ForkServerContext, world: int, folder: Path) -> None:
+        self._context, self.world, self._folder, self._starts = context, world, folder, 0
+        self._start()
+
+    def _start(self) -> None:
+        self._starts += 1
+        store = str(self._folder / f"store{self._starts}")
+        self._processes, self._connections = [], []
+        for rank in range(self.world):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=serve, args=(theirs, rank, self.world, store), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def __call__(self, function: Callable[..., Any], timeout: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
+        answers = self._ask(function, timeout, arguments)
+        failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        if failed:
+            self._end()
+            self._start()
+            raise AssertionError("\n".join(failed))
+        return [result for _, result in answers]
+
+    def survivors(
+        self, function: Callable[..., Any], dying: int, timeout: float = TIMEOUT_S, **arguments: Any
+    ) -> list[Any]:
+        """The results of the others, where one rank ends on the way; then all are replaced."""
+        answers = self._ask(function, TIMEOUT_S, arguments)
+        self._end()
+        self._start()
+        assert answers.pop(dying) == (False, "its process has ended")
+        assert all(fine for fine, _ in answers), answers
+        return [result for _, result in answers]
+
+    def _ask(self, function: Callable[..., Any], timeout: float, arguments: dict[str, Any]) -> list[tuple[bool, Any]]:
+        for connection in self._connections:
+            connection.send((function, arguments))
+        answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world
+        waiting, until = set(range(self.world)), time.monotonic() + timeout
+        while waiting and (left := until - time.monotonic()) > 0:
+            for rank in [rank for rank in waiting if self._connections[rank].poll(min(left, 0.01))]:
+                try:
+                    answers[rank] = self._connections[rank].recv()
+                except EOFError:
+                    answers[rank] = False, "its process has ended"
+                waiting.discard(rank)
+                if not answers[rank][0]:
+                    until = min(until, time.monotonic() + AFTER_A_FAILURE_S)
+        return answers
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.send(None)
+        for process in self._processes:
+            process.join(20)
+        self._end()
+
+    def _end(self) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            connection.close()
