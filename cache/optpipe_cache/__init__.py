@@ -7,8 +7,8 @@ hit = cache.lookup(problem)  # of the same problem, or of the nearest one whose 
 
 from __future__ import annotations
 
+from optpipe_cache.cache import Cache, Entry, Hit, default_path
 from optpipe_cache.features import distance, features, shape
-from optpipe_cache.shelf import Kept, Shelf
-from optpipe_cache.store import Cache, Entry, Hit, default_path
+from optpipe_cache.storage import Storage, StoredRow
 
-__all__ = ["Cache", "Entry", "Hit", "Kept", "Shelf", "default_path", "distance", "features", "shape"]
+__all__ = ["Cache", "Entry", "Hit", "Storage", "StoredRow", "default_path", "distance", "features", "shape"]

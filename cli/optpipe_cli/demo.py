@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from optpipe.errors import OptPipeError
-from optpipe_cli.bench_runtime import difference
+from optpipe_cli.bench.runtime import difference
 from optpipe_cli.launch import torchrun
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ def _keys(url: str) -> Iterator[Keys]:
     from optpipe_server.database import Database
     from optpipe_server.database.keys import Keys
 
-    database = Database(url, beside=True)
+    database = Database(url, secondary=True)
     try:
         yield Keys(database)
     except SQLAlchemyError as error:

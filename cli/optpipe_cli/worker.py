@@ -35,11 +35,11 @@ def worker(
     need("server")
     from optpipe_server import logs
     from optpipe_server.settings import Settings
-    from optpipe_server.work import own_name
-    from optpipe_server.worker import work
+    from optpipe_server.work import default_worker_name
+    from optpipe_server.work.worker import work
 
     logs.configure(log_json)
     settings = Settings(
         database=database, solves=solves, threads=threads, memory_mib=memory_mib, shared_cache=shared_cache
     )
-    work(settings, name or own_name(), metrics_host, metrics_port)
+    work(settings, name or default_worker_name(), metrics_host, metrics_port)

@@ -41,7 +41,7 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
             assert seqs == list(range(1, len(seqs) + 1))
             best = client.get(f"{end['url']}/incumbents/best").json()
             assert best["makespan_ms"] == gpipe(problem).makespan_ms
-        assert server.service.feed._topics == {}
+        assert server.service.job_updates._topics == {}
 
 
 def test_large_problems_leave_room_for_small_ones(

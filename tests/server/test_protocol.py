@@ -16,9 +16,9 @@ from optpipe.anytime import Result
 from optpipe.evaluate.memory import certify
 from optpipe.files import ScheduleFile
 from optpipe.model.problem import Problem
-from optpipe_server.database import NewJob, Start
+from optpipe_server.database import InitialResult, NewJob
 from optpipe_server.database.jobs import MOST_LISTED
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -75,7 +75,7 @@ def test_the_longest_page_names_the_next(client: httpx.Client, shared: tuple[str
     caller = service.keys.check(client.headers["Authorization"].removeprefix("Bearer "))
     assert caller is not None
     jobs = [
-        service.jobs.add(caller.tenant, NewJob(chain()), Start(Result("infeasible")), queue=0)[0]
+        service.jobs.add(caller.tenant, NewJob(chain()), InitialResult(Result("infeasible")), queue=0)[0]
         for _ in range(MOST_LISTED + 1)
     ]
     page = client.get("/v1/jobs", params={"limit": MOST_LISTED}).json()

@@ -84,7 +84,7 @@ class Process:
         return spent
 
 
-class Site:
+class Deployment:
     """The service on this machine: with SQLite one process, with PostgreSQL an API and workers."""
 
     def __init__(self, folder: Path, url: str, tenants: int, threads: int) -> None:
@@ -141,9 +141,9 @@ def _keys(url: str, tenants: int) -> Sequence[str]:
 
 
 @asynccontextmanager
-async def site(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Site]:
+async def deployment(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Deployment]:
     """The service, started with one worker; gone when the block is left."""
-    made = Site(folder, url, tenants, threads)
+    made = Deployment(folder, url, tenants, threads)
     try:
         await made.serve()
         if not made.sqlite:

@@ -22,13 +22,13 @@ TimeLimit = Annotated[float, Field(strict=True, gt=0, le=LONGEST_SOLVE_S, allow_
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Posed(Record):
+class ProblemBody(Record):
     """A body that poses a problem, of a size that the service takes."""
 
     problem: Problem
 
     @model_validator(mode="after")
-    def _of_a_size(self) -> Posed:
+    def _of_a_size(self) -> ProblemBody:
         if (stages := len(self.problem.stages)) > MOST_STAGES:
             raise ValueError(f"problem.stages are {stages}: the service takes up to {MOST_STAGES}")
         if (count := self.problem.microbatches) > MOST_MICROBATCHES:
@@ -38,7 +38,7 @@ class Posed(Record):
         return self
 
 
-class Submission(Posed):
+class Submission(ProblemBody):
     """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have since changed."""
 
     method: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")] = "auto"
@@ -49,13 +49,13 @@ class Submission(Posed):
     warm_start: ScheduleFile | None = None
 
 
-class MoreTime(Record):
+class ExtensionBody(Record):
     """`PATCH /v1/jobs/{id}`."""
 
     time_limit_s: TimeLimit
 
 
-class Adopt(Record):
+class AdoptionBody(Record):
     """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and what an iteration takes
     since."""
 

@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from optpipe_server.http.shapes import ProblemDocument
+from optpipe_server.http.schemas import ProblemDocument
 
 Described = dict[int | str, dict[str, Any]]
 

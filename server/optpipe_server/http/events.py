@@ -6,8 +6,8 @@ import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optpipe_server.http.asked import hung_up
-from optpipe_server.http.feed import Feed, Topic
+from optpipe_server.http.context import disconnected
+from optpipe_server.http.job_updates import JobUpdates, Topic
 from optpipe_server.metrics import STREAMS
 
 PING = b": ping\n\n"
@@ -20,20 +20,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, job_id: str, version: int, after: int, ping_s: float) -> None:
+    def __init__(self, feed: JobUpdates, job_id: str, version: int, after: int, ping_s: float) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._feed, self._job_id, self._version, self._after, self._ping_s = feed, job_id, version, after, ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._feed.watching(self._job_id, self._version) as topic, anyio.create_task_group() as group:
+        async with self._feed.subscribe(self._job_id, self._version) as topic, anyio.create_task_group() as group:
 
-            async def until_hung_up() -> None:
-                await hung_up(receive)
+            async def until_disconnected() -> None:
+                await disconnected(receive)
                 group.cancel_scope.cancel()
 
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            group.start_soon(until_hung_up)
+            group.start_soon(until_disconnected)
             with STREAMS.track_inprogress():
                 await self._tell(topic, send)
             await send({"type": "http.response.body", "body": b""})

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
 from optpipe_server.database.tables import State
-from optpipe_server.http import shapes
+from optpipe_server.http import schemas
 from optpipe_server.http.docs import replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.service import Service
@@ -28,13 +28,13 @@ from optpipe_server.metrics import REGISTRY, REQUESTS
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/healthz", responses={200: replies(200, shapes.Health, {"status": "ok", "version": "0.1.0"})[200]})
+@router.get("/healthz", responses={200: replies(200, schemas.Health, {"status": "ok", "version": "0.1.0"})[200]})
 async def healthz() -> Response:
     """The process answers."""
     return Response(text({"status": "ok", "version": optpipe.__version__}), media_type="application/json")
 
 
-READY = replies(200, shapes.Ready, {"status": "ready", "solves": 1})
+READY = replies(200, schemas.Ready, {"status": "ready", "solves": 1})
 
 
 @router.get("/readyz", responses={200: READY[200], 503: READY[503]})
@@ -44,9 +44,9 @@ async def readyz(request: Request) -> Response:
     Nothing is said of workers elsewhere: without any, jobs wait, with their first schedule, until there is one.
     """
     service: Service = request.app.state.service
-    if service.feed.closing:
+    if service.job_updates.closing:
         raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
-    await service.ask(service.database.ping)
+    await service.query(service.database.ping)
     return Response(text({"status": "ready", "solves": service.settings.solves}), media_type="application/json")
 
 
@@ -63,7 +63,7 @@ async def metrics(request: Request) -> Response:
     service: Service = request.app.state.service
     counted = CollectorRegistry(auto_describe=False)
     with suppress(SQLAlchemyError):
-        counted.register(_Jobs(await service.ask(service.jobs.count)))
+        counted.register(_Jobs(await service.query(service.jobs.count)))
     return Response(generate_latest(REGISTRY) + generate_latest(counted), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -83,7 +83,7 @@ class _Jobs(Collector):
         yield jobs
 
 
-class Measured:
+class RequestMetrics:
     """Times every request until its reply is complete, but event streams, which last as long as somebody listens."""
 
     def __init__(self, app: ASGIApp) -> None:

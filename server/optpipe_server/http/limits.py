@@ -10,7 +10,7 @@ from optpipe_server.http.replies import ReplyError
 LONGEST_BODY = 2**20  # bytes
 
 
-class Limits:
+class BodyLimits:
     """The app gets a body that has arrived in full, or the client gets a `ReplyError`: 400, 413, 415.
 
     How slowly it may arrive is the connection's matter (`connections`). Any web page can send any other type than JSON

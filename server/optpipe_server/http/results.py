@@ -14,9 +14,9 @@ from optpipe.model.problem import Problem
 from optpipe.process.child import Programs
 from optpipe.schedule import Schedule
 from optpipe.show.trace import trace
-from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, Tags, names
-from optpipe_server.http.bodies import Adopt
+from optpipe_server.http import examples, schemas
+from optpipe_server.http.bodies import AdoptionBody
+from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text, uses
@@ -38,33 +38,41 @@ def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
-@router.get("/incumbents", responses=replies(200, shapes.Incumbents, examples.INCUMBENTS, 404, 422))
-async def list_incumbents(job_id: JobId, asked: Ask, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0) -> Response:
+@router.get("/incumbents", responses=replies(200, schemas.Incumbents, examples.INCUMBENTS, 404, 422))
+async def list_incumbents(
+    job_id: JobId, context: Context, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0
+) -> Response:
     """The incumbents numbered above `after`, in short. Reading takes none away."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id, min(after, job.last_seq)))
+    found = await context.query_job(
+        job_id, lambda job: context.service.jobs.incumbents(job.id, min(after, job.last_seq))
+    )
     return json_reply(text({"incumbents": [listed_view(incumbent) for incumbent in found]}))
 
 
-@router.get("/incumbents/best", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
-async def best_incumbent(job_id: JobId, asked: Ask, if_none_match: Tags = None) -> Response:
+@router.get("/incumbents/best", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
+async def best_incumbent(job_id: JobId, context: Context, if_none_match: IfNoneMatch = None) -> Response:
     """The best schedule for the problem that counts."""
     headers = {"Cache-Control": "no-cache"}
-    return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, None), if_none_match, headers))
+    return await context.query_job(job_id, lambda job: _whole(_found(context, job, None), if_none_match, headers))
 
 
 @router.get(
-    "/incumbents/{seq}", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
+    "/incumbents/{seq}", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
 )
-async def show_incumbent(job_id: JobId, seq: Seq, asked: Ask, if_none_match: Tags = None) -> Response:
+async def show_incumbent(job_id: JobId, seq: Seq, context: Context, if_none_match: IfNoneMatch = None) -> Response:
     """A schedule, which never changes."""
     headers = {"Cache-Control": "private, max-age=31536000, immutable"}
-    return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, seq), if_none_match, headers))
+    return await context.query_job(job_id, lambda job: _whole(_found(context, job, seq), if_none_match, headers))
 
 
-def _found(asked: Ask, job: Job, seq: int | None) -> Row[Any]:
+def _found(context: Context, job: Job, seq: int | None) -> Row[Any]:
     """The incumbent of this number, or the best."""
     incumbent = (
-        asked.best(job) if seq is None else asked.service.jobs.incumbent(job.id, seq) if seq <= job.last_seq else None
+        context.best(job)
+        if seq is None
+        else context.service.jobs.incumbent(job.id, seq)
+        if seq <= job.last_seq
+        else None
     )
     if incumbent is None:
         raise ReplyError(404, NONE if seq is None else NO_SUCH)
@@ -75,67 +83,67 @@ def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> R
     headers = {"ETag": etag(incumbent.seq), **headers}
     return (
         Response(status_code=304, headers=headers)
-        if names(known, incumbent.seq)
+        if matches_etag(known, incumbent.seq)
         else json_reply(incumbent_text(incumbent), headers)
     )
 
 
 @router.put(
     "/adoptions/{seq}",
-    openapi_extra=body(Adopt, {"step": 120, "measured_iteration_ms": 9.2}),
-    responses=replies(200, shapes.Adoption, examples.ADOPTION, 404, 422),
+    openapi_extra=body(AdoptionBody, {"step": 120, "measured_iteration_ms": 9.2}),
+    responses=replies(200, schemas.Adoption, examples.ADOPTION, 404, 422),
 )
-async def adopt(job_id: JobId, seq: Seq, request: Request, asked: Ask) -> Response:
+async def adopt(job_id: JobId, seq: Seq, request: Request, context: Context) -> Response:
     """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces
     what was said."""
-    said = await asked.service.read(Adopt, await request.body(), "adoption")
-    adopted = await asked.of_job(job_id, lambda job: _adopt(asked, job, seq, said))
+    said = await context.service.read(AdoptionBody, await request.body(), "adoption")
+    adopted = await context.query_job(job_id, lambda job: _adopt(context, job, seq, said))
     ADOPTIONS.inc()
     return json_reply(text(adopted))
 
 
-def _adopt(asked: Ask, job: Job, seq: int, said: Adopt) -> dict[str, Any]:
+def _adopt(context: Context, job: Job, seq: int, said: AdoptionBody) -> dict[str, Any]:
     if seq > job.last_seq:
         raise ReplyError(404, NO_SUCH)
-    asked.service.jobs.adopt(asked.tenant, job.id, seq, said.step, said.measured_iteration_ms)
-    return adoption_view(_found(asked, job, seq))
+    context.service.jobs.adopt(context.tenant, job.id, seq, said.step, said.measured_iteration_ms)
+    return adoption_view(_found(context, job, seq))
 
 
-@router.get("/adoptions", responses=replies(200, shapes.Adoptions, examples.ADOPTIONS, 404))
-async def list_adoptions(job_id: JobId, asked: Ask) -> Response:
+@router.get("/adoptions", responses=replies(200, schemas.Adoptions, examples.ADOPTIONS, 404))
+async def list_adoptions(job_id: JobId, context: Context) -> Response:
     """What the training swapped in, measured beside predicted."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id))
+    found = await context.query_job(job_id, lambda job: context.service.jobs.incumbents(job.id))
     return json_reply(
         text({"adoptions": [adoption_view(incumbent) for incumbent in found if incumbent.step is not None]})
     )
 
 
-@router.get("/log", responses=replies(200, shapes.Log, examples.LOG, 404, 422))
+@router.get("/log", responses=replies(200, schemas.Log, examples.LOG, 404, 422))
 async def show_log(
     job_id: JobId,
-    asked: Ask,
+    context: Context,
     after: Annotated[int, Query(ge=0, le=LARGEST, description="The number of a line.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = MOST_LINES,
 ) -> Response:
     """What happened to the job, and what its solvers said."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.log(job.id, after, limit + 1))
+    found = await context.query_job(job_id, lambda job: context.service.jobs.log(job.id, after, limit + 1))
     lines = found[:limit]
     more = f"{job_url(job_id)}/log?after={lines[-1].number}&limit={limit}" if len(found) > limit else None
     return json_reply(text({"lines": log_view(lines), "next": more}))
 
 
-@router.get("/trace", responses=replies(200, shapes.Trace, examples.TRACE, 404, 409, 422))
-async def show_trace(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
+@router.get("/trace", responses=replies(200, schemas.Trace, examples.TRACE, 404, 409, 422))
+async def show_trace(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule to look at in Perfetto."""
-    incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
-    return json_reply(await asked.service.pictures.compute(lambda: trace(_schedule(incumbent))))
+    incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
+    return json_reply(await context.service.pictures.run(lambda: trace(_schedule(incumbent))))
 
 
-@router.get("/timeline", responses=replies(200, shapes.Timeline, examples.TIMELINE, 404, 409, 422))
-async def show_timeline(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
+@router.get("/timeline", responses=replies(200, schemas.Timeline, examples.TIMELINE, 404, 409, 422))
+async def show_timeline(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
-    incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
-    return json_reply(await asked.service.pictures.compute(lambda: _timeline(incumbent)))
+    incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
+    return json_reply(await context.service.pictures.run(lambda: _timeline(incumbent)))
 
 
 def _timeline(incumbent: Row[Any]) -> str:

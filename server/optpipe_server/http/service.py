@@ -18,18 +18,18 @@ from optpipe.model.problem import Problem
 from optpipe.process.child import Programs
 from optpipe.schedule import Schedule
 from optpipe_cache.features import shape
-from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob
-from optpipe_server.database.jobs import GONE_ON, ConflictError, QueueFullError, StaleError, is_cancelled
+from optpipe_server.database.jobs import CANCELLED_DETAIL, ConflictError, QueueFullError, StaleError, is_cancelled
 from optpipe_server.database.keys import Keys
-from optpipe_server.first import Desk
+from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.http.bodies import Model, Submission, parse
-from optpipe_server.http.feed import Feed
+from optpipe_server.http.compute_queue import ComputeQueue
+from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.turns import Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
-from optpipe_server.work import Reaper, Supervisor, own_name
+from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.work import Reaper, Supervisor, default_worker_name
 
 T = TypeVar("T")
 
@@ -48,39 +48,39 @@ class Service:
         self.settings = settings
         self.database = Database(settings.database)
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
-        self.caches = Caches(settings, self.database)
-        self.feed = Feed(self.jobs, settings.streams)
+        self.caches = TenantCaches(settings, self.database)
+        self.job_updates = JobUpdates(self.jobs, settings.streams)
 
     async def open(self) -> None:
         self._questions, self._thinkers = anyio.CapacityLimiter(QUESTIONS), anyio.CapacityLimiter(THINKERS)
         self._readers = anyio.CapacityLimiter(1)
-        self.checks, self.pictures = Turns(), Turns()
-        self.desk = Desk(self.settings, self.caches)
-        self.supervisor = Supervisor(self.settings, self.database, self.caches, own_name())
+        self.checks, self.pictures = ComputeQueue(), ComputeQueue()
+        self.first_schedules = FirstSchedules(self.settings, self.caches)
+        self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held)
-        await self.ask(self.reaper.start)
+        await self.query(self.reaper.start)
         self.supervisor.start()
-        self._feeding = asyncio.create_task(self.feed.run())
+        self._feeding = asyncio.create_task(self.job_updates.run())
 
     def closing(self) -> None:
         """Those who wait, for news or for a first schedule, are told to go, and searches end; from the loop, before
         `close`."""
-        if not self.feed.closing:
-            self.feed.close()
+        if not self.job_updates.closing:
+            self.job_updates.close()
             ends = (
-                self.desk.close,
+                self.first_schedules.close,
                 self.supervisor.stop,
                 self.reaper.stop,
             )  # none waits for another, nor for a place among the questions
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
-            asyncio.get_running_loop().call_later(CUT_S, self.database.cut)
+            asyncio.get_running_loop().call_later(CUT_S, self.database.abort_connections)
 
     async def close(self) -> None:
         self.closing()
         await self._ended
         self.database.close()
 
-    async def ask(self, question: Callable[[], T]) -> T:
+    async def query(self, question: Callable[[], T]) -> T:
         """The answer of the database, which may take its time; the loop goes on."""
         return await anyio.to_thread.run_sync(question, limiter=self._questions)
 
@@ -110,12 +110,12 @@ class Service:
             priority=submission.priority,
         )
         start = await self._think(
-            lambda: self.desk.start_of(
+            lambda: self.first_schedules.find(
                 tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem)
             )
         )
         try:
-            job_id, new = await self.ask(
+            job_id, new = await self.query(
                 lambda: self.jobs.add(tenant, job, start, queue=self.settings.queue, key=key, body_sha256=_sha256(body))
             )
         except QueueFullError:
@@ -131,7 +131,7 @@ class Service:
             ):  # then the search may have one within the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored, whoever else watches
-                    async with self.feed.watching(job_id, 1) as topic:
+                    async with self.job_updates.subscribe(job_id, 1) as topic:
                         await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
             FIRST.observe(time.monotonic() - began)
         return job_id, new
@@ -139,11 +139,11 @@ class Service:
     async def submitted(self, tenant: str, key: str, body: bytes) -> str | None:
         """The job of this key and body. Raises `ReplyError` where the key came with another body."""
         try:
-            return await self.ask(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
+            return await self.query(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
         except ConflictError as error:
             raise ReplyError(422, str(error)) from None
 
-    async def pose(self, tenant: str, job_id: str, problem: Problem) -> None:
+    async def change_problem(self, tenant: str, job_id: str, problem: Problem) -> None:
         """The job goes on with other costs, from its best schedule. Raises `ReplyError` where it cannot; `LookupError`
         where it is gone."""
         for _ in range(TRIES):
@@ -154,11 +154,15 @@ class Service:
 
     async def _pose_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
         """False where an incumbent came in between, which the start of the other problem would have to be made from."""
-        job, best = await self.ask(lambda: self._best_for(tenant, job_id, problem))
-        start = await self._think(lambda: self.desk.carry(tenant, problem, job.method, job.objective, best))
+        job, best = await self.query(lambda: self._best_for(tenant, job_id, problem))
+        start = await self._think(
+            lambda: self.first_schedules.find_after_change(tenant, problem, job.method, job.objective, best)
+        )
         try:
-            await self.ask(
-                lambda: self.jobs.pose(tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue)
+            await self.query(
+                lambda: self.jobs.change_problem(
+                    tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue
+                )
             )
         except StaleError:
             return False
@@ -176,7 +180,7 @@ class Service:
         if job is None:
             raise LookupError(job_id)
         if is_cancelled(job):
-            raise ReplyError(409, GONE_ON)
+            raise ReplyError(409, CANCELLED_DETAIL)
         if shape(Problem.from_json(job.problem)) != shape(problem):
             raise ReplyError(
                 409,

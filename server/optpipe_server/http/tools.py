@@ -16,11 +16,11 @@ from optpipe.model.problem import Items, Problem, Record
 from optpipe.process.child import Objective
 from optpipe.schedule import Schedule
 from optpipe_cache import Hit
-from optpipe_server.first import LARGE, size
-from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import Ask
-from optpipe_server.http.bodies import MOST_STAGES, Posed, parse
-from optpipe_server.http.comparisons import Comparisons
+from optpipe_server.first_schedules import LARGE, size
+from optpipe_server.http import examples, schemas
+from optpipe_server.http.bodies import MOST_STAGES, ProblemBody, parse
+from optpipe_server.http.compare_processes import CompareProcesses
+from optpipe_server.http.context import Context
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import text, uses
@@ -32,7 +32,7 @@ MOST_OPS = 10_000  # of a timeline, the first ones
 LONGEST_COMPARED_S = 60.0
 
 
-class Given(Posed):
+class ScheduleBody(ProblemBody):
     """A problem and a schedule document, whatever problem that was made for."""
 
     schedule: ScheduleFile
@@ -50,7 +50,7 @@ class Given(Posed):
         )
 
 
-class Compared(Posed):
+class CompareBody(ProblemBody):
     """`POST /v1/compare`."""
 
     methods: (
@@ -62,22 +62,22 @@ class Compared(Posed):
     )
 
 
-class Wanted(Posed):
+class LookupBody(ProblemBody):
     """`POST /v1/cache/lookup`."""
 
     objective: Objective = "makespan"
 
 
-class Checked(Record):
+class CheckReply(Record):
     """Whether a schedule runs and fits; `wrong` is one sentence for each fault, `devices` is null where no memory can
     be counted."""
 
     valid: bool
     wrong: list[str]
-    devices: list[shapes.DeviceUse] | None
+    devices: list[schemas.DeviceUse] | None
 
 
-class Simulated(Record):
+class SimulationReply(Record):
     """A schedule by nominal times, whether its memory suffices or not; `ops` are the first ones by start, `ops_total`
     counts all."""
 
@@ -86,10 +86,10 @@ class Simulated(Record):
     bubble: float  # the share of the makespan in which devices do not compute
     ops: list[TimedOp]
     ops_total: int
-    devices: list[shapes.DeviceUse]
+    devices: list[schemas.DeviceUse]
 
 
-class Row(Record):
+class CompareRow(Record):
     """One method: its schedule's figures, and why it does not fit or is not for the problem."""
 
     method: str
@@ -107,15 +107,15 @@ class Row(Record):
     reason: str | None
 
 
-class Table(Record):
+class CompareReply(Record):
     """Those that fit, the shortest first, then the others; what `optpipe compare --json` prints."""
 
     problem: str
     k: list[float | None]
-    rows: list[Row]
+    rows: list[CompareRow]
 
 
-class Known(Record):
+class CacheHit(Record):
     """A schedule from the cache, checked on this problem; `distance` is 0 where it was solved for it (`exact`)."""
 
     exact: bool
@@ -127,15 +127,15 @@ class Known(Record):
     schedule: ScheduleFile
 
 
-class Found(Record):
+class LookupReply(Record):
     """Null where nothing near is known."""
 
-    hit: Known | None
+    hit: CacheHit | None
 
 
-def _comparisons(request: Request) -> Comparisons:
-    found: Comparisons = request.app.state.comparisons
-    return found
+def _compare_processes(request: Request) -> CompareProcesses:
+    processes: CompareProcesses = request.app.state.compare_processes
+    return processes
 
 
 _BOTH = {"problem": examples.PROBLEM, "schedule": examples.SCHEDULE}
@@ -174,15 +174,15 @@ _KNOWN = {
 }
 
 
-@router.post("/check", openapi_extra=body(Given, _BOTH), responses=replies(200, Checked, _CHECKED, 422))
-async def check_schedule(request: Request, asked: Ask) -> Response:
+@router.post("/check", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, CheckReply, _CHECKED, 422))
+async def check_schedule(request: Request, context: Context) -> Response:
     """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it
     has."""
     sent = await request.body()
-    return _json(await asked.service.checks.compute(lambda: text(_checked(parse(Given, sent, "check")))))
+    return _json(await context.service.checks.run(lambda: text(_checked(parse(ScheduleBody, sent, "check")))))
 
 
-def _checked(given: Given) -> dict[str, Any]:
+def _checked(given: ScheduleBody) -> dict[str, Any]:
     schedule = given.read()
     wrong = check(schedule.problem, schedule)
     try:
@@ -192,14 +192,16 @@ def _checked(given: Given) -> dict[str, Any]:
     return {"valid": not wrong, "wrong": wrong[:MOST_WRONG], "devices": devices}
 
 
-@router.post("/simulate", openapi_extra=body(Given, _BOTH), responses=replies(200, Simulated, _SIMULATED, 422))
-async def simulate_schedule(request: Request, asked: Ask) -> Response:
+@router.post(
+    "/simulate", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, SimulationReply, _SIMULATED, 422)
+)
+async def simulate_schedule(request: Request, context: Context) -> Response:
     """When each op runs, by nominal times, and what each device holds at most."""
     sent = await request.body()
-    return _json(await asked.service.checks.compute(lambda: text(_simulated(parse(Given, sent, "simulate")))))
+    return _json(await context.service.checks.run(lambda: text(_simulated(parse(ScheduleBody, sent, "simulate")))))
 
 
-def _simulated(given: Given) -> dict[str, Any]:
+def _simulated(given: ScheduleBody) -> dict[str, Any]:
     try:
         schedule = given.read()
         ops = timed_ops(schedule)
@@ -217,20 +219,20 @@ def _simulated(given: Given) -> dict[str, Any]:
 
 @router.post(
     "/compare",
-    openapi_extra=body(Compared, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
-    responses=replies(200, Table, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
+    openapi_extra=body(CompareBody, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
+    responses=replies(200, CompareReply, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
 )
 async def compare_methods(
-    request: Request, asked: Ask, comparisons: Annotated[Comparisons, Depends(_comparisons)]
+    request: Request, context: Context, processes: Annotated[CompareProcesses, Depends(_compare_processes)]
 ) -> Response:
     """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes
     up to twice the time limit and some seconds, and ends when the client hangs up."""
     sent = await request.body()
-    wanted = await asked.service.checks.compute(lambda: _comparable(parse(Compared, sent, "compare")))
-    return _json(await comparisons.compared(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
+    wanted = await context.service.checks.run(lambda: _comparable(parse(CompareBody, sent, "compare")))
+    return _json(await processes.run(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
 
 
-def _comparable(wanted: Compared) -> Compared:
+def _comparable(wanted: CompareBody) -> CompareBody:
     if (parts := size(wanted.problem)) > LARGE:
         raise InputError(
             f"compare: problem has {parts} parts of activations, over stages and micro-batches: up to {LARGE} are "
@@ -241,18 +243,18 @@ def _comparable(wanted: Compared) -> Compared:
 
 @router.post(
     "/cache/lookup",
-    openapi_extra=body(Wanted, {"problem": examples.PROBLEM, "objective": "makespan"}),
-    responses=replies(200, Found, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
+    openapi_extra=body(LookupBody, {"problem": examples.PROBLEM, "objective": "makespan"}),
+    responses=replies(200, LookupReply, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
 )
-async def look_up(request: Request, asked: Ask) -> Response:
+async def look_up(request: Request, context: Context) -> Response:
     """The cached schedule of this problem, or of the nearest one that is valid on it."""
     sent = await request.body()
-    return _json(await asked.service.checks.compute(lambda: _looked_up(asked, parse(Wanted, sent, "lookup"))))
+    return _json(await context.service.checks.run(lambda: _looked_up(context, parse(LookupBody, sent, "lookup"))))
 
 
-def _looked_up(asked: Ask, wanted: Wanted) -> str:
+def _looked_up(context: Context, wanted: LookupBody) -> str:
     try:
-        hit = asked.service.caches.of(asked.tenant).lookup(wanted.problem, wanted.objective)
+        hit = context.service.caches.of(context.tenant).lookup(wanted.problem, wanted.objective)
     except InputError as error:  # the file's fault, not the question's
         raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
     return f'{{"hit":{_known(wanted.problem, hit) if hit else "null"}}}'

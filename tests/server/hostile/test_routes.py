@@ -12,7 +12,7 @@ from support.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
 from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http import guard
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 GUARDED = [call for call in CALLS if call.scope]
 OF_JOB = [call for call in CALLS if call.of_job]

@@ -17,7 +17,7 @@ from support.requests import PROBLEM
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.http import connections
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HALVES = {

@@ -45,7 +45,7 @@ RUNS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell"}
 CONNECTS = {"create_connection", "open_connection", "open_unix_connection", "connect_ex", "sendto", "urlopen"}
 DATABASES = {
-    "Line",
+    "DeadlineConnection",
     "engine",
     "self.engine",
     "self._engine",

@@ -83,7 +83,7 @@ class Topic:
         return False
 
 
-class Feed:
+class JobUpdates:
     """The topics of one process. `run` belongs to its event loop, as does all else here."""
 
     def __init__(self, jobs: Jobs, most: int) -> None:
@@ -103,7 +103,7 @@ class Feed:
             topic.tell()
 
     @asynccontextmanager
-    async def watching(self, job_id: str, version: int) -> AsyncIterator[Topic]:
+    async def subscribe(self, job_id: str, version: int) -> AsyncIterator[Topic]:
         """The job's topic, no older than the version that the caller knows. Raises `ReplyError` where too many watch,
         or at the end."""
         if self.closing:
@@ -158,5 +158,5 @@ class Feed:
         versions = self._jobs.versions(list(watched))
         changed = [job_id for job_id, topic in watched.items() if versions.get(job_id) != topic.version]
         for job_id in changed:
-            watched[job_id].update(*self._jobs.news(job_id, len(watched[job_id].events)))
+            watched[job_id].update(*self._jobs.updates(job_id, len(watched[job_id].events)))
         return [watched[job_id] for job_id in changed]

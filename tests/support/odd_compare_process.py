@@ -1,4 +1,4 @@
-"""A comparison that does what its first method says; `ODD_COMPARING_LOG` hears of its processes."""
+"""A comparison that does what its first method says; `ODD_COMPARE_LOG` hears of its processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
     what = read_request().method.split()[0]
     if what == "hangs":
         other = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        Path(os.environ["ODD_COMPARING_LOG"]).write_text(f"{os.getpid()} {other.pid}")
+        Path(os.environ["ODD_COMPARE_LOG"]).write_text(f"{os.getpid()} {other.pid}")
         time.sleep(60)
     if what == "crashes":
         sys.exit("boom")

@@ -1,4 +1,4 @@
-"""Where a cache keeps its schedules: rows that it reads and swaps, in a file or wherever else there is a `Shelf`."""
+"""Where a cache keeps its schedules: rows that it reads and swaps, in a file or wherever else there is a `Storage`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CREATE INDEX IF NOT EXISTS by_shape ON schedules (shape, objective);
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredRow:
     """A row: an entry's text and what it is found by."""
 
     problem_sha256: str
@@ -40,7 +40,7 @@ class Kept:
     entry: str  # JSON
 
 
-class Shelf(Protocol):
+class Storage(Protocol):
     """One row per problem and objective, for any number of threads and processes. Rows are texts: what they mean is the
     cache's."""
 
@@ -53,14 +53,14 @@ class Shelf(Protocol):
     def entries(self) -> Sequence[str]:
         """All entries, newest first."""
 
-    def swap(self, kept: Kept, known: str | None) -> bool:
+    def swap(self, kept: StoredRow, known: str | None) -> bool:
         """Keeps the row in place of the entry `known`, which `entry` told; False where that is there no more."""
 
     def prune(self, keep: int) -> int:
         """Forgets all but the `keep` newest rows, 2^63 - 1 at most; returns how many."""
 
 
-class FileShelf:
+class FileStorage:
     """A SQLite file. Every method opens it for itself, so threads and processes may share a path.
 
     Raises `InputError` where the file cannot be opened or is no cache.
@@ -105,7 +105,7 @@ class FileShelf:
         with self._open() as db:
             return [text for (text,) in db.execute("SELECT entry FROM schedules ORDER BY added DESC, problem_sha256")]
 
-    def swap(self, kept: Kept, known: str | None) -> bool:
+    def swap(self, kept: StoredRow, known: str | None) -> bool:
         with self._open() as db:
             if known is None:
                 return (

@@ -23,7 +23,7 @@ from support.service import running, settings_in
 from optpipe.anytime import Result
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, Leases
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 M = 12
 PROBLEM = chain(m=M, memory=M)
@@ -89,8 +89,8 @@ def test_every_client_sees_every_incumbent_once(
     url, server = api
     service = server.service
     asked: list[str] = []
-    news, versions = service.jobs.news, service.jobs.versions
-    monkeypatch.setattr(service.jobs, "news", lambda job_id, after: (asked.append("news"), news(job_id, after))[1])
+    news, versions = service.jobs.updates, service.jobs.versions
+    monkeypatch.setattr(service.jobs, "updates", lambda job_id, after: (asked.append("news"), news(job_id, after))[1])
     monkeypatch.setattr(service.jobs, "versions", lambda job_ids: (asked.append("versions"), versions(job_ids))[1])
     chance = random.Random(clients)
 

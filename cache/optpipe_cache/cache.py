@@ -19,7 +19,7 @@ from optpipe.model.problem import Problem, Record, TotalMs
 from optpipe.process.child import Objective, Programs
 from optpipe.schedule import Schedule
 from optpipe_cache.features import Features, distance, features, shape
-from optpipe_cache.shelf import FileShelf, Kept, Shelf
+from optpipe_cache.storage import FileStorage, Storage, StoredRow
 
 MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
 MOST_TRIED = 16  # candidates that are checked before a lookup gives up
@@ -74,11 +74,11 @@ def default_path() -> Path:
 class Cache:
     """Solved schedules on a shelf; a path is that of a file, which threads and processes may share.
 
-    Raises what its shelf raises: `InputError` where a file cannot be opened or is no cache.
+    Raises what its storage raises: `InputError` where a file cannot be opened or is no cache.
     """
 
-    def __init__(self, shelf: Shelf | str | Path) -> None:
-        self._shelf: Shelf = FileShelf(shelf) if isinstance(shelf, str | Path) else shelf
+    def __init__(self, storage: Storage | str | Path) -> None:
+        self._storage: Storage = FileStorage(storage) if isinstance(storage, str | Path) else storage
 
     def add(
         self, schedule: Schedule, status: Found, lower_bound_ms: float | None = None, objective: Objective = "makespan"
@@ -119,31 +119,33 @@ class Cache:
         problem, text = entry.problem, entry.model_dump_json(exclude_none=True)
         found_by = problem.sha256, entry.objective, shape(problem), json.dumps(features(problem))
         while True:  # until nobody has come in between
-            there = self._shelf.entry(problem.sha256, entry.objective)
+            there = self._storage.entry(problem.sha256, entry.objective)
             known = _read(there)
             if known and not entry.beats(known) and _fitting(known, problem):
                 return False
-            if self._shelf.swap(Kept(*found_by, datetime.now(UTC).isoformat(), text), there):
+            if self._storage.swap(StoredRow(*found_by, datetime.now(UTC).isoformat(), text), there):
                 return True
 
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
         """The schedule of this very problem, else the one of the nearest problem of the same shape that passes `check`
         on this one."""
-        entry = _read(self._shelf.entry(problem.sha256, objective))
+        entry = _read(self._storage.entry(problem.sha256, objective))
         if entry and (schedule := _fitting(entry, problem)):
             return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
         wanted = features(problem)
-        others = ((_distance(wanted, text), sha256) for sha256, text in self._shelf.similar(shape(problem), objective))
+        others = (
+            (_distance(wanted, text), sha256) for sha256, text in self._storage.similar(shape(problem), objective)
+        )
         nearest = sorted((far, sha256) for far, sha256 in others if far is not None and sha256 != problem.sha256)
         for far, sha256 in nearest[:MOST_TRIED]:
-            entry = _read(self._shelf.entry(sha256, objective))
+            entry = _read(self._storage.entry(sha256, objective))
             if entry and (schedule := _fitting(entry, problem)):
                 return Hit(schedule, far, False, "feasible", None, entry)
         return None
 
     def entries(self) -> list[Entry]:
         """All that is kept, newest first."""
-        return [entry for text in self._shelf.entries() if (entry := _read(text))]
+        return [entry for text in self._storage.entries() if (entry := _read(text))]
 
     def export_lines(self) -> Iterator[str]:
         """Every entry as a line of JSON, for `import_lines` of another cache."""
@@ -171,7 +173,7 @@ class Cache:
         """Forgets all but the `keep` newest entries; returns how many."""
         if keep < 0:
             raise InputError(f"keep = {keep}: must not be negative")
-        return self._shelf.prune(min(keep, MOST_KEPT))
+        return self._storage.prune(min(keep, MOST_KEPT))
 
 
 def _read(text: str | None) -> Entry | None:

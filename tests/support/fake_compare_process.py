@@ -1,4 +1,4 @@
-"""What `optpipe_server.comparing` says, at once."""
+"""What `optpipe_server.compare_process` says, at once."""
 
 from __future__ import annotations
 

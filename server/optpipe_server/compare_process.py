@@ -1,8 +1,8 @@
-"""`python -m optpipe_server.comparing`: `optpipe compare` for one request, in a process that gives way to the service
-and ends with it.
+"""`python -m optpipe_server.compare_process`: runs `optpipe compare` for one request of the service.
 
-Reads a `Request` (`optpipe.process.child`) whose method names those to compare, with a space between them, or is empty
-for all. Writes one line of JSON: what `optpipe compare --json` prints, or `{"refused": "..."}`.
+Reads a `Request` (`optpipe.process.child`) whose method lists the methods to compare, separated by spaces; an empty one
+means all. Writes one line of JSON: what `optpipe compare --json` prints, or `{"refused": "..."}`. It has a lower
+priority than the service and ends with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     os.nice(NICER)
     group_as_nice(os.getpid())
     try:
-        found = compare(
+        comparison = compare(
             request.problem,
             request.method.split() or None,
             request.time_limit_s,
@@ -32,7 +32,7 @@ def main() -> None:
     except InputError as error:
         print(json.dumps({"refused": str(error)}))
     else:
-        print(json.dumps(found.to_dict(), separators=(",", ":")))
+        print(json.dumps(comparison.to_dict(), separators=(",", ":")))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`optpipe worker`: a supervisor in a process of its own, on any machine that reaches the database."""
+"""The process of `optpipe worker`: a supervisor on any machine that reaches the database."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ import structlog
 from prometheus_client import make_wsgi_app
 
 from optpipe.errors import InputError
-from optpipe_server.caches import Caches
 from optpipe_server.database import AwayError, Database
 from optpipe_server.metrics import REGISTRY
 from optpipe_server.settings import Settings
+from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Reaper, Supervisor
 
 log = structlog.get_logger("optpipe.work")
 
-AGAIN_S = 2.0  # between attempts to reach a database that was not there at the start
-LOOK_S = 0.1  # how soon a signal is seen
+RETRY_S = 2.0  # between attempts to reach a database that is not there at the start
+POLL_S = 0.1  # how soon a signal is seen
 
 Ended = Callable[[], bool]
 
 
 def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics_port: int | None = None) -> None:
-    """Works until SIGTERM or SIGINT, then hands its jobs back. A database that is away is waited for, now and later.
+    """Solve jobs until SIGTERM or SIGINT, then give them back. Waits for a database that is away, at any time.
 
-    With `metrics_port`, Prometheus finds `/metrics` there, and whoever minds the process `/healthz`.
-    Raises `InputError` for SQLite, whose one process is `optpipe serve`, and for what else cannot be.
+    Parameters
+    ----------
+    name
+        The worker's name in the database and the logs.
+    metrics_host, metrics_port
+        Where `/metrics` and `/healthz` are answered; nowhere if the port is None.
+
+    Raises
+    ------
+    InputError
+        If the database is SQLite, whose only process is `optpipe serve`, or a setting is wrong.
     """
     if settings.database.startswith("sqlite"):
         raise InputError(
@@ -48,14 +57,14 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
         database = _opened(settings.database, ended)
         if database is None:
             return
-        supervisor = Supervisor(settings, database, Caches(settings, database), name)
+        supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
         reaper = Reaper(database, supervisor.held)
         with closing(database), _answering(supervisor, metrics_host, metrics_port):
             reaper.start()
             supervisor.start()
             log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
             while not ended():
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             supervisor.stop()
             reaper.stop()
         log.info("ended", worker=name)
@@ -63,7 +72,7 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
 
 @contextmanager
 def _told_to_end() -> Iterator[Ended]:
-    """Whether one of the signals came. A signal that is ignored, such as SIGINT of a background job, stays so."""
+    """Yield whether a signal has come. An ignored signal, such as SIGINT of a background job, stays ignored."""
     came: list[int] = []
     before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     for number, handler in before.items():
@@ -77,15 +86,15 @@ def _told_to_end() -> Iterator[Ended]:
 
 
 def _opened(url: str, ended: Ended) -> Database | None:
-    """The database, as soon as it is there; None where the end comes first."""
+    """Open the database as soon as it is there; None if the process is told to end first."""
     while not ended():
         try:
             return Database(url)
         except AwayError as error:
             log.warning("waiting for the database", error=str(error))
-        until = time.monotonic() + AGAIN_S
+        until = time.monotonic() + RETRY_S
         while not ended() and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
     return None
 
 
@@ -94,7 +103,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Quiet(WSGIRequestHandler):
-    timeout = 5  # for one who connects and says nothing
+    timeout = 5  # s, for clients that connect and send nothing
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -102,7 +111,7 @@ class _Quiet(WSGIRequestHandler):
 
 @contextmanager
 def _answering(supervisor: Supervisor, host: str, port: int | None) -> Iterator[None]:
-    """`/metrics` and `/healthz` on that port, if there is one."""
+    """Answer `/metrics` and `/healthz` on that port, if there is one."""
     if port is None:
         yield
         return

@@ -17,8 +17,8 @@ from optpipe.errors import InputError
 from optpipe_cli.output import Json, print_json
 
 if TYPE_CHECKING:
-    from optpipe_server.bench.load import Fan, Load
-    from optpipe_server.bench.losses import Outage
+    from optpipe_server.bench.failures import Outage
+    from optpipe_server.bench.load import LoadFigures, StreamFigures
 
 TENANTS = 50  # each may have a hundred jobs that wait
 
@@ -79,34 +79,34 @@ async def measure(
     restart: Callable[[], Awaitable[None]] | None,
 ) -> list[Figure]:
     """All figures, in the order in which they were taken."""
-    from optpipe_server.bench import load, losses
-    from optpipe_server.bench.processes import site
+    from optpipe_server.bench import failures, load
+    from optpipe_server.bench.processes import deployment
 
     figures = []
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
         url = database or f"sqlite:///{folder}/service.sqlite"
-        async with site(Path(folder), url, TENANTS, os.cpu_count() or 1) as here:
+        async with deployment(Path(folder), url, TENANTS, os.cpu_count() or 1) as here:
             solved = await load.saturate(here)
             killed = "the service, started again" if here.sqlite else "a worker, another one there"
             figures.append(
-                Figure(f"kill -9 of {killed}: until its job runs", 20.0, await losses.reclaimed(here, solved), "s")
+                Figure(f"kill -9 of {killed}: until its job runs", 20.0, await failures.reclaimed(here, solved), "s")
             )
             figures += _of_load(await load.submissions(here, rate, seconds))
             figures += _of_streams(await load.streams(here, clients, reconnects, seconds))
             if restart is not None:
-                figures += _of_outage(await losses.outage(here, restart))
+                figures += _of_outage(await failures.outage(here, restart))
             figures.append(
                 Figure(
                     f"SIGTERM with {clients} open streams: until it has ended",
                     10.0,
-                    await losses.shutdown(here, clients),
+                    await failures.shutdown(here, clients),
                     "s",
                 )
             )
     return figures
 
 
-def _of_load(load: Load) -> list[Figure]:
+def _of_load(load: LoadFigures) -> list[Figure]:
     wrong = sum(count for status, count in load.statuses.items() if status not in (200, 201))
     return [
         Figure("POST /jobs, p50", None, _percentile(load.post_ms, 50), "ms"),
@@ -121,23 +121,25 @@ def _of_load(load: Load) -> list[Figure]:
     ]
 
 
-def _of_streams(fan: Fan) -> list[Figure]:
+def _of_streams(figures: StreamFigures) -> list[Figure]:
     return [
         Figure(
-            f"an incumbent written until {fan.clients} clients have it, p50",
+            f"an incumbent written until {figures.clients} clients have it, p50",
             None,
-            _percentile(fan.fan_out_ms, 50),
+            _percentile(figures.fan_out_ms, 50),
             "ms",
         ),
         Figure(
-            f"an incumbent written until {fan.clients} clients have it, p99",
+            f"an incumbent written until {figures.clients} clients have it, p99",
             500.0,
-            _percentile(fan.fan_out_ms, 99),
+            _percentile(figures.fan_out_ms, 99),
             "ms",
         ),
-        Figure(f"events missed, of {fan.events}, by clients cut off {fan.reconnects} times", 0, fan.gaps, ""),
-        Figure("events received twice", 0, fan.duplicates, ""),
-        Figure("measuring itself", None, fan.own_cores, "cores"),
+        Figure(
+            f"events missed, of {figures.events}, by clients cut off {figures.reconnects} times", 0, figures.gaps, ""
+        ),
+        Figure("events received twice", 0, figures.duplicates, ""),
+        Figure("measuring itself", None, figures.own_cores, "cores"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""`TableShelf`: a tenant's cache as rows of the service's database."""
+"""`TableStorage`: a tenant's cache as rows of the service's database."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import asdict
 from sqlalchemy import ColumnElement, bindparam, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
-from optpipe_cache import Kept
+from optpipe_cache import StoredRow
 from optpipe_server.database.engine import Database
 from optpipe_server.database.tables import schedules
 
 
-class TableShelf:
-    """An `optpipe_cache.Shelf`: the rows of one tenant, in any process that shares the database. Raises
+class TableStorage:
+    """An `optpipe_cache.Storage`: the rows of one tenant, for all processes that share the database. Raises
     `SQLAlchemyError`."""
 
     def __init__(self, database: Database, tenant: str) -> None:
         self._database, self._tenant = database, tenant
-        self._own = schedules.c.tenant == tenant
+        self._of_tenant = schedules.c.tenant == tenant
 
     def entry(self, problem_sha256: str, objective: str) -> str | None:
         with self._database.read() as db:
@@ -37,21 +37,23 @@ class TableShelf:
 
     def entries(self) -> Sequence[str]:
         newest = (
-            select(schedules.c.entry).where(self._own).order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
+            select(schedules.c.entry)
+            .where(self._of_tenant)
+            .order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
         )
         with self._database.read() as db:
             return db.execute(newest).scalars().all()
 
-    def swap(self, kept: Kept, known: str | None) -> bool:
+    def swap(self, kept: StoredRow, known: str | None) -> bool:
         if known is None:
             try:
                 with self._database.write() as db:
                     db.execute(insert(schedules).values(tenant=self._tenant, **asdict(kept)))
-            except IntegrityError:  # somebody else was first
+            except IntegrityError:  # another process was first
                 return False
             return True
         of_problem = (
-            self._own,
+            self._of_tenant,
             schedules.c.problem_sha256 == kept.problem_sha256,
             schedules.c.objective == kept.objective,
         )
@@ -63,18 +65,18 @@ class TableShelf:
         key = tuple_(schedules.c.problem_sha256, schedules.c.objective)
         newest = (
             select(*key.clauses)
-            .where(self._own)
+            .where(self._of_tenant)
             .order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
             .limit(keep)
         )
         with self._database.write() as db:
-            return db.execute(delete(schedules).where(self._own, key.not_in(newest))).rowcount
+            return db.execute(delete(schedules).where(self._of_tenant, key.not_in(newest))).rowcount
 
 
 def _where(*names: str) -> list[ColumnElement[bool]]:
     return [schedules.c[name] == bindparam(name) for name in names]
 
 
-# Asked for with every submission, hence made once.
+# Run with every submission, so built once.
 _ENTRY = select(schedules.c.entry).where(*_where("tenant", "problem_sha256", "objective"))
 _SIMILAR = select(schedules.c.problem_sha256, schedules.c.features).where(*_where("tenant", "shape", "objective"))

@@ -11,8 +11,8 @@ import uvicorn
 from optpipe.errors import InputError
 from optpipe.process.heap import settle
 from optpipe_server.http.app import create_app
+from optpipe_server.http.auth import is_loopback
 from optpipe_server.http.connections import LONGEST_HEAD, connections
-from optpipe_server.http.guard import is_loopback
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 

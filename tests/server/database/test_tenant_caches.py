@@ -10,14 +10,14 @@ from support.chain import chain, gpipe, one_by_one
 
 from optpipe_cache import Cache
 from optpipe_server import Settings
-from optpipe_server.caches import Caches
 from optpipe_server.database import Database
 from optpipe_server.settings import LOCAL
+from optpipe_server.tenant_caches import TenantCaches
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tenants_find_their_own_schedules_unless_they_share(database: Database, tmp_path: Path, shared: bool) -> None:
-    caches = Caches(Settings(cache=tmp_path / "mine", shared_cache=shared), database)
+    caches = TenantCaches(Settings(cache=tmp_path / "mine", shared_cache=shared), database)
     caches.of("a").add(gpipe(chain()), "feasible")
     assert (caches.of("b").lookup(chain()) is not None) == shared
     assert (caches.of("b").lookup(chain(scale=2.0)) is not None) == shared
@@ -29,7 +29,7 @@ def test_tenants_find_their_own_schedules_unless_they_share(database: Database, 
 
 
 def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
-    caches = Caches(Settings(cache=tmp_path / "mine"), database)
+    caches = TenantCaches(Settings(cache=tmp_path / "mine"), database)
     ready = threading.Barrier(8)
     kept: list[bool] = []
 

@@ -47,7 +47,7 @@ def runtime(
 
 
 def paced_task(steps: int) -> Task:
-    """Ten schedules of all shapes, with offloads in half of them."""
+    """Ten schedules of all schemas, with offloads in half of them."""
     from optpipe_runtime.bench.fidelity import Case, Task
     from optpipe_runtime.bench.paced import Times
 

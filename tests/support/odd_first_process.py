@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def noted(pid: int, what: str) -> None:
-    with Path(os.environ["ODD_MAKER_LOG"]).open("a") as log:
+    with Path(os.environ["ODD_FIRST_PROCESS_LOG"]).open("a") as log:
         log.write(f"{pid} {what}\n")
 
 

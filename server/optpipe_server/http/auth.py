@@ -19,7 +19,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from optpipe_server.database.keys import SCOPES, Caller, Keys
-from optpipe_server.http.limits import Limits
+from optpipe_server.http.limits import BodyLimits
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import LOCAL
 
@@ -61,13 +61,13 @@ def install(app: FastAPI, keys: Keys) -> None:
     """Puts the guard and the limits before the app, whose handlers of errors, installed before, make their replies,
     too."""
     handlers = {kind: handler for kind, handler in app.exception_handlers.items() if kind not in (500, Exception)}
-    app.add_middleware(Limits)
-    app.add_middleware(Guard, keys=keys)
+    app.add_middleware(BodyLimits)
+    app.add_middleware(AuthMiddleware, keys=keys)
     app.add_middleware(ExceptionMiddleware, handlers=handlers)
     app.add_middleware(SafeHeaders)
 
 
-class Guard:
+class AuthMiddleware:
     """Lets a request pass with its caller in `request.state.caller`, or raises `ReplyError`: 401, 403, 404, 405.
 
     A browser on this machine may run anybody's page, and a service without keys must not obey it. A page's own name may

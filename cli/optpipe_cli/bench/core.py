@@ -1,4 +1,4 @@
-"""`optpipe bench …`: the figures in the docs, printed again on this machine."""
+"""`optpipe bench core` and `bench first`: how long judging a schedule takes, and making a first one."""
 
 from __future__ import annotations
 
@@ -9,36 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe_cli.bench_gpu import gpu
-from optpipe_cli.bench_milp import milp
-from optpipe_cli.bench_pareto import pareto
-from optpipe_cli.bench_runtime import runtime
-from optpipe_cli.bench_service import service
-from optpipe_cli.bench_solver import jitter, solver
 from optpipe_cli.output import Json, print_json
 
 if TYPE_CHECKING:
     from optpipe.model.problem import Problem
     from optpipe.schedule import Schedule
 
-app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
-
-@app.callback()
-def bench() -> None:
-    """Measure on this machine."""
-
-
-app.command()(milp)
-app.command()(solver)
-app.command()(jitter)
-app.command()(pareto)
-app.command()(gpu)
-app.command()(runtime)
-app.command()(service)
-
-
-@app.command()
 def core(
     devices: Annotated[int, typer.Option(min=1, max=256)] = 64,
     microbatches: Annotated[int, typer.Option(min=1, max=4096)] = 512,
@@ -79,7 +56,6 @@ def core(
         typer.echo(f"{name:10} median {median(values):7.1f}   min {min(values):7.1f}   max {max(values):7.1f}")
 
 
-@app.command()
 def first(
     devices: Annotated[int, typer.Option(min=1, max=256)] = 64,
     microbatches: Annotated[int, typer.Option(min=1, max=4096)] = 512,

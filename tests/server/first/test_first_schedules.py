@@ -20,15 +20,16 @@ from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.strategies import problems
 
-import optpipe_server.first
+import optpipe_server.first_schedule_process
+import optpipe_server.first_schedules
 from optpipe.errors import InputError
 from optpipe.evaluate.validity import check
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_server.caches import Caches
-from optpipe_server.database import Database, Start
-from optpipe_server.first import Desk
+from optpipe_server.database import Database, InitialResult
+from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.settings import LOCAL, Settings
+from optpipe_server.tenant_caches import TenantCaches
 from optpipe_solver.floor import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
@@ -38,16 +39,18 @@ SOON_S = 30.0  # on a busy machine; a maker that hangs does so for 60 s
 class Office:
     """A desk as one tenant sees it, and what its makers have been asked."""
 
-    def __init__(self, desk: Desk, caches: Caches, tenant: str, log: Path) -> None:
-        self.desk, self.cache, self.tenant, self._log = desk, caches.of(tenant), tenant, log
+    def __init__(self, desk: FirstSchedules, caches: TenantCaches, tenant: str, log: Path) -> None:
+        self.first_schedules, self.cache, self.tenant, self._log = desk, caches.of(tenant), tenant, log
 
-    def start(self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None) -> Start:
-        start = self.desk.start_of(self.tenant, problem, method, "makespan", warm_start)
+    def start(
+        self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None
+    ) -> InitialResult:
+        start = self.first_schedules.find(self.tenant, problem, method, "makespan", warm_start)
         assert start.best.schedule is None or check(problem, start.best.schedule) == []
         return start
 
-    def carry(self, problem: Problem, best: Schedule | None) -> Start:
-        return self.desk.carry(self.tenant, problem, "good", "makespan", best)
+    def find_after_change(self, problem: Problem, best: Schedule | None) -> InitialResult:
+        return self.first_schedules.find_after_change(self.tenant, problem, "good", "makespan", best)
 
     def asked(self) -> list[tuple[int, str]]:
         """The pid and the method of every request that a maker has read."""
@@ -62,14 +65,17 @@ class Office:
 
 
 @contextmanager
-def opened(folder: Path, makers: int = 1) -> Iterator[Callable[[], Office]]:
+def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], Office]]:
     """A desk; each call gives it to another tenant."""
     settings = Settings(
-        f"sqlite:///{folder / 'jobs.sqlite'}", folder / "cache.sqlite", makers=makers, first_schedule_s=SOON_S
+        f"sqlite:///{folder / 'jobs.sqlite'}",
+        folder / "cache.sqlite",
+        first_schedule_processes=processes,
+        first_schedule_s=SOON_S,
     )
     database = Database(settings.database)
-    caches, tenants = Caches(settings, database), itertools.count()
-    desk = Desk(settings, caches)
+    caches, tenants = TenantCaches(settings, database), itertools.count()
+    desk = FirstSchedules(settings, caches)
     try:
         yield lambda: Office(desk, caches, f"tenant{next(tenants)}", folder / "log")
     finally:
@@ -78,13 +84,13 @@ def opened(folder: Path, makers: int = 1) -> Iterator[Callable[[], Office]]:
 
 
 @contextmanager
-def odd(folder: Path, makers: int = 1) -> Iterator[Callable[[], Office]]:
+def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], Office]]:
     """A desk with makers that do what the method says; afterwards none of their processes is left."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-        patched.setenv("ODD_MAKER_LOG", str(folder / "log"))
-        patched.setattr(optpipe_server.first, "MAKER", "support.odd_maker")
-        with opened(folder, makers) as office:
+        patched.setenv("ODD_FIRST_PROCESS_LOG", str(folder / "log"))
+        patched.setattr(optpipe_server.first_schedule_process, "MODULE", "support.odd_first_process")
+        with opened(folder, processes) as office:
             yield office
         assert started_with(str(folder / "log")) == []
 
@@ -103,7 +109,7 @@ def office(desk: Callable[[], Office]) -> Office:
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Office]:
     """A desk that no other test uses."""
-    with odd(tmp_path, makers=2) as office:
+    with odd(tmp_path, processes=2) as office:
         yield office()
 
 
@@ -164,7 +170,7 @@ def test_so_is_one_of_a_near_problem(office):
 def test_a_cache_that_cannot_be_used_is_done_without(tmp_path):
     with odd(tmp_path) as desk:
         (tmp_path / "cache.sqlite").write_bytes(b"no database" * 100)
-        start = desk().desk.start_of(LOCAL, TIGHT, "good", "makespan", None)
+        start = desk().first_schedules.find(LOCAL, TIGHT, "good", "makespan", None)
     assert start.best.schedule
 
 
@@ -179,13 +185,13 @@ def test_the_better_of_what_there_is(office):
 
 def test_drifted_costs_carry_the_best_over(office):
     drifted = chain(memory=2, forward=1.5)
-    start = office.carry(drifted, gpipe(AMPLE))
+    start = office.find_after_change(drifted, gpipe(AMPLE))
     assert start.source == "carried"
     assert start.best.schedule is not None
     assert start.best.schedule.problem is drifted
     assert start.best.objective_ms == gpipe(drifted).makespan_ms
-    assert office.carry(TIGHT, gpipe(AMPLE)).source == "heuristic"
-    assert office.carry(TIGHT, None).source == "heuristic"
+    assert office.find_after_change(TIGHT, gpipe(AMPLE)).source == "heuristic"
+    assert office.find_after_change(TIGHT, None).source == "heuristic"
 
 
 def test_a_refusal_is_the_clients_mistake(office):
@@ -234,7 +240,9 @@ def test_a_maker_that_takes_too_long_is_ended_with_all_it_started(office, monkey
     office.start()
     before = len(office.asked())
     with monkeypatch.context() as patched:
-        patched.setattr(office.desk, "_settings", replace(office.desk._settings, first_schedule_s=1.0))
+        patched.setattr(
+            office.first_schedules, "_settings", replace(office.first_schedules._settings, first_schedule_s=1.0)
+        )
         began = time.monotonic()
         start = office.start(method=method)
         assert 0.9 < time.monotonic() - began < SOON_S
@@ -273,13 +281,13 @@ def test_many_at_once_each_get_their_own(alone):
 
 
 def test_small_problems_do_not_wait_behind_a_large_one_nor_the_large_one_for_its_end(alone, monkeypatch):
-    monkeypatch.setattr(optpipe_server.first, "LARGE", 20)
+    monkeypatch.setattr(optpipe_server.first_schedules, "LARGE", 20)
     with ThreadPoolExecutor(2) as pool:
         large = [pool.submit(alone.start, chain(m=20), "silent") for _ in range(2)]
         alone.until_asked("silent")
         assert alone.start().best.schedule
         assert not any(start.done() for start in large)
-        alone.desk.close()
+        alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in large] == [None, None]
     assert [method for _, method in alone.asked()].count("silent") == 1  # one large one at a time
 
@@ -288,6 +296,6 @@ def test_who_waits_when_the_desk_closes_is_sent_on(alone):
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(alone.start, TIGHT, "silent") for _ in range(3)]
         alone.until_asked("silent")
-        alone.desk.close()
+        alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in waiting] == [None] * 3
     assert alone.start().best.schedule is None  # and who comes later

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from optpipe.errors import OptPipeError
+from optpipe_server.bench.http_client import Connection, Connections
 from optpipe_server.bench.load import LONGEST_S, LOOK_S, expect, problem, running
-from optpipe_server.bench.processes import Site
-from optpipe_server.bench.wire import Connection, Connections
+from optpipe_server.bench.processes import Deployment
 
 
 @dataclass
@@ -23,27 +23,27 @@ class Outage:
     lost: int = 0  # acknowledged jobs that are not there
 
 
-async def reclaimed(site: Site, url: str) -> float:
+async def reclaimed(deployment: Deployment, url: str) -> float:
     """Seconds from kill -9 of whoever solves the job until it is being solved again, by another worker or the service
     started anew."""
-    requests = Connections(site.address, site.keys[0])
+    requests = Connections(deployment.address, deployment.keys[0])
     attempt = await running(requests, url, 0)
-    if not site.sqlite:
-        await site.work()  # who has nothing to do until then
+    if not deployment.sqlite:
+        await deployment.work()  # who has nothing to do until then
     began = time.monotonic()
-    if site.sqlite:
-        await site.api.kill()
-        await site.serve()
+    if deployment.sqlite:
+        await deployment.api.kill()
+        await deployment.serve()
         requests.close()
     else:
-        await site.workers.pop(0).kill()
+        await deployment.workers.pop(0).kill()
     await running(requests, url, attempt)
     took = time.monotonic() - began
     requests.close()
     return took
 
 
-async def outage(site: Site, restart: Callable[[], Awaitable[None]]) -> Outage:
+async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]]) -> Outage:
     """`restart` stops the database and starts it again."""
     seen, acknowledged, over = Outage(), list[str](), asyncio.Event()
 
@@ -51,7 +51,7 @@ async def outage(site: Site, restart: Callable[[], Awaitable[None]]) -> Outage:
         """Until one is taken in after the restart: when that was."""
         number = 3 * 10**6
         while True:
-            requests, number = Connections(site.address, site.keys[1]), number + 1
+            requests, number = Connections(deployment.address, deployment.keys[1]), number + 1
             after = over.is_set()
             try:
                 async with asyncio.timeout(30):
@@ -76,16 +76,16 @@ async def outage(site: Site, restart: Callable[[], Awaitable[None]]) -> Outage:
     began = time.monotonic()
     over.set()
     seen.recovery_s = await submitted - began
-    requests = Connections(site.address, site.keys[1])
+    requests = Connections(deployment.address, deployment.keys[1])
     for url in acknowledged:
         seen.lost += (await requests.request("GET", url)).status != 200
     requests.close()
     return seen
 
 
-async def shutdown(site: Site, streams: int) -> float:
+async def shutdown(deployment: Deployment, streams: int) -> float:
     """Seconds from SIGTERM until the API's process is gone, with so many open event streams."""
-    requests = Connections(site.address, site.keys[0])
+    requests = Connections(deployment.address, deployment.keys[0])
     url = (
         await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(4 * 10**6).to_dict(), "priority": -100})
     )["url"]
@@ -93,7 +93,7 @@ async def shutdown(site: Site, streams: int) -> float:
 
     async def follow() -> None:
         nonlocal begun
-        connection = await Connection.open(site.address, site.keys[0])
+        connection = await Connection.open(deployment.address, deployment.keys[0])
         try:
             async for _event in connection.events(f"{url}/events"):
                 begun += 1
@@ -107,7 +107,7 @@ async def shutdown(site: Site, streams: int) -> float:
         await asyncio.sleep(LOOK_S)
     requests.close()
     began = time.monotonic()
-    await site.api.end(LONGEST_S)
+    await deployment.api.end(LONGEST_S)
     took = time.monotonic() - began
     await asyncio.gather(*clients, return_exceptions=True)
     return took

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from sqlalchemy.exc import OperationalError
 from support.requests import bearer
 
-import optpipe_server.http.guard as guard
+import optpipe_server.http.auth as guard
 from optpipe_server.database import Database
 from optpipe_server.database.keys import SCOPES, Keys
 from optpipe_server.http import limits, replies
@@ -58,10 +58,10 @@ class Local:
         return self._run(asked())
 
     def get(self, path: str, headers: Any = None, peer: str = "127.0.0.1") -> Any:
-        return self.ask("GET", path, headers, peer=peer)
+        return self.query("GET", path, headers, peer=peer)
 
     def post(self, path: str, headers: Any = None, content: Any = None) -> Any:
-        return self.ask("POST", path, headers, content)
+        return self.query("POST", path, headers, content)
 
 
 @pytest.fixture
