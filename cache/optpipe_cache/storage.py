@@ -1,4 +1,8 @@
-"""Where a cache keeps its schedules: rows that it reads and swaps, in a file or wherever else there is a `Storage`."""
+"""Where a cache keeps its schedules.
+
+`Storage` is the interface that a cache needs; `FileStorage` is a SQLite file. The service has another one, rows of its
+database.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Protocol
 
 from optpipe.errors import InputError
 
-VERSION = 1  # of the file's tables, kept in its user_version
+VERSION = 1  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
 _SCHEMA = """
@@ -30,7 +34,7 @@ CREATE INDEX IF NOT EXISTS by_shape ON schedules (shape, objective);
 
 @dataclass(frozen=True)
 class StoredRow:
-    """A row: an entry's text and what it is found by."""
+    """An entry's text, and the columns by which it is found."""
 
     problem_sha256: str
     objective: str
@@ -41,29 +45,31 @@ class StoredRow:
 
 
 class Storage(Protocol):
-    """One row per problem and objective, for any number of threads and processes. Rows are texts: what they mean is the
-    cache's."""
+    """Rows of text, one per problem and objective, for any number of threads and processes.
+
+    Only the cache knows what the texts mean.
+    """
 
     def entry(self, problem_sha256: str, objective: str) -> str | None:
-        """The entry of this problem."""
+        """Return the entry of this problem."""
 
     def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
-        """Of every entry of this shape the problem and its features."""
+        """Return (problem_sha256, features) of every entry of this shape."""
 
     def entries(self) -> Sequence[str]:
-        """All entries, newest first."""
+        """Return all entries, newest first."""
 
-    def swap(self, kept: StoredRow, known: str | None) -> bool:
-        """Keeps the row in place of the entry `known`, which `entry` told; False where that is there no more."""
+    def swap(self, row: StoredRow, known: str | None) -> bool:
+        """Store the row in place of the entry `known`, which `entry` returned; False if that is no longer there."""
 
     def prune(self, keep: int) -> int:
-        """Forgets all but the `keep` newest rows, 2^63 - 1 at most; returns how many."""
+        """Delete all but the `keep` newest rows, 2^63 - 1 at most; return how many were deleted."""
 
 
 class FileStorage:
-    """A SQLite file. Every method opens it for itself, so threads and processes may share a path.
+    """A SQLite file. Every call opens it, so threads and processes can share a path.
 
-    Raises `InputError` where the file cannot be opened or is no cache.
+    Raises `InputError` if the file cannot be opened or is not a cache.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -105,16 +111,16 @@ class FileStorage:
         with self._open() as db:
             return [text for (text,) in db.execute("SELECT entry FROM schedules ORDER BY added DESC, problem_sha256")]
 
-    def swap(self, kept: StoredRow, known: str | None) -> bool:
+    def swap(self, row: StoredRow, known: str | None) -> bool:
         with self._open() as db:
             if known is None:
                 return (
-                    db.execute("INSERT OR IGNORE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", astuple(kept)).rowcount == 1
+                    db.execute("INSERT OR IGNORE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", astuple(row)).rowcount == 1
                 )
             values = "shape = ?, features = ?, added = ?, entry = ?"
             swapped = f"UPDATE schedules SET {values} WHERE problem_sha256 = ? AND objective = ? AND entry = ?"
-            new = kept.shape, kept.features, kept.added, kept.entry
-            return db.execute(swapped, (*new, kept.problem_sha256, kept.objective, known)).rowcount == 1
+            new = row.shape, row.features, row.added, row.entry
+            return db.execute(swapped, (*new, row.problem_sha256, row.objective, known)).rowcount == 1
 
     def prune(self, keep: int) -> int:
         newest = "SELECT rowid FROM schedules ORDER BY added DESC, problem_sha256 LIMIT ?"

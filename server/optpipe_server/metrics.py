@@ -1,5 +1,4 @@
-"""What Prometheus is told. Counters are of this process; how many jobs wait or run is read from the database when it is
-asked for."""
+"""Metrics for Prometheus. Counters are those of this process; jobs by state are read from the database on request."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ FIRST = Histogram(
     "optpipe_first_schedule_seconds", "From a submission to its first schedule", buckets=_SECONDS, registry=REGISTRY
 )
 SUBMITTED = Counter("optpipe_jobs_submitted", "Jobs taken in", registry=REGISTRY)
-CACHE = Counter(
-    "optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY
-)  # exact, near, miss, failed
+# result: exact, near, miss, failed
+CACHE = Counter("optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY)
 STREAMS = Gauge("optpipe_event_streams", "Open event streams", registry=REGISTRY)
 ADOPTIONS = Counter("optpipe_adoptions", "Schedules that a training said it had swapped in", registry=REGISTRY)
 SOLVES = Histogram(

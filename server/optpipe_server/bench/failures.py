@@ -1,4 +1,4 @@
-"""How long the service takes to go on after it has lost a worker or its database, and to end when it is asked to."""
+"""How long the service takes to recover from the loss of a worker or its database, and to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optpipe_server.bench.processes import Deployment
 
 @dataclass
 class Outage:
-    """A restart of the database, seen by a client that goes on submitting."""
+    """A restart of the database as a client sees it that keeps submitting."""
 
     recovery_s: float = 0.0  # from the moment the database had started again until a submission was taken in
     statuses: Counter[str] = field(default_factory=Counter)  # of the submissions in between
@@ -24,8 +24,8 @@ class Outage:
 
 
 async def reclaimed(deployment: Deployment, url: str) -> float:
-    """Seconds from kill -9 of whoever solves the job until it is being solved again, by another worker or the service
-    started anew."""
+    """Return the seconds from kill -9 of the job's solver until the job runs again, by another worker or a restarted
+    service."""
     requests = Connections(deployment.address, deployment.keys[0])
     attempt = await running(requests, url, 0)
     if not deployment.sqlite:
@@ -44,7 +44,7 @@ async def reclaimed(deployment: Deployment, url: str) -> float:
 
 
 async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]]) -> Outage:
-    """`restart` stops the database and starts it again."""
+    """Measure an outage of the database; `restart` stops it and starts it again."""
     seen, acknowledged, over = Outage(), list[str](), asyncio.Event()
 
     async def submitting() -> float:
@@ -84,7 +84,7 @@ async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]])
 
 
 async def shutdown(deployment: Deployment, streams: int) -> float:
-    """Seconds from SIGTERM until the API's process is gone, with so many open event streams."""
+    """Return the seconds from SIGTERM until the API's process has ended, with that many open event streams."""
     requests = Connections(deployment.address, deployment.keys[0])
     url = (
         await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(4 * 10**6).to_dict(), "priority": -100})

@@ -1,5 +1,4 @@
-"""HTTP/1.1 by bare asyncio streams: the one who measures shares the cores with what is measured and has to be the
-lesser part."""
+"""An HTTP/1.1 client on bare asyncio streams, which takes little CPU from what it measures."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-IDLE_S = 2.0  # the service closes connections that say nothing for longer
+IDLE_S = 2.0  # the service closes connections that are idle for longer
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Event:
-    """A server-sent event; `number` is its id, None for one without."""
+    """A server-sent event; `number` is its id, or None."""
 
     name: str
     number: int | None
@@ -33,7 +32,7 @@ class Event:
 
 
 class Connection:
-    """One kept-alive connection; a request at a time."""
+    """One kept-alive connection; one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
         self._reader, self._writer, self._key = reader, writer, key
@@ -44,19 +43,19 @@ class Connection:
         return cls(*await asyncio.open_connection(*address, limit=2**22), key)
 
     def abort(self) -> None:
-        """As a cable that is pulled: no farewell."""
+        """Disconnect abruptly, like a pulled cable."""
         self._writer.transport.abort()
 
     async def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Reply:
-        """Raises `OSError` or `EOFError` where the connection ends before the reply does."""
+        """Send a request. Raises `OSError` or `EOFError` if the connection ends before the reply does."""
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         self._send(method, path, "Content-Type: application/json\r\n" if content else "", content, key)
         status, headers = await self._head()
         return Reply(status, headers, await self._reader.readexactly(int(headers.get("content-length", "0"))))
 
     async def events(self, path: str, after: int = 0) -> AsyncIterator[Event]:
-        """The events of a stream until it ends. Raises `OSError` or `EOFError` where it is cut, and for another status
-        than 200."""
+        """Yield the events of a stream until it ends. Raises `OSError` or `EOFError` if it is disconnected or
+        refused."""
         self._send("GET", path, f"Last-Event-ID: {after}\r\n" if after else "", b"")
         status, _headers = await self._head()
         if status != 200:
@@ -87,13 +86,12 @@ class Connection:
 
 
 class Connections:
-    """As many connections to one server as requests are under way at once."""
+    """As many connections to one server as there are requests at a time."""
 
     def __init__(self, address: tuple[str, int], key: str) -> None:
         self.address, self._key = address, key
-        self._free: list[
-            tuple[Connection, float]
-        ] = []  # and since when; the last one to be free is the next to be used
+        # Idle connections, and since when; the last one is used next.
+        self._free: list[tuple[Connection, float]] = []
 
     async def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Reply:
         """Raises `OSError` or `EOFError`."""
@@ -116,6 +114,6 @@ class Connections:
         return await Connection.open(self.address, self._key)
 
     def close(self) -> None:
-        """Those that are free."""
+        """Close the idle connections."""
         while self._free:
             self._free.pop()[0].abort()

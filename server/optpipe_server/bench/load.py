@@ -1,4 +1,4 @@
-"""The service under load: how long replies and events take while solvers have the machine."""
+"""The service under load: how long replies and events take while solvers use all cores."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from optpipe_server.bench.http_client import Connection, Connections
 from optpipe_server.bench.processes import Deployment
 
 MS = 1e3
-WARM_UP_S = 2.0  # of load that does not count: processes import, connections open
+WARM_UP_S = 2.0  # of load that is not measured
 STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
 GETS_PER_POST = 1
-JOBS = 10  # that are followed
-RECONNECT_S = 0.05  # how long a client that was cut off stays away
+JOBS = 10  # followed ones
+RECONNECT_S = 0.05  # after which a disconnected client comes back
 ARRIVES_S = 10.0  # for the last events
 
 
 def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.0) -> Problem:
-    """A pipeline with costs of its own, all of them `drift` times as high, and room for two activations, so that most
-    have to leave."""
+    """Return a pipeline with random costs, all multiplied by `drift`, and memory for two activations, so that most have
+    to be offloaded."""
     chance = random.Random(seed)
 
     def about(value: float) -> float:
@@ -60,20 +60,20 @@ def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.
 
 @dataclass
 class LoadFigures:
-    """What the requests took, in milliseconds from the moment they were due, and how they were answered."""
+    """Times of requests, in ms from the moment they were due, and their statuses."""
 
     post_ms: list[float] = field(default_factory=list)
     get_ms: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
-    without_schedule: int = 0  # jobs whose reply had no schedule yet
-    solvers_cores: float = 0.0  # CPU that solvers and makers took
-    api_cores: float = 0.0  # CPU that the process took that answered
-    own_cores: float = 0.0  # CPU that the measuring took itself
+    without_schedule: int = 0  # replies without a schedule
+    solvers_cores: float = 0.0  # CPU used by solvers and first-schedule processes
+    api_cores: float = 0.0  # CPU used by the API's process
+    own_cores: float = 0.0  # CPU used by the measurement itself
 
 
 @dataclass
 class StreamFigures:
-    """What clients of event streams saw."""
+    """What the clients of event streams received."""
 
     clients: int
     fan_out_ms: list[float] = field(
@@ -87,8 +87,7 @@ class StreamFigures:
 
 
 async def saturate(deployment: Deployment) -> str:
-    """A search that will not end by itself, on as many threads as there are cores; returns its URL once it is under
-    way."""
+    """Start a search that does not end by itself, on all cores; return its URL once it runs."""
     requests = Connections(deployment.address, deployment.keys[0])
     body = {"problem": problem(-1, 8, 32).to_dict(), "time_limit_s": 3600.0, "priority": 100}
     url: str = (await expect(requests, 201, "POST", "/v1/jobs", body))["url"]
@@ -100,7 +99,7 @@ async def saturate(deployment: Deployment) -> str:
 
 
 async def running(requests: Connections, url: str, after: int) -> int:
-    """Waits until the job runs in an attempt after that one, which it returns."""
+    """Wait until the job runs in an attempt later than `after`; return that attempt."""
     began = time.monotonic()
     while time.monotonic() - began < LONGEST_S:
         job = await expect(requests, 200, "GET", url)
@@ -111,10 +110,9 @@ async def running(requests: Connections, url: str, after: int) -> int:
 
 
 async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:
-    """So many submissions a second, each of another problem, and `GETS_PER_POST` times as many reads of one job or
-    another.
+    """Submit `rate` jobs a second, each with another problem, and read jobs `GETS_PER_POST` times as often.
 
-    Requests are sent when they are due, whether those before them were answered or not, and counted from then on.
+    Requests are sent when they are due, whether the former ones were answered or not, and measured from then on.
     """
     load, known = LoadFigures(), list[tuple[str, str]]()
     requests = Connections(deployment.address, deployment.keys[0])
@@ -169,10 +167,10 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
 
 
 async def streams(deployment: Deployment, clients: int, reconnects: int, seconds: float) -> StreamFigures:
-    """Clients follow a few jobs that wait; each job gets other costs, and with them an incumbent, about once a second.
+    """Let clients follow a few waiting jobs; each job gets other costs, and so an incumbent, about once a second.
 
-    Some clients are cut off without a farewell and go on after the last event they had. Each has to end up with all
-    numbers, each once.
+    Some clients are disconnected abruptly and go on after the last event that they had. In the end each must have every
+    number exactly once.
     """
     figures = StreamFigures(clients)
     requests = Connections(deployment.address, deployment.keys[0])
@@ -203,7 +201,7 @@ async def streams(deployment: Deployment, clients: int, reconnects: int, seconds
 
 
 class _Follower:
-    """One client of a stream, which comes back when it was cut off."""
+    """One client of a stream, which reconnects when it is disconnected."""
 
     def __init__(self, figures: StreamFigures, deployment: Deployment, job: str) -> None:
         self.job, self.last = job, 0
@@ -234,7 +232,7 @@ class _Follower:
 
 
 async def _drift(requests: Connections, jobs: Mapping[str, int], seconds: float) -> None:
-    """Other costs for one job (URL -> seed) after the other."""
+    """Change the costs of one job (URL -> seed) after the other."""
     begin, number = time.monotonic(), 0
     while time.monotonic() - begin < seconds:
         url, seed = [*jobs.items()][number % len(jobs)]

@@ -44,21 +44,21 @@ class TableStorage:
         with self._database.read() as db:
             return db.execute(newest).scalars().all()
 
-    def swap(self, kept: StoredRow, known: str | None) -> bool:
+    def swap(self, row: StoredRow, known: str | None) -> bool:
         if known is None:
             try:
                 with self._database.write() as db:
-                    db.execute(insert(schedules).values(tenant=self._tenant, **asdict(kept)))
+                    db.execute(insert(schedules).values(tenant=self._tenant, **asdict(row)))
             except IntegrityError:  # another process was first
                 return False
             return True
         of_problem = (
             self._of_tenant,
-            schedules.c.problem_sha256 == kept.problem_sha256,
-            schedules.c.objective == kept.objective,
+            schedules.c.problem_sha256 == row.problem_sha256,
+            schedules.c.objective == row.objective,
         )
         with self._database.write() as db:
-            swapped = update(schedules).where(*of_problem, schedules.c.entry == known).values(**asdict(kept))
+            swapped = update(schedules).where(*of_problem, schedules.c.entry == known).values(**asdict(row))
             return db.execute(swapped).rowcount == 1
 
     def prune(self, keep: int) -> int:

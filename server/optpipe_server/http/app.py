@@ -14,12 +14,13 @@ from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
 ABOUT = (
-    "Jobs in, schedules out: the first in the reply, better ones as events. Errors are problem documents (RFC 9457)."
+    "Solves problems: the first schedule is in the reply, better ones are sent as events. "
+    "Errors are problem documents (RFC 9457)."
 )
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service as an ASGI application; `app.state.service` is what stands behind it. Raises `InputError` for bad
+    """Return the service as an ASGI application; `app.state.service` is its `Service`. Raises `InputError` for wrong
     settings."""
     service = Service(settings or Settings())
 

@@ -1,5 +1,7 @@
-"""Who may ask what: keys, their scopes, and only this machine where there are none. What is not in the table here is
-not served."""
+"""Who may send which request: keys, their scopes, and this machine only if there are no keys.
+
+A route that is not in the table `ROUTES` is not served.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 WITHOUT_KEY = ("/healthz", "/readyz")
 READ, SUBMIT, ADMIN = {"GET": "read"}, {"POST": "submit"}, {"GET": "admin"}
-ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; a path that matches two has the first
+ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the first match counts
     "/metrics": ADMIN,
     "/openapi.json": READ,
     "/v1/jobs": READ | SUBMIT,
@@ -49,17 +51,16 @@ ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; a path t
     "/v1/cache/lookup": {"POST": "read"},
 }
 
-REMEMBERED_S = 2.0  # a key that was checked is not looked up again for so long: that soon a revoked one stops working
+REMEMBERED_S = 2.0  # how long a checked key is remembered, and a revoked one still works
 MOST_REMEMBERED = 1000
-CHECKS = 4  # keys looked up at a time: made-up ones must not take all of the database's connections
+LOOKUPS_AT_ONCE = 4  # of keys: made-up ones must not take all of the database's connections
 
 _PATHS = [(compile_path(path)[0], methods) for path, methods in ROUTES.items()]
 _BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
 
 
 def install(app: FastAPI, keys: Keys) -> None:
-    """Puts the guard and the limits before the app, whose handlers of errors, installed before, make their replies,
-    too."""
+    """Put authentication and body limits before the app, with the app's own error handlers for their replies."""
     handlers = {kind: handler for kind, handler in app.exception_handlers.items() if kind not in (500, Exception)}
     app.add_middleware(BodyLimits)
     app.add_middleware(AuthMiddleware, keys=keys)
@@ -68,13 +69,14 @@ def install(app: FastAPI, keys: Keys) -> None:
 
 
 class AuthMiddleware:
-    """Lets a request pass with its caller in `request.state.caller`, or raises `ReplyError`: 401, 403, 404, 405.
+    """Puts the caller into `request.state.caller`, or raises `ReplyError`: 401, 403, 404, 405.
 
-    A browser on this machine may run anybody's page, and a service without keys must not obey it. A page's own name may
-    be made to mean
-    127.0.0.1 (DNS rebinding), so Host has to be this machine's; a page of another origin may send without being let to
-    read, so Origin, which browsers add and others do not, has to be the service's own. With keys neither matters: no
-    page knows one.
+    A browser on this machine may run pages from anywhere, and a service without keys must not obey them. The name of a
+    page's host can be made to mean 127.0.0.1 (DNS rebinding), so Host has to be this machine's. A page of another
+    origin
+    may send requests without being allowed to read replies, so Origin, which only browsers send, has to be the
+    service's
+    own. With keys neither matters, because no page knows one.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -86,7 +88,7 @@ class AuthMiddleware:
             wanted = _wanted(scope["method"], scope["path"])
             if wanted not in caller.scopes:
                 raise _unauthorized(
-                    403, f"The key has not the scope {wanted}.", f'error="insufficient_scope", scope="{wanted}"'
+                    403, f"The key does not have the scope {wanted}.", f'error="insufficient_scope", scope="{wanted}"'
                 )
             scope.setdefault("state", {})["caller"] = caller
         elif scope["type"] == "websocket":
@@ -102,24 +104,24 @@ class AuthMiddleware:
             caller = await self._callers.of(bearer[1]) if bearer else None
             if caller is None:
                 raise _unauthorized(
-                    401, "Authorization: no valid key; Bearer op_<id>_<secret> would be right.", 'error="invalid_token"'
+                    401, "Authorization: no valid key; expected Bearer op_<id>_<secret>.", 'error="invalid_token"'
                 )
             return caller
         if await self._callers.expected():
-            raise _unauthorized(401, "The service wants a key: Authorization: Bearer op_<id>_<secret>.")
+            raise _unauthorized(401, "The service needs a key: Authorization: Bearer op_<id>_<secret>.")
         _from_this_machine(scope, headers)
         return Caller(LOCAL, frozenset(SCOPES))
 
 
 class _Callers:
-    """What the database says of keys, remembered for seconds: by their hashes, so that a dump of memory holds fewer
+    """Looks keys up in the database and remembers them for seconds, by their hashes, so that memory holds fewer
     secrets."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._known: dict[bytes, tuple[Caller, float]] = {}
         self._expected, self._look_again = False, 0.0
-        self._limiter = anyio.CapacityLimiter(CHECKS)
+        self._limiter = anyio.CapacityLimiter(LOOKUPS_AT_ONCE)
 
     async def of(self, key: str) -> Caller | None:
         digest = hashlib.sha256(key.encode()).digest()
@@ -135,14 +137,12 @@ class _Callers:
         return caller
 
     async def expected(self) -> bool:
-        """Whether there are keys. Once there are, this process does without none, whatever becomes of them."""
+        """Return whether there are keys. Once there are, this process asks for one for ever."""
         if not self._expected and time.monotonic() >= self._look_again:
             until = time.monotonic() + REMEMBERED_S
             there_are = await self._ask(self._keys.any)
-            self._expected, self._look_again = (
-                self._expected or there_are,
-                until,
-            )  # not before: whoever comes meanwhile waits, too
+            # Set after the query, so that requests in the meantime wait, too.
+            self._expected, self._look_again = self._expected or there_are, until
         return self._expected
 
     async def _ask(self, question: Callable[[], T]) -> T:
@@ -150,7 +150,7 @@ class _Callers:
 
 
 def _wanted(method: str, path: str) -> str:
-    """The scope of a request."""
+    """The scope that a request needs."""
     for pattern, methods in _PATHS:
         if pattern.fullmatch(path):
             if method not in methods:
@@ -158,12 +158,12 @@ def _wanted(method: str, path: str) -> str:
             return methods[method]
     if path in WITHOUT_KEY:
         raise _other_method(("GET",))
-    raise ReplyError(404, "There is no such route; GET /openapi.json describes those there are.")
+    raise ReplyError(404, "There is no such route; GET /openapi.json describes all routes.")
 
 
 def _other_method(methods: Iterable[str]) -> ReplyError:
     right = ", ".join(methods)
-    return ReplyError(405, f"The route does not have this method; {right} would be right.", {"Allow": right})
+    return ReplyError(405, f"The route does not have this method; expected {right}.", {"Allow": right})
 
 
 def _unauthorized(status: int, detail: str, why: str = "") -> ReplyError:
@@ -171,10 +171,10 @@ def _unauthorized(status: int, detail: str, why: str = "") -> ReplyError:
 
 
 def _from_this_machine(scope: Scope, headers: Headers) -> None:
-    """Of a request without a key to a service without keys. Raises `ReplyError`."""
+    """Raise `ReplyError` unless a request without a key, to a service without keys, comes from this machine."""
     client, host, origin = scope.get("client"), headers.get("host", ""), headers.get("origin")
     if client is None or not is_loopback(client[0]):
-        raise ReplyError(403, "A service without keys answers this machine only; `optpipe keys create` makes one.")
+        raise ReplyError(403, "A service without keys answers this machine only; `optpipe keys create` makes a key.")
     if not is_loopback(_name(f"//{host}")):
         raise ReplyError(403, "Host: a service without keys answers to localhost, 127.0.0.1 and [::1] only.")
     if origin is not None and origin.lower() != f"{scope['scheme']}://{host}".lower():
@@ -189,7 +189,7 @@ def _name(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the name or address is this machine's own, which no other can reach."""
+    """Return whether the name or address is this machine's loopback, which no other machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -197,18 +197,17 @@ def is_loopback(host: str) -> bool:
 
 
 class SafeHeaders:
-    """What every reply says unless it says otherwise: nobody keeps it, and no browser takes it for anything but what it
-    is."""
+    """Adds headers to every reply: it is not stored, and browsers do not guess its type."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def told(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("Cache-Control", "no-store")
                 headers.setdefault("X-Content-Type-Options", "nosniff")
             await send(message)
 
-        await self._app(scope, receive, told)
+        await self._app(scope, receive, send_with_headers)

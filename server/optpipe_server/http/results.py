@@ -1,4 +1,4 @@
-"""What a job has found: incumbents, what the training made of them, how they look over time, and the job's log."""
+"""What a job has found: incumbents, what the training has adopted, timelines, and the job's log."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from optpipe_server.metrics import ADOPTIONS
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
 
 MOST_LINES = 1000
-MOST_DRAWN = 100_000  # ops in a trace or timeline: they are written out in this process
-NONE, NO_SUCH = "The job has no schedule for its problem.", "The job has no such incumbent."
+MOST_DRAWN = 100_000  # ops in a trace or timeline
+NO_SCHEDULE, NO_INCUMBENT = "The job has no schedule for its problem.", "The job has no such incumbent."
 
 Seq = Annotated[int, Path(ge=1, le=LARGEST, description="The number of an incumbent.", examples=[1])]
 WhichSeq = Annotated[
@@ -42,7 +42,7 @@ def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
 async def list_incumbents(
     job_id: JobId, context: Context, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0
 ) -> Response:
-    """The incumbents numbered above `after`, in short. Reading takes none away."""
+    """The incumbents numbered above `after`, in short form."""
     found = await context.query_job(
         job_id, lambda job: context.service.jobs.incumbents(job.id, min(after, job.last_seq))
     )
@@ -51,7 +51,7 @@ async def list_incumbents(
 
 @router.get("/incumbents/best", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
 async def best_incumbent(job_id: JobId, context: Context, if_none_match: IfNoneMatch = None) -> Response:
-    """The best schedule for the problem that counts."""
+    """The best schedule for the job's current problem."""
     headers = {"Cache-Control": "no-cache"}
     return await context.query_job(job_id, lambda job: _whole(_found(context, job, None), if_none_match, headers))
 
@@ -60,7 +60,7 @@ async def best_incumbent(job_id: JobId, context: Context, if_none_match: IfNoneM
     "/incumbents/{seq}", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
 )
 async def show_incumbent(job_id: JobId, seq: Seq, context: Context, if_none_match: IfNoneMatch = None) -> Response:
-    """A schedule, which never changes."""
+    """One schedule. It never changes."""
     headers = {"Cache-Control": "private, max-age=31536000, immutable"}
     return await context.query_job(job_id, lambda job: _whole(_found(context, job, seq), if_none_match, headers))
 
@@ -75,7 +75,7 @@ def _found(context: Context, job: Job, seq: int | None) -> Row[Any]:
         else None
     )
     if incumbent is None:
-        raise ReplyError(404, NONE if seq is None else NO_SUCH)
+        raise ReplyError(404, NO_SCHEDULE if seq is None else NO_INCUMBENT)
     return incumbent
 
 
@@ -94,24 +94,26 @@ def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> R
     responses=replies(200, schemas.Adoption, examples.ADOPTION, 404, 422),
 )
 async def adopt(job_id: JobId, seq: Seq, request: Request, context: Context) -> Response:
-    """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces
-    what was said."""
-    said = await context.service.read(AdoptionBody, await request.body(), "adoption")
-    adopted = await context.query_job(job_id, lambda job: _adopt(context, job, seq, said))
+    """Record that the training has swapped a schedule in: at which step, and the iteration time since.
+
+    Recorded again, it replaces the former record.
+    """
+    adoption = await context.service.read(AdoptionBody, await request.body(), "adoption")
+    adopted = await context.query_job(job_id, lambda job: _adopt(context, job, seq, adoption))
     ADOPTIONS.inc()
     return json_reply(text(adopted))
 
 
-def _adopt(context: Context, job: Job, seq: int, said: AdoptionBody) -> dict[str, Any]:
+def _adopt(context: Context, job: Job, seq: int, adoption: AdoptionBody) -> dict[str, Any]:
     if seq > job.last_seq:
-        raise ReplyError(404, NO_SUCH)
-    context.service.jobs.adopt(context.tenant, job.id, seq, said.step, said.measured_iteration_ms)
+        raise ReplyError(404, NO_INCUMBENT)
+    context.service.jobs.adopt(context.tenant, job.id, seq, adoption.step, adoption.measured_iteration_ms)
     return adoption_view(_found(context, job, seq))
 
 
 @router.get("/adoptions", responses=replies(200, schemas.Adoptions, examples.ADOPTIONS, 404))
 async def list_adoptions(job_id: JobId, context: Context) -> Response:
-    """What the training swapped in, measured beside predicted."""
+    """The schedules that the training has swapped in, with predicted and measured times."""
     found = await context.query_job(job_id, lambda job: context.service.jobs.incumbents(job.id))
     return json_reply(
         text({"adoptions": [adoption_view(incumbent) for incumbent in found if incumbent.step is not None]})
@@ -125,7 +127,7 @@ async def show_log(
     after: Annotated[int, Query(ge=0, le=LARGEST, description="The number of a line.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = MOST_LINES,
 ) -> Response:
-    """What happened to the job, and what its solvers said."""
+    """What happened to the job, and what its solvers reported."""
     found = await context.query_job(job_id, lambda job: context.service.jobs.log(job.id, after, limit + 1))
     lines = found[:limit]
     more = f"{job_url(job_id)}/log?after={lines[-1].number}&limit={limit}" if len(found) > limit else None
@@ -134,7 +136,7 @@ async def show_log(
 
 @router.get("/trace", responses=replies(200, schemas.Trace, examples.TRACE, 404, 409, 422))
 async def show_trace(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
-    """A schedule to look at in Perfetto."""
+    """A schedule as a trace for Perfetto."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
     return json_reply(await context.service.pictures.run(lambda: trace(_schedule(incumbent))))
 
@@ -162,11 +164,11 @@ def _timeline(incumbent: Row[Any]) -> str:
 
 
 def _schedule(incumbent: Row[Any]) -> Schedule:
-    """Raises `ReplyError` for one that is too large to be drawn here."""
+    """Raise `ReplyError` (409) for a schedule that is too large to be drawn here."""
     if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
         raise ReplyError(
             409,
-            f"The schedule has about {ops} ops; up to {MOST_DRAWN} are drawn here, and its own address has all of it.",
+            f"The schedule has about {ops} ops; expected up to {MOST_DRAWN} here; its own address has all of it.",
         )
     problem = Problem.from_json(incumbent.problem)
     return Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)

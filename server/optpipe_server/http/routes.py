@@ -1,4 +1,4 @@
-"""Jobs: submitted, followed, extended, changed, cancelled, purged."""
+"""Jobs: submit, list, follow, extend, change, cancel and purge them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optpipe_server.http.views import cursor, etag, from_cursor, job_url, job_vi
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 LONGEST_WAIT_S = 60
-LastEventId = Annotated[str | None, Header(description="The number of an incumbent.")]
+LastEventId = Annotated[str | None, Header(description="Number of an incumbent.")]
 IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
 
 
@@ -33,14 +33,16 @@ IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
     responses={
         **replies(201, schemas.Job, examples.JOB, 422, 429),
         200: replies(200, schemas.Job, examples.JOB)[200]
-        | {"description": "Submitted before under the same Idempotency-Key"},
+        | {"description": "Submitted before with the same Idempotency-Key"},
     },
 )
 async def submit(
     request: Request, context: Context, idempotency_key: Annotated[str | None, Header(pattern=r"^[!-~]{1,255}$")] = None
 ) -> Response:
-    """Stores a job and has it searched; the reply has its first schedule. With the same Idempotency-Key and body it is
-    the same job."""
+    """Submit a job; the reply has its first schedule.
+
+    The same Idempotency-Key and body mean the same job.
+    """
     sent = await request.body()
     job_id, new = None, False
     if idempotency_key is not None:
@@ -57,13 +59,13 @@ async def list_jobs(
     context: Context,
     state: State | None = None,
     limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 50,
-    cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the page before.")] = None,
+    cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the former page.")] = None,
 ) -> Response:
-    """The newest jobs, each without its schedules."""
+    """The newest jobs, without their schedules."""
     try:
         before = from_cursor(cursor) if cursor is not None else None
     except ValueError:
-        raise ReplyError(422, "cursor: not one that a list of jobs has named.") from None
+        raise ReplyError(422, "cursor: expected one from `next` of a list of jobs.") from None
     return await context.service.query(lambda: _page(context, state, limit, before))
 
 
@@ -86,8 +88,10 @@ async def show_job(
     if_none_match: IfNoneMatch = None,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False, description="Seconds.")] = 0.0,
 ) -> Response:
-    """A job with its best schedule. With `wait` the reply comes when the job is over, or, with If-None-Match, when it
-    has changed."""
+    """A job with its best schedule.
+
+    With `wait` the reply comes when the job is over or, with If-None-Match, when it has changed.
+    """
     if wait:
         job = await context.query_job(job_id, lambda job: job)
         if not over(job) if if_none_match is None else matches_etag(if_none_match, job.version):
@@ -118,7 +122,7 @@ async def show_job(
     },
 )
 async def follow(job_id: JobId, context: Context, last_event_id: LastEventId = None) -> Response:
-    """Server-sent events: every incumbent after Last-Event-ID, then those to come, then `end`."""
+    """Server-sent events: every incumbent after Last-Event-ID, then new ones, then `end`."""
     if last_event_id and not re.fullmatch(r"[0-9]{1,15}", last_event_id):
         raise ReplyError(400, "Last-Event-ID must be the number of an incumbent.")
     job, after = await context.query_job(job_id, lambda job: job), int(last_event_id or 0)
@@ -129,7 +133,7 @@ async def follow(job_id: JobId, context: Context, last_event_id: LastEventId = N
 
 @router.post("/{job_id}/cancel", status_code=202, responses=replies(202, schemas.Job, examples.JOB, 404))
 async def cancel(job_id: JobId, context: Context) -> Response:
-    """Ends a job with the best it has; says nothing new of one that is over."""
+    """End a job with the best schedule that it has. A job that is over stays as it is."""
     await context.query_job(job_id, lambda job: context.service.jobs.cancel(context.tenant, job.id))
     context.service.supervisor.nudge()
     return await context.job_reply(job_id, 202)
@@ -141,20 +145,20 @@ async def cancel(job_id: JobId, context: Context) -> Response:
     responses=replies(200, schemas.Job, examples.JOB, 404, 409, 412, 422),
 )
 async def extend(job_id: JobId, request: Request, context: Context, if_match: IfMatch = None) -> Response:
-    """More time for a job that is not over."""
-    wanted = await context.service.read(ExtensionBody, await request.body(), "job")
-    await context.query_job(job_id, lambda job: _extend(context, job, wanted.time_limit_s, if_match))
+    """Give an open job more time."""
+    extension = await context.service.read(ExtensionBody, await request.body(), "job")
+    await context.query_job(job_id, lambda job: _extend(context, job, extension.time_limit_s, if_match))
     return await context.job_reply(job_id)
 
 
 def _extend(context: Context, job: Job, time_limit_s: float, if_match: str | None) -> None:
     seen = re.fullmatch(r'"([0-9]{1,9})"', if_match.strip()) if if_match else None
     if seen is None:
-        raise ReplyError(412, 'If-Match: the ETag of the job as you know it, such as "3", would be right.')
+        raise ReplyError(412, 'If-Match: expected the ETag of the job as you know it, such as "3".')
     try:
         context.service.jobs.extend(context.tenant, job.id, time_limit_s, int(seen[1]))
     except StaleError:
-        raise ReplyError(412, "If-Match: the job has changed since; its ETag is another one.") from None
+        raise ReplyError(412, "If-Match: the job has changed; its ETag is another one.") from None
     except ConflictError as error:
         raise ReplyError(409, str(error)) from None
 
@@ -164,13 +168,15 @@ def _extend(context: Context, job: Job, time_limit_s: float, if_match: str | Non
     openapi_extra=body(ProblemBody, {"problem": examples.PROBLEM}),
     responses=replies(200, schemas.Job, examples.JOB, 404, 409, 422, 429),
 )
-async def pose(job_id: JobId, request: Request, context: Context) -> Response:
-    """The same problem with other costs: the job goes on with it, from its best schedule, and its whole time limit
-    counts anew."""
-    posed = await context.service.read(ProblemBody, await request.body(), "job")
+async def change_problem(job_id: JobId, request: Request, context: Context) -> Response:
+    """Replace the job's problem by the same problem with other costs.
+
+    The job goes on from its best schedule, and its whole time limit counts anew.
+    """
+    changed = await context.service.read(ProblemBody, await request.body(), "job")
     await context.query_job(job_id, lambda job: None)
     try:
-        await context.service.change_problem(context.tenant, job_id, posed.problem)
+        await context.service.change_problem(context.tenant, job_id, changed.problem)
     except LookupError:
         raise ReplyError(404, "There is no such job.") from None
     return await context.job_reply(job_id)
@@ -178,6 +184,6 @@ async def pose(job_id: JobId, request: Request, context: Context) -> Response:
 
 @router.delete("/{job_id}", status_code=204, response_class=Response, responses=replies(204, None, None, 404))
 async def purge(job_id: JobId, context: Context) -> Response:
-    """The job, its schedules and its log are no more; a search that runs ends."""
+    """Delete the job with its schedules and its log; a running search ends."""
     await context.query_job(job_id, lambda job: context.service.jobs.purge(context.tenant, job.id))
     return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""What replies look like, for who reads the API's description; `views` writes them."""
+"""The models of replies, for the API's description; `views` writes the replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProblemDocument(Record):
 
 
 class Incumbent(Record):
-    """A schedule that was found, in short. Times in ms."""
+    """A schedule that was found, in short form. Times in ms."""
 
     seq: Annotated[int, Field(ge=1)]
     source: Source
@@ -34,19 +34,19 @@ class Incumbent(Record):
     span_ms: float
     problem_version: int
     problem_sha256: Hash
-    attempt: int  # of the job's workers; 0: before any
+    attempt: int  # of the job; 0 if before any worker
     found_at: str
     url: str
 
 
 class WholeIncumbent(Incumbent):
-    """A schedule that was found, as a document of `optpipe.schedule/2`, without `ops`."""
+    """A schedule that was found, as a document of `optpipe.schedule/2` without `ops`."""
 
     schedule: ScheduleFile
 
 
 class Adopted(Record):
-    """When the training swapped it in, and what an iteration takes since."""
+    """When the training swapped it in, and the iteration time since."""
 
     step: int
     measured_iteration_ms: float | None
@@ -54,7 +54,7 @@ class Adopted(Record):
 
 
 class ListedIncumbent(Incumbent):
-    """In short, with what the training said of it."""
+    """A schedule in short form, with its adoption."""
 
     adoption: Adopted | None
 
@@ -74,39 +74,39 @@ class JobSummary(Record):
     reason: str | None  # why there is no schedule, or no better one
     problem_name: str
     problem_sha256: Hash
-    problem_version: int  # 1 as submitted, one more with every drift
+    problem_version: int  # 1 as submitted, one more with every change
     method: str
     objective: Objective
     time_limit_s: float
-    gap_limit: float  # the search ends at this gap
+    gap_limit: float  # the search ends when it is reached
     priority: int
     status: Status  # of the best schedule
     lower_bound_ms: float | None
     gap: float | None
-    attempt: int  # how often a worker took it
+    attempt: int  # how often a worker has claimed it
     crashes: int
     created_at: str
     started_at: str | None
     ended_at: str | None
-    spent_s: float | None  # of the time limit; not told while it runs
+    spent_s: float | None  # of the time limit; null while it runs
     url: str
 
 
 class Job(JobSummary):
-    """A job with its best schedule for the problem that counts."""
+    """A job with the best schedule for its current problem."""
 
     best: WholeIncumbent | None
 
 
 class JobList(Record):
-    """Newest first; `next` is the address of the older ones."""
+    """Newest first; `next` is the address of older ones."""
 
     jobs: list[JobSummary]
     next: str | None
 
 
 class Adoption(Record):
-    """Predicted and measured side by side."""
+    """Predicted and measured times of a schedule that was swapped in."""
 
     seq: int
     step: int
@@ -129,15 +129,14 @@ class LogLine(Record):
 
 
 class Log(Record):
-    """Oldest first; `next` is the address of the later ones."""
+    """Oldest first; `next` is the address of later lines."""
 
     lines: list[LogLine]
     next: str | None
 
 
 class DeviceUse(Record):
-    """The most bytes that a device, and its host memory, holds by this schedule whatever the clock does, and what it
-    may hold."""
+    """The most bytes that a device and its host memory hold with this schedule, at any op times, and their limits."""
 
     peak_bytes: int
     peak_at: str
@@ -153,13 +152,13 @@ class Timeline(Record):
     problem_sha256: Hash
     makespan_ms: float
     span_ms: float
-    bubble: float  # the share of the makespan in which devices do not compute
+    bubble: float  # share of the makespan in which devices do not compute
     ops: list[TimedOp]
     devices: list[DeviceUse]
 
 
 class Trace(Record):
-    """The Trace Event format: opens in Perfetto. Times in µs."""
+    """The Trace Event format, for Perfetto. Times in µs."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815
     displayTimeUnit: Literal["ms"]  # noqa: N815
@@ -171,7 +170,8 @@ class Health(Record):
 
 
 class Ready(Record):
-    """`solves` is how many searches this process runs at a time; with 0 they are workers' of the same database."""
+    """`solves` is the number of searches that this process runs at a time; with 0, workers of the same database
+    run them."""
 
     status: Literal["ready"]
     solves: int

@@ -1,4 +1,4 @@
-"""Running the service: quiet, and gone within seconds of being asked, open event streams or not."""
+"""Runs the service with uvicorn, and ends it within seconds, whether event streams are open or not."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from optpipe_server.http.connections import LONGEST_HEAD, connections
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
-GRACE_S = 5  # for requests that are under way when the service is asked to end
+GRACE_S = 5  # for requests in progress when the service is told to end
 
 
 class Server(uvicorn.Server):
-    """Uvicorn waits for open responses before it tells the application to end; event streams have to be told first."""
+    """A uvicorn server that ends event streams first; uvicorn would wait for open responses before it tells the app to
+    end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -43,10 +44,19 @@ def announce(url: str) -> None:
 def serve(
     settings: Settings | None = None, host: str = "127.0.0.1", port: int = 8000, ready: Callable[[str], None] = announce
 ) -> None:
-    """Serves until SIGINT or SIGTERM. `ready(url)` is called when requests are answered; port 0 is a free port.
+    """Serve until SIGINT or SIGTERM.
 
-    Raises `InputError` for a database or an address that cannot be used, and for one that others can reach where there
-    are no keys.
+    Parameters
+    ----------
+    port
+        0 takes a free one.
+    ready
+        Called with the URL once requests are answered.
+
+    Raises
+    ------
+    InputError
+        If the database or the address is unusable, or others can reach the address and there are no keys.
     """
 
     def answers(url: str) -> None:
@@ -55,12 +65,12 @@ def serve(
 
     with listen(host, port) as listener:
         server = make_server(listener, settings or Settings(), answers)
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended in order and passes the signal on
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended and raises the signal again
             server.run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; also on a port that a process which has just ended had."""
+    """Return a listening socket, also on the port of a process that has just ended."""
     if not 0 <= port <= 65535:
         raise InputError(f"port = {port}: must be 0 to 65535")
     try:
@@ -70,17 +80,18 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"host = {host!r}, port = {port}: {why or error}") from None
-    # Its connections inherit it. Without, a reply's body waits 40 ms for the client to acknowledge the head: asyncio
-    # sets it for sockets that name their protocol only.
+    # Connections inherit it. Otherwise a reply's body waits 40 ms until the client acknowledges the head: asyncio sets
+    # it only for sockets that name their protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def make_server(listener: socket.socket, settings: Settings, ready: Callable[[str], None]) -> Server:
-    """The server that will answer on the socket; `run` it, from a thread of its own where signals belong to somebody
-    else.
+    """Return the server that will answer on the socket.
 
-    Raises `InputError` for bad settings, and where others can reach the socket and there are no keys.
+    `run` it, in a thread of its own if the process handles signals itself. Raises `InputError` for wrong settings, and
+    if
+    others can reach the socket and there are no keys.
     """
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -89,8 +100,8 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
     if not is_loopback(host) and not service.keys.any():
         service.database.close()
         raise InputError(
-            f"host = {host!r}: others can reach it, and there are no keys yet; 127.0.0.1, or a key by `optpipe "
-            "keys create`, would be right"
+            f"host = {host!r}: others can reach it, and there are no keys yet; expected 127.0.0.1, or a key "
+            "by `optpipe keys create`"
         )
     config = uvicorn.Config(
         app,

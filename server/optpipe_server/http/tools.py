@@ -1,4 +1,4 @@
-"""Answers without a job: is a schedule valid, how long does it take, which method is best, is a schedule known."""
+"""Answers without a job: check, simulate and compare schedules, and look one up in the cache."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ from optpipe_server.http.views import text, uses
 
 router = APIRouter(prefix="/v1", tags=["tools"])
 
-MOST_WRONG = 50  # sentences
-MOST_OPS = 10_000  # of a timeline, the first ones
+MOST_WRONG = 50  # sentences in a reply
+MOST_OPS = 10_000  # in a reply, the first ones
 LONGEST_COMPARED_S = 60.0
 
 
 class ScheduleBody(ProblemBody):
-    """A problem and a schedule document, whatever problem that was made for."""
+    """A problem, and a schedule document, which may have been made for another problem."""
 
     schedule: ScheduleFile
 
     def read(self) -> Schedule:
-        """The schedule, for the problem or the placement of it that the schedule has. Raises `InputError`."""
+        """Return the schedule for the problem, or for the schedule's placement of it. Raises `InputError`."""
         file = self.schedule
         placed = file.placement.apply(self.problem) if file.placement else self.problem
         if len(placed.stages) > MOST_STAGES:
-            raise InputError(
-                f"schedule.placement makes {len(placed.stages)} stages: the service takes up to {MOST_STAGES}"
-            )
+            raise InputError(f"schedule.placement makes {len(placed.stages)} stages: expected up to {MOST_STAGES} here")
         return Schedule.parse(
             placed, (device.program for device in file.devices), file.links, file.method, file.placement
         )
@@ -69,8 +67,7 @@ class LookupBody(ProblemBody):
 
 
 class CheckReply(Record):
-    """Whether a schedule runs and fits; `wrong` is one sentence for each fault, `devices` is null where no memory can
-    be counted."""
+    """Whether a schedule is valid. `wrong` has a sentence per fault; `devices` is null if memory cannot be computed."""
 
     valid: bool
     wrong: list[str]
@@ -78,19 +75,19 @@ class CheckReply(Record):
 
 
 class SimulationReply(Record):
-    """A schedule by nominal times, whether its memory suffices or not; `ops` are the first ones by start, `ops_total`
+    """A schedule by nominal times, even if memory does not suffice; `ops` are the first by start, `ops_total`
     counts all."""
 
     makespan_ms: float
     span_ms: float
-    bubble: float  # the share of the makespan in which devices do not compute
+    bubble: float  # share of the makespan in which devices do not compute
     ops: list[TimedOp]
     ops_total: int
     devices: list[schemas.DeviceUse]
 
 
 class CompareRow(Record):
-    """One method: its schedule's figures, and why it does not fit or is not for the problem."""
+    """One method: the figures of its schedule, and why it does not fit or does not apply to the problem."""
 
     method: str
     placements: str
@@ -108,7 +105,7 @@ class CompareRow(Record):
 
 
 class CompareReply(Record):
-    """Those that fit, the shortest first, then the others; what `optpipe compare --json` prints."""
+    """The rows that fit, the shortest first, then the others: what `optpipe compare --json` prints."""
 
     problem: str
     k: list[float | None]
@@ -116,7 +113,7 @@ class CompareReply(Record):
 
 
 class CacheHit(Record):
-    """A schedule from the cache, checked on this problem; `distance` is 0 where it was solved for it (`exact`)."""
+    """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`)."""
 
     exact: bool
     distance: float
@@ -128,7 +125,7 @@ class CacheHit(Record):
 
 
 class LookupReply(Record):
-    """Null where nothing near is known."""
+    """`hit` is null if no similar problem is known."""
 
     hit: CacheHit | None
 
@@ -176,18 +173,17 @@ _KNOWN = {
 
 @router.post("/check", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, CheckReply, _CHECKED, 422))
 async def check_schedule(request: Request, context: Context) -> Response:
-    """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it
-    has."""
+    """Whether a schedule is valid: its ops can run in their order, and no device needs more memory than it has."""
     sent = await request.body()
     return _json(await context.service.checks.run(lambda: text(_checked(parse(ScheduleBody, sent, "check")))))
 
 
-def _checked(given: ScheduleBody) -> dict[str, Any]:
-    schedule = given.read()
+def _checked(sent: ScheduleBody) -> dict[str, Any]:
+    schedule = sent.read()
     wrong = check(schedule.problem, schedule)
     try:
         devices = uses(certify(schedule.problem, schedule))
-    except ScheduleError:  # of other stages or micro-batches, as `wrong` says
+    except ScheduleError:  # for other stages or micro-batches, as `wrong` tells
         devices = None
     return {"valid": not wrong, "wrong": wrong[:MOST_WRONG], "devices": devices}
 
@@ -196,14 +192,14 @@ def _checked(given: ScheduleBody) -> dict[str, Any]:
     "/simulate", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, SimulationReply, _SIMULATED, 422)
 )
 async def simulate_schedule(request: Request, context: Context) -> Response:
-    """When each op runs, by nominal times, and what each device holds at most."""
+    """When each op runs, by nominal times, and the most memory that each device holds."""
     sent = await request.body()
     return _json(await context.service.checks.run(lambda: text(_simulated(parse(ScheduleBody, sent, "simulate")))))
 
 
-def _simulated(given: ScheduleBody) -> dict[str, Any]:
+def _simulated(sent: ScheduleBody) -> dict[str, Any]:
     try:
-        schedule = given.read()
+        schedule = sent.read()
         ops = timed_ops(schedule)
         return {
             "makespan_ms": schedule.makespan_ms,
@@ -225,20 +221,21 @@ def _simulated(given: ScheduleBody) -> dict[str, Any]:
 async def compare_methods(
     request: Request, context: Context, processes: Annotated[CompareProcesses, Depends(_compare_processes)]
 ) -> Response:
-    """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes
-    up to twice the time limit and some seconds, and ends when the client hangs up."""
+    """Compare every published schedule, every heuristic and the solver's answer, or the methods given, on one problem.
+
+    It takes up to twice the time limit and some seconds, and ends if the client disconnects.
+    """
     sent = await request.body()
-    wanted = await context.service.checks.run(lambda: _comparable(parse(CompareBody, sent, "compare")))
-    return _json(await processes.run(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
+    compare = await context.service.checks.run(lambda: _comparable(parse(CompareBody, sent, "compare")))
+    return _json(await processes.run(request, compare.problem, compare.methods or (), compare.time_limit_s))
 
 
-def _comparable(wanted: CompareBody) -> CompareBody:
-    if (parts := size(wanted.problem)) > LARGE:
+def _comparable(compare: CompareBody) -> CompareBody:
+    if (parts := size(compare.problem)) > LARGE:
         raise InputError(
-            f"compare: problem has {parts} parts of activations, over stages and micro-batches: up to {LARGE} are "
-            "compared here"
+            f"compare: problem has {parts} activation parts, over stages and micro-batches: expected up to {LARGE} here"
         )
-    return wanted
+    return compare
 
 
 @router.post(
@@ -247,17 +244,17 @@ def _comparable(wanted: CompareBody) -> CompareBody:
     responses=replies(200, LookupReply, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
 )
 async def look_up(request: Request, context: Context) -> Response:
-    """The cached schedule of this problem, or of the nearest one that is valid on it."""
+    """The cached schedule of this problem, or of the most similar one whose schedule is valid for it."""
     sent = await request.body()
     return _json(await context.service.checks.run(lambda: _looked_up(context, parse(LookupBody, sent, "lookup"))))
 
 
-def _looked_up(context: Context, wanted: LookupBody) -> str:
+def _looked_up(context: Context, lookup: LookupBody) -> str:
     try:
-        hit = context.service.caches.of(context.tenant).lookup(wanted.problem, wanted.objective)
-    except InputError as error:  # the file's fault, not the question's
+        hit = context.service.caches.of(context.tenant).lookup(lookup.problem, lookup.objective)
+    except InputError as error:  # not the client's mistake
         raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
-    return f'{{"hit":{_known(wanted.problem, hit) if hit else "null"}}}'
+    return f'{{"hit":{_known(lookup.problem, hit) if hit else "null"}}}'
 
 
 def _known(problem: Problem, hit: Hit) -> str:

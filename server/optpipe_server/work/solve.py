@@ -283,7 +283,9 @@ class Solve:
             return
         try:
             status: Found = "optimal" if best.status == "optimal" else "feasible"
-            self._environment.caches.of(claim.tenant).add(best.schedule, status, best.lower_bound_ms, claim.objective)
+            self._environment.caches.of(claim.tenant).add(
+                best.schedule, status, best.lower_bound_ms, claim.objective, verified=True
+            )
         except (OptPipeError, *DATABASE_AWAY) as error:
             self._log.warning("its schedule was not cached", error=str(error))
 
