@@ -1,4 +1,4 @@
-"""`optpipe check`, `optpipe simulate`, `optpipe show`: what a schedule file holds."""
+"""`optpipe check`, `optpipe simulate` and `optpipe show`: commands for schedule files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ScheduleFilePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A sc
 
 
 def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
-    """Say everything that is wrong with a schedule for a problem: exit code 1, or 0 where it runs and fits."""
+    """Tell everything that is wrong with a schedule for a problem; exit code 1, or 0 if it runs and fits."""
     from optpipe.evaluate.memory import certify
     from optpipe.evaluate.validity import check as complaints
 
@@ -49,7 +49,7 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
 
 
 def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
-    """Where the file's placement does not make the problem in the file of the problem asked about."""
+    """A complaint if the file's placement does not make the file's problem from the given one."""
     if file.placement is None or file.problem.sha256 == placed.sha256:
         return []
     difference = _difference(placed.to_dict() | {"name": ""}, file.problem.to_dict() | {"name": ""})
@@ -57,7 +57,7 @@ def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
 
 
 def _difference(here: Any, there: Any, place: str = "") -> str | None:
-    """The first place in which two JSON values differ, with both."""
+    """The first place in which two JSON values differ, with both values."""
     if isinstance(here, dict) and isinstance(there, dict):
         steps = [(f"{place}.{name}".lstrip("."), here.get(name), there.get(name)) for name in {**here, **there}]
     elif isinstance(here, list) and isinstance(there, list):
@@ -68,8 +68,7 @@ def _difference(here: Any, there: Any, place: str = "") -> str | None:
 
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
-    """Where the file says other times than follow from its programs, a bound above its own makespan, or optimal without
-    proof."""
+    """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
         f"{name} = {said:.9g}: the programs take {true:.9g}"
@@ -86,7 +85,7 @@ def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
 
 
 def simulate(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
-    """Time a schedule anew, for the problem given."""
+    """Compute the times of a schedule for a problem."""
     from optpipe.evaluate.timeline import simulate as times
     from optpipe.files import timed_ops
 
@@ -108,7 +107,7 @@ def show(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto here.")] = None,
     json: Json = False,
 ) -> None:
-    """Show a schedule: in the terminal, as a page, a picture, or a trace."""
+    """Show a schedule in the terminal, or write it as a page, a picture or a trace."""
     from optpipe.files import ScheduleFile, timed_ops
     from optpipe.model.problem import write_file
     from optpipe.show.page import page
@@ -148,10 +147,9 @@ def show(
 
 
 def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedule]:
-    """The problem, the file, and its schedule for that problem (not for the one in the file, where they differ).
+    """The problem, the file, and its schedule for that problem, which may differ from the file's.
 
-    Where the file has a placement, the problem is returned with that placement, unless it is the one in the file
-    already.
+    If the file has a placement, the problem is returned with that placement, unless it is the file's problem already.
     """
     from optpipe.files import ScheduleFile
     from optpipe.model.problem import Problem

@@ -61,8 +61,8 @@ def first(
     microbatches: Annotated[int, typer.Option(min=1, max=4096)] = 512,
     json: Json = False,
 ) -> None:
-    """Time each heuristic's first schedule, checked, on a pipeline with memory for three activations; without the start
-    of a process."""
+    """Time each heuristic's first schedule, verified, with memory for three activations; without the start of a
+    process."""
     from optpipe.evaluate.validity import check
     from optpipe_solver.bounds import memory_bound
     from optpipe_solver.heuristics import STREAMS
@@ -95,7 +95,7 @@ def _ms(step: Callable[[], object]) -> float:
 
 
 def _offloading(devices: int, microbatches: int) -> Problem:
-    """Memory for three activations, each of which takes 12 ms to leave, and to return, where F + B + W take 28."""
+    """Memory for three activations. Each takes 12 ms to offload and 12 ms to reload; F + B + W take 28 ms."""
     from optpipe.model.problem import Device, Problem, Stage
 
     stage = Stage(

@@ -1,5 +1,4 @@
-"""`optpipe bench gpu`: what offloading costs and what predictions are worth on one GPU, a row a figure, with what is
-asked of it."""
+"""`optpipe bench gpu`: what offloading costs on one GPU, and how good predictions are, against what is required."""
 
 from __future__ import annotations
 
@@ -19,30 +18,28 @@ if TYPE_CHECKING:
 
     from optpipe_runtime.bench.gpu_verdict import Report
 
-HEAD = 128  # wide, the model's attention heads
+HEAD = 128  # width of an attention head
 
 
 def gpu(
-    device: Annotated[
-        str, typer.Option(help="cuda, cuda:1, or cpu: the same code, without what only CUDA shows.")
-    ] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu, which runs the same code.")] = "cuda",
     emulate_stage: Annotated[
-        str, typer.Option(help="i/p: stage i of p runs between stand-ins for its neighbours, too.")
+        str, typer.Option(help="i/p: also run stage i of p between stand-ins for its neighbours.")
     ] = "0/4",
     microbatches: Annotated[int, typer.Option(min=1)] = 8,
-    width: Annotated[int, typer.Option(min=1, help="Of the model; its attention heads are 128 wide.")] = 4096,
-    blocks: Annotated[int, typer.Option(min=1, help="In each stage.")] = 2,
+    width: Annotated[int, typer.Option(min=1, help="Width of the model; its attention heads are 128 wide.")] = 4096,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks per stage.")] = 2,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, one sequence.")] = 8192,
-    p2p_ms: Annotated[float, typer.Option(min=0, help="What a message to a neighbour is taken to be under way.")] = 0.5,
+    p2p_ms: Annotated[float, typer.Option(min=0, help="Assumed time of a message to a neighbour, in ms.")] = 0.5,
     trace: Annotated[Path, typer.Option(help="Predicted and measured steps, for Perfetto.")] = Path(
         "bench-gpu.trace.json"
     ),
     json: Json = False,
 ) -> None:
-    """One GPU: does offloading hide behind compute, do copies reach what the link can do, do memory and time come as
-    predicted?
+    """Measure on one GPU whether offloading hides behind compute, copies reach the link's bandwidth, and predictions
+    hold.
 
-    Exit code 1 where one of that fails.
+    Exit code 1 if one of that fails.
     """
     need("runtime", "torch")
     from optpipe.model.problem import write_file

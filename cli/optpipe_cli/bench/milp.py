@@ -1,4 +1,4 @@
-"""`optpipe bench milp`: what each practical step of the paper's section 4.1 is worth."""
+"""`optpipe bench milp`: the effect of each practical step in OptPipe, section 4.1."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def milp(
     solver: Annotated[str, typer.Option(help="highs, gurobi, pulp or pulp:NAME.")] = "highs",
     json: Json = False,
 ) -> None:
-    """OptPipe's MILP with each practical step of section 4.1 alone, and with all together: how large it is, and how far
-    a solver gets."""
+    """Solve OptPipe's MILP with each practical step of section 4.1 alone, and with all: the model's size, and how far a
+    solver gets."""
     from optpipe.model.problem import Problem
 
     whole = Problem.load(problem)
@@ -76,7 +76,7 @@ def _steps() -> dict[str, Switches]:
 
 
 def _cut(problem: Problem, devices: int, microbatches: int) -> Problem:
-    """Its first devices with their stages, for fewer micro-batches."""
+    """The problem's first devices with their stages, for fewer micro-batches."""
     content = problem.model_dump(mode="json", exclude_none=True)
     content |= {
         "devices": content["devices"][:devices],
@@ -86,8 +86,11 @@ def _cut(problem: Problem, devices: int, microbatches: int) -> Problem:
 
 
 def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float) -> dict[str, Any]:
-    """The size of a model, cuts included, and how far a solver gets with it on one thread, AdaOffload's schedule being
-    the warm start. `solver` is the one that solved it: HiGHS where another one has no licence for the size."""
+    """The size of a model with its cuts, and how far a solver gets with it on one thread.
+
+    AdaOffload's schedule is the warm start. `solver` is the one that solved it: HiGHS if another has no licence for the
+    size.
+    """
     from optpipe_solver.heuristics import STREAMS
     from optpipe_solver.milp.backend import Limits, Task, minimize
     from optpipe_solver.milp.model import Model, serial_ms

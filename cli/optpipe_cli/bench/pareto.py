@@ -27,19 +27,22 @@ Verdict = tuple[str, bool]  # what to say, and whether the solver is behind
 
 
 def pareto(
-    problem: Annotated[Path, typer.Argument(help="A problem file, whose own memory does not count.")],
+    problem: Annotated[Path, typer.Argument(help="A problem file. Its own memory budgets are ignored.")],
     budgets: Annotated[
-        str, typer.Option(help="Shares of M, what 1F1B needs on its fullest device; ample: room for every activation.")
+        str, typer.Option(help="Shares of M, the memory of 1F1B's fullest device; ample: memory for every activation.")
     ] = "ample,0.5,0.2",
     time_limit: Annotated[
         float, typer.Option(help="Seconds for each of two searches at each budget.", min=0.01)
     ] = 10.0,
-    threads: Annotated[int | None, typer.Option(help="Of the solver. Default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the solver. Default: all cores.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture, memory against makespan, here.")] = None,
     json: Json = False,
 ) -> None:
-    """Compare all methods at several memory budgets, and the solver with what is published at the memory of each that
-    is on the frontier. Exit code 1 where the solver is behind."""
+    """Compare all methods at several memory budgets.
+
+    Then compare the solver with each published schedule on the frontier, at its memory. Exit code 1 if the solver is
+    behind.
+    """
     from optpipe.model.problem import Problem, write_file
     from optpipe.show.svg import bytes_text
 
@@ -82,7 +85,7 @@ def pareto(
 
 
 def _sizes(problem: Problem, budgets: str) -> dict[str, int]:
-    """Bytes of each budget, by its name."""
+    """Bytes of each budget by its name."""
     from optpipe.comparison import compare
 
     (steady,) = compare(problem, ["1f1b"]).rows
@@ -114,8 +117,8 @@ def _with_memory(problem: Problem, size: int) -> Problem:
 
 
 def _between(problem: Problem, found: Found, time_limit: float, threads: int | None, quiet: bool) -> dict[Point, Row]:
-    """What the solver finds on any stages with the memory of each schedule on the published frontier, where that is
-    none of the budgets."""
+    """The solver's schedules on any stages, with the memory of each schedule on the published frontier that is none of
+    the budgets."""
     from optpipe.anytime import solve
     from optpipe.comparison import SOLVER, Row
     from optpipe.show.pareto import frontier
@@ -133,8 +136,8 @@ def _between(problem: Problem, found: Found, time_limit: float, threads: int | N
 
 
 def verdicts(budget: str, found: Comparison) -> list[Verdict]:
-    """At one budget, the solver on any stages against all that fits, and on the given ones against what runs on
-    these."""
+    """Compare the solver with the others at one budget: on any stages with all that fit, on the given stages with those
+    on them."""
     from optpipe.comparison import SOLVER
 
     told = []
@@ -158,8 +161,8 @@ def _as_given(row: Row) -> bool:
 
 
 def table(found: Found, sizes: dict[str, int]) -> Table:
-    """A row a method, at each budget its makespan and the peak of the device whose memory is fullest; no figures where
-    it does not fit."""
+    """Return a table with a row per method: at each budget its makespan and the peak of its fullest device, if it
+    fits."""
     from rich.table import Table
 
     from optpipe.show.svg import bytes_text
@@ -199,7 +202,7 @@ def _points(found: Found, more: list[Row], *, solver: bool, free: str = "all") -
 
 
 def _as_points(rows: list[Row]) -> list[Point]:
-    """Of those that fit."""
+    """The points of the rows that fit."""
     from optpipe.show.pareto import Point
 
     return [

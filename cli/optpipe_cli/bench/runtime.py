@@ -1,4 +1,4 @@
-"""`optpipe bench runtime`: predicted and measured, side by side."""
+"""`optpipe bench runtime`: predicted and measured times side by side."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def runtime(
     host: Annotated[bool, typer.Option(help="What the executor and a swap cost the host.")] = True,
     json: Json = False,
 ) -> None:
-    """Train by schedules of many kinds: iteration time and peak memory as predicted and as measured; what the host
-    adds."""
+    """Train with many kinds of schedules: predicted and measured iteration time and peak memory, and the host's
+    overhead."""
     from optpipe_cli.extras import need
 
     need("runtime")
@@ -47,7 +47,7 @@ def runtime(
 
 
 def paced_task(steps: int) -> Task:
-    """Ten schedules of all schemas, with offloads in half of them."""
+    """Return ten schedules of all placements; half of them offload."""
     from optpipe_runtime.bench.fidelity import Case, Task
     from optpipe_runtime.bench.paced import Times
 
@@ -67,7 +67,7 @@ def paced_task(steps: int) -> Task:
 
 
 def computing_task(steps: int) -> Task:
-    """1F1B and zero bubble with room for all; PipeOffload, and what the solver finds, with less than interleaved 1F1B
+    """Return 1F1B and zero bubble with memory for all; PipeOffload and the solver with less than interleaved 1F1B
     needs."""
     from optpipe_runtime.bench.fidelity import Case, Task
 
@@ -97,7 +97,7 @@ def _plain(task: Task) -> list[float]:
 
 
 def difference(losses: list[float], plain: list[float]) -> float:
-    """The largest, relatively, over all steps."""
+    """Return the largest relative difference of a loss."""
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, plain, strict=True))
 
 

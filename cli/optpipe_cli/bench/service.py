@@ -1,4 +1,4 @@
-"""`optpipe bench service`: the service under load and after losses, against what was promised."""
+"""`optpipe bench service`: the service under load and after failures, against its targets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from optpipe_server.bench.failures import Outage
     from optpipe_server.bench.load import LoadFigures, StreamFigures
 
-TENANTS = 50  # each may have a hundred jobs that wait
+TENANTS = 50  # each may have a hundred waiting jobs
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured, and what it should be at most; None where nothing was promised."""
+    """A measured value, and its upper target or None."""
 
     what: str
     target: float | None
@@ -39,7 +39,7 @@ class Figure:
 
 def service(
     database: Annotated[
-        str | None, typer.Option(help="URL of an empty PostgreSQL database; a new SQLite file without.")
+        str | None, typer.Option(help="URL of an empty PostgreSQL database. Default: a new SQLite file.")
     ] = None,
     rate: Annotated[float, typer.Option(help="Submissions a second.", min=1)] = 50.0,
     seconds: Annotated[float, typer.Option(help="Of load, and of events.", min=1)] = 20.0,
@@ -50,15 +50,14 @@ def service(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Submit and read while solvers have all cores, follow events, kill a worker, restart the database, end with open
+    """Submit and read while solvers use all cores, follow events, kill a worker, restart the database, end with open
     streams."""
     from optpipe_cli.extras import need
 
     need("server")
     if restart and not database:
         raise InputError(
-            f"restart = {restart!r}: SQLite has no server to restart; with --database postgresql://... it would "
-            "be right"
+            f"restart = {restart!r}: SQLite has no server to restart; expected --database postgresql://..., too"
         )
     figures = asyncio.run(measure(database, rate, seconds, clients, reconnects, _command(restart) if restart else None))
     if json:
@@ -78,7 +77,7 @@ async def measure(
     reconnects: int,
     restart: Callable[[], Awaitable[None]] | None,
 ) -> list[Figure]:
-    """All figures, in the order in which they were taken."""
+    """Return all figures in the order in which they were measured."""
     from optpipe_server.bench import failures, load
     from optpipe_server.bench.processes import deployment
 
@@ -115,7 +114,7 @@ def _of_load(load: LoadFigures) -> list[Figure]:
         Figure("GET /jobs/{id}, p99", 20.0, _percentile(load.get_ms, 99), "ms"),
         Figure(f"replies other than 200 and 201, of {sum(load.statuses.values())}", 0, wrong, ""),
         Figure(f"replies to POST without a schedule, of {len(load.post_ms)}", 0, load.without_schedule, ""),
-        Figure("solvers and makers meanwhile", None, load.solvers_cores, "cores"),
+        Figure("solvers and first-schedule processes meanwhile", None, load.solvers_cores, "cores"),
         Figure("the process that answers meanwhile", None, load.api_cores, "cores"),
         Figure("measuring itself", None, load.own_cores, "cores"),
     ]

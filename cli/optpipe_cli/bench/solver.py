@@ -1,5 +1,4 @@
-"""`optpipe bench solver` and `bench jitter`: what `solve` reaches and when, and what its search under noise is
-worth."""
+"""`optpipe bench solver` and `bench jitter`: what `solve` reaches and when, and what its robust search gains."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ if TYPE_CHECKING:
     from optpipe.anytime import Result
     from optpipe.model.problem import Problem
 
-MOMENTS = (1.0, 10.0)  # s, besides the end
-OTHER_NOISE = 12_345  # the seed of the noise that both schedules are judged by, unlike that of either search
+MOMENTS = (1.0, 10.0)  # s
+OTHER_NOISE = 12_345  # seed of the noise that judges both schedules; neither search has used it
 
 
 def solver(
     problems: Annotated[list[Path], typer.Argument(help="Problem files.")],
     time_limit: Annotated[float, typer.Option(help="Seconds for each.", min=0.01)] = 60.0,
-    threads: Annotated[int | None, typer.Option(help="Default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of each search's progress here.")] = None,
     json: Json = False,
 ) -> None:
-    """What `solve` reaches and when: first schedule, best after 1 s, 10 s and at the end, bound. Start of processes
-    included."""
+    """Measure what `solve` reaches and when: first schedule, best after 1 s, 10 s and at the end, bound; with the start
+    of processes."""
     from optpipe.anytime import solve
     from optpipe.model.problem import Problem, write_file
     from optpipe.show.progress import Progress, chart
@@ -90,8 +89,8 @@ def jitter(
     time_limit: Annotated[float, typer.Option(help="Seconds for each of two searches.", min=0.01)] = 60.0,
     json: Json = False,
 ) -> None:
-    """What `solve --jitter` is worth: the 95th percentile of its schedule's makespan and of the best nominal one's,
-    under other noise."""
+    """Measure what `solve --jitter` gains: the 95th percentile of its schedule and of the best nominal one, with other
+    noise."""
     from optpipe.anytime import solve
     from optpipe.evaluate.jitter import percentile_ms
     from optpipe.model.problem import Problem
