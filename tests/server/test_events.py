@@ -192,5 +192,5 @@ def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
         nonlocal sent
         sent += message["body"]
 
-    asyncio.run(stream._tell(topic, send))
+    asyncio.run(stream._send_events(topic, send))
     assert sent.removeprefix(PING) == b"the last incumbent\n\nend\n\n"

@@ -33,7 +33,10 @@ def test_the_same_key_and_body_are_the_same_job(client: httpx.Client) -> None:
     assert again.json()["id"] == first.json()["id"]
     assert again.headers["location"] == first.headers["location"]
     other = client.post("/v1/jobs", json={**body, "priority": 1}, headers={"Idempotency-Key": "a"})
-    assert (other.status_code, other.json()["detail"]) == (422, "Idempotency-Key: it came with another body before.")
+    assert (other.status_code, other.json()["detail"]) == (
+        422,
+        "Idempotency-Key: it was used with another body before.",
+    )
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "b"}).json()["id"] != first.json()["id"]
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "x" * 256}).status_code == 422
 
@@ -124,7 +127,7 @@ def test_more_time(client: httpx.Client) -> None:
     no_more = extend(60.0, etag(job))
     assert (no_more.status_code, no_more.json()["detail"]) == (
         409,
-        "time_limit_s = 60: the job has 60 s already; more would be right.",
+        "time_limit_s = 60: the job has 60 s already; expected more.",
     )
     assert extend(3601, etag(job)).status_code == 422
     more = extend(90.0, etag(job))

@@ -15,10 +15,9 @@ from fastapi import FastAPI, Request
 from sqlalchemy.exc import OperationalError
 from support.requests import bearer
 
-import optpipe_server.http.auth as guard
 from optpipe_server.database import Database
 from optpipe_server.database.keys import SCOPES, Keys
-from optpipe_server.http import limits, replies
+from optpipe_server.http import auth, limits, replies
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def app(keys: Keys) -> FastAPI:
         return {"tenant": caller and caller.tenant, "scopes": sorted(caller.scopes) if caller else [], "body": body}
 
     replies.install(app)
-    guard.install(app, keys)
+    auth.install(app, keys)
     return app
 
 
@@ -58,10 +57,10 @@ class Local:
         return self._run(asked())
 
     def get(self, path: str, headers: Any = None, peer: str = "127.0.0.1") -> Any:
-        return self.query("GET", path, headers, peer=peer)
+        return self.ask("GET", path, headers, peer=peer)
 
     def post(self, path: str, headers: Any = None, content: Any = None) -> Any:
-        return self.query("POST", path, headers, content)
+        return self.ask("POST", path, headers, content)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_with_a_key_any_host_and_machine_is_answered(client: Local, keys: Keys) 
 
 
 def test_once_there_is_a_key_one_is_wanted(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "REMEMBERED_S", 0.0)
+    monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
     assert client.get("/v1/jobs").status_code == 200
     key = keys.create("lab", ["read"])
     reply = client.get("/v1/jobs")
@@ -202,17 +201,17 @@ def test_a_revoked_key_ends_within_seconds(client: Local, keys: Keys, monkeypatc
     check = keys.check
     monkeypatch.setattr(keys, "check", lambda text: asked.append(text) or check(text))
     clock = [100.0]
-    monkeypatch.setattr(guard.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(auth.time, "monotonic", lambda: clock[0])
     for _ in range(5):
         assert client.get("/v1/jobs", headers=bearer(key)).status_code == 200
     assert len(asked) == 1  # the others were remembered
     keys.revoke(key.split("_")[1])
-    clock[0] += guard.REMEMBERED_S
+    clock[0] += auth.REMEMBERED_S
     assert client.get("/v1/jobs", headers=bearer(key)).status_code == 401
 
 
 def test_only_so_many_keys_are_remembered(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(auth, "MOST_REMEMBERED", 2)
     for key in [keys.create("lab", ["read"]) for _ in range(4)]:
         for _ in range(2):
             assert client.get("/v1/jobs", headers=bearer(key)).status_code == 200
@@ -221,7 +220,7 @@ def test_only_so_many_keys_are_remembered(client: Local, keys: Keys, monkeypatch
 def test_a_scope_opens_its_routes_only(client: Local, keys: Keys) -> None:
     for scope in SCOPES:
         key = keys.create("lab", [scope])
-        for path, methods in guard.ROUTES.items():
+        for path, methods in auth.ROUTES.items():
             for method, wanted in methods.items():
                 reply = client.ask(method, path.replace("{", "").replace("}", ""), bearer(key))
                 assert reply.status_code == (200 if scope == wanted else 403), (scope, method, path)
@@ -245,7 +244,7 @@ def test_a_scope_opens_its_routes_only(client: Local, keys: Keys) -> None:
 )
 def test_what_is_not_listed_is_not_there(client: Local, keys: Keys, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the app would answer it."""
-    monkeypatch.setattr(guard, "REMEMBERED_S", 0.0)
+    monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
     assert client.get(path).status_code == 404
     keys.create("lab", SCOPES)
     assert client.get(path).status_code == 401
@@ -259,8 +258,8 @@ def test_another_method_is_not_there(client: Local) -> None:
 
 def test_two_routes_are_open(client: Local, keys: Keys) -> None:
     keys.create("lab", SCOPES)
-    assert guard.WITHOUT_KEY == ("/healthz", "/readyz")
-    for path in guard.WITHOUT_KEY:
+    assert auth.WITHOUT_KEY == ("/healthz", "/readyz")
+    for path in auth.WITHOUT_KEY:
         assert client.get(path).json()["tenant"] is None
         assert client.post(path).status_code == 401
 

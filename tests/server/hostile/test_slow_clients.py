@@ -184,7 +184,7 @@ def test_who_does_not_read_is_ended(
     server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pipelined requests whose replies nobody takes: they would be held for good."""
-    monkeypatch.setattr(connections, "TAKEN_S", 0.5)
+    monkeypatch.setattr(connections, "READ_S", 0.5)
     client = connect()
     client.settimeout(10)
     with pytest.raises(ConnectionError):

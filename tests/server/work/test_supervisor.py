@@ -129,7 +129,7 @@ def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None
         "endless line": ("done", 2),
     }
     assert {
-        method: sum("rejected, of what" in line for line in local.lines(job_id)) for method, job_id in ids.items()
+        method: sum("rejected schedules" in line for line in local.lines(job_id)) for method, job_id in ids.items()
     } == {method: max(1, job.crashes) for method, job in ends.items()}
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
     assert (
