@@ -1,9 +1,9 @@
-"""What a problem is like: its figures as proportions, on a coarse grid (OptPipe section 4.2, "discretize ... into
+"""Features of a problem: its figures as proportions on a coarse grid (OptPipe, section 4.2: "discretize ... into
 proportional values").
 
-Times are shares of a stage's work, the mean F + B + W over all stages; a device's memory is the number of micro-batches
-whose activations it can hold. So the same model on a GPU twice as fast, or measured again on a noisy day, has the same
-features.
+Times are shares of a stage's work, the mean of F + B + W over all stages. A device's memory is the number of
+micro-batches whose activations fit into it. So the same model on a GPU twice as fast, or measured again on a noisy day,
+has the same features.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
-GRID = 20  # steps in a unit: differences below a twentieth are noise of the profile
-MOST = 1e9  # a larger proportion is as good as this one; times near zero have quotients that are no number
+GRID = 20  # steps per unit: smaller differences are noise of the measurement
+MOST = 1e9  # cap of proportions: dividing by times near zero gives no useful number
 
-Features = dict[str, list[int]]  # name -> one figure per stage or device, in steps of 1/GRID
+Features = dict[str, list[int]]  # name -> a figure per stage or device, in steps of 1/GRID
 
 
 def shape(problem: Problem) -> str:
-    """Hash of what must agree before a program of one problem means anything for another: which ops there are, and
-    where they run."""
+    """Hash what two problems must have in common before a program of one makes sense for the other.
+
+    That is which ops there are, and on which devices they run.
+    """
     costs = problem.costs
     content = {
         "devices": len(problem.devices),
@@ -39,9 +41,8 @@ def shape(problem: Problem) -> str:
         "can_recompute": costs.can_recompute.tolist(),
         "pairs": problem.overlap_factor is not None,
     }
-    if (
-        costs.can_evict.any()
-    ):  # what most problems lack is not said of them, so that what older releases kept is still found
+    # Only what a problem has is hashed, so that entries of older releases are still found.
+    if costs.can_evict.any():
         content |= {"can_evict": costs.can_evict.tolist(), "peer": costs.peer.tolist()}
     if costs.can_update.any():
         content["can_update"] = costs.can_update.tolist()
@@ -49,7 +50,7 @@ def shape(problem: Problem) -> str:
 
 
 def features(problem: Problem) -> Features:
-    """The problem's proportions in steps of 1/GRID."""
+    """Return the problem's proportions, in steps of 1/GRID."""
     costs, m = problem.costs, problem.microbatches
     work = float(costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0).mean()) or 1.0
     activation = np.maximum(costs.activation, 1)
@@ -85,16 +86,17 @@ def features(problem: Problem) -> Features:
 
 
 def _microbatches(limit: int, per_stage: NDArray[np.int64], m: int) -> float:
-    """How many micro-batches' bytes fit; all of them is as good as no limit."""
+    """How many micro-batches fit into `limit` bytes, at most `m`: more memory than that makes no difference."""
     one = int(per_stage.sum())
     return min(float(m), limit / one) if one else float(m)
 
 
 def distance(a: Features, b: Features) -> float:
-    """How unlike two problems of one shape are: per feature the mean |difference| over stages or devices, summed over
-    the features.
+    """Return how different two problems of one shape are.
 
-    0.1 is, for example, a forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an
-    activation less memory on every device. Below the grid everything is 0.
+    The mean |difference| over stages or devices of each feature, summed over the features. For example, 0.1 is a
+    forward
+    pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation less memory on every
+    device. Differences below the grid count as 0.
     """
     return sum(float(np.abs(np.subtract(a[name], b[name])).mean()) for name in a) / GRID

@@ -1,2 +1,4 @@
-"""The command line, `optpipe`. Only here may the core's package import the other components, inside the command that
-needs one."""
+"""The command line, `optpipe`.
+
+It is the only component that uses all others. A command imports what it needs when it runs, so that `--help` is quick.
+"""

@@ -1,4 +1,4 @@
-"""`python -m optpipe_cli` is the command line."""
+"""Run the command line by `python -m optpipe_cli`."""
 
 from optpipe_cli.main import main
 

@@ -1,4 +1,4 @@
-"""`optpipe cache …`: solved schedules, found again."""
+"""`optpipe cache ...`: solved schedules, found again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Solved schedules, found again.", no_args_is_help=True)
 
 At = Annotated[
-    Path | None, typer.Option("--cache", help="The cache's file; default: $OPTPIPE_CACHE or the user's cache folder.")
+    Path | None,
+    typer.Option("--cache", help="The cache's file. Default: $OPTPIPE_CACHE, or one in the user's cache folder."),
 ]
 
 
@@ -26,14 +27,15 @@ def lookup(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the schedule of this problem or of the nearest one that fits it; exit code 1 where there is none."""
+    """Find the schedule of this problem, or of the most similar one whose schedule is valid; exit code 1 if there
+    is none."""
     from optpipe.model.problem import Problem
     from optpipe.schedule import ScheduleFile
 
     require_writable(output)
     hit = _open(cache).lookup(Problem.load(problem))
     if hit is None:
-        print_json({"hit": None}) if json else typer.echo("no schedule in the cache fits this problem")
+        print_json({"hit": None}) if json else typer.echo("no schedule in the cache is valid for this problem")
         raise typer.Exit(1)
     if output:
         ScheduleFile.of(hit.schedule, hit.status, hit.lower_bound_ms).save(output)
@@ -56,30 +58,31 @@ def add(
     cache: At = None,
     json: Json = False,
 ) -> None:
-    """Put schedules into the cache; each is checked first, and the better one of a problem is kept."""
+    """Add schedules. Each is checked, and the better one of a problem is kept; nothing is added if one is not valid."""
     from optpipe.errors import InputError
     from optpipe.schedule import ScheduleFile, check
 
     files = [ScheduleFile.load(path) for path in schedules]
-    for path, file in zip(schedules, files, strict=True):
-        if wrong := check(file.problem, file.schedule()):
+    loaded = [file.schedule() for file in files]
+    for path, file, schedule in zip(schedules, files, loaded, strict=True):
+        if wrong := check(file.problem, schedule):
             raise InputError(f"{path}: not a schedule that runs and fits: {wrong[0]}")
     store = _open(cache)
-    kept = []
-    for path, file in zip(schedules, files, strict=True):
+    added = 0
+    for path, file, schedule in zip(schedules, files, loaded, strict=True):
         try:
-            kept.append(store.add(file.schedule(), file.status, file.lower_bound_ms))
+            added += store.add(schedule, file.status, file.lower_bound_ms, verified=True)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
     if json:
-        print_json({"added": sum(kept), "known_better": len(kept) - sum(kept)})
+        print_json({"added": added, "known_better": len(loaded) - added})
     else:
-        typer.echo(f"{sum(kept)} added, {len(kept) - sum(kept)} already known as good or better")
+        typer.echo(f"{added} added, {len(loaded) - added} already known as good or better")
 
 
 @app.command(name="list")
 def list_(cache: At = None, json: Json = False) -> None:
-    """List what is known."""
+    """List the schedules in the cache."""
     rows = [
         {
             "name": entry.problem.name,
@@ -107,10 +110,10 @@ def list_(cache: At = None, json: Json = False) -> None:
 
 @app.command(name="export")
 def export(
-    output: Annotated[Path, typer.Argument(help="A file of JSON lines.")],
+    output: Annotated[Path, typer.Argument(help="The file to write, of JSON lines.")],
     cache: At = None,
 ) -> None:
-    """Write everything to a file that `import` reads."""
+    """Write all entries to a file for `import`."""
     from optpipe.model.problem import write_file
 
     require_writable(output)
@@ -124,16 +127,18 @@ def import_(
     source: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
     cache: At = None,
 ) -> None:
-    """Read a file that `export` wrote; each schedule is checked, and the better one of a problem is kept."""
+    """Read a file that `export` has written. Each schedule is checked, and the better one of a problem is kept."""
     from optpipe.model.problem import read_file
 
     typer.echo(f"{_open(cache).import_lines(read_file(source).splitlines())} added")
 
 
 @app.command()
-def prune(keep: Annotated[int, typer.Argument(min=0, help="How many to keep, the newest.")], cache: At = None) -> None:
-    """Forget all but the newest."""
-    typer.echo(f"{_open(cache).prune(keep)} forgotten")
+def prune(
+    keep: Annotated[int, typer.Argument(min=0, help="How many of the newest to keep.")], cache: At = None
+) -> None:
+    """Delete all but the newest entries."""
+    typer.echo(f"{_open(cache).prune(keep)} deleted")
 
 
 def _open(path: Path | None) -> Cache:

@@ -22,34 +22,33 @@ if TYPE_CHECKING:
     from optpipe.model.placement import Placement
     from optpipe.model.problem import Problem
 
-WIDTH = 250  # characters, where the output is no terminal: nothing is wrapped
+WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
 Methods = Annotated[
-    str | None, typer.Option(help="Some of them, e.g. 1f1b,gis:group=5,auto; auto is what solve finds. Default: all.")
+    str | None, typer.Option(help="Some methods, e.g. 1f1b,gis:group=5,auto; auto is what solve finds. Default: all.")
 ]
 
 
 def compare(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
     methods: Methods = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for each search of the solver's.")] = 10.0,
-    threads: Annotated[int | None, typer.Option(help="Of the solver. Default: all cores.")] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each search of the solver.")] = 10.0,
+    threads: Annotated[int | None, typer.Option(help="Threads of the solver. Default: all cores.")] = None,
     placements: Annotated[
         Placements,
         typer.Option(
-            help="all: each system on the stages that it is for, the solver on any. keep: on the stages as given."
+            help="all: each published schedule on its own stages, the solver on any. keep: the stages as given."
         ),
     ] = Placements.all,
     pictures: Annotated[Path | None, typer.Option(help="Write a picture of each schedule into this folder.")] = None,
     json: Json = False,
 ) -> None:
-    """Put every published schedule, every heuristic and the solver's answer side by side, or say why one does not
-    fit."""
+    """Compare every published schedule, every heuristic and the solver's answer, and say why one does not fit."""
     from optpipe.model.problem import Problem
 
-    what, asked = Problem.load(problem), None if methods is None else names(methods)
+    what, wanted = Problem.load(problem), None if methods is None else names(methods)
     if pictures:
         _require_folder(pictures)
-    found = watched(what, asked, time_limit, threads, placements.value, quiet=json)
+    found = watched(what, wanted, time_limit, threads, placements.value, quiet=json)
     if pictures:
         _draw(found, pictures)
     if json:
@@ -63,14 +62,14 @@ def compare(
 
 
 def names(methods: str) -> list[str]:
-    """What stands between commas, but for those between the parameters of one method."""
+    """Split at commas, except those between the parameters of one method."""
     return [name.strip() for name in re.split(r",(?![a-z]+=)", methods)]
 
 
 def watched(
     problem: Problem, methods: list[str] | None, time_limit: float, threads: int | None, placements: Any, quiet: bool
 ) -> Comparison:
-    """`optpipe.compare`; meanwhile a line on stderr says what has been found."""
+    """Run `optpipe.compare` with a line on stderr that shows the progress."""
     from optpipe.comparison import compare
 
     with waiting("comparing", quiet) as say:
@@ -84,7 +83,8 @@ def watched(
 
 @contextmanager
 def waiting(text: str, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on stderr while something takes its time, which may be told anew; none where nobody looks."""
+    """Show a line on stderr during the block, and yield a function that changes it; nothing if stderr is not a
+    terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -96,13 +96,13 @@ def waiting(text: str, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def table(found: Comparison) -> Table:
-    """For people: figures of those that do not fit are what they would be."""
+    """Return the table for people. Rows that do not fit have the figures that they would have."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for name in ("method", "makespan", "span", "bubble", "peak", "gap", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
-    table.add_column()  # why not
+    table.add_column()  # the reason why it does not fit
     for row in found.rows:
         table.add_row(*_cells(row), style=None if row.fits else "dim")
     return table
@@ -127,7 +127,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _stages(placement: Placement | None) -> str:
-    """In two words: how many a device and how they lie."""
+    """How many stages a device has and how they are placed, in two words."""
     from optpipe.model.placement import NAMES
 
     if placement is None:
@@ -140,14 +140,14 @@ def _stages(placement: Placement | None) -> str:
 
 
 def label(row: Row) -> str:
-    """`auto, any (lns)`: the solver's rows also say what found them."""
+    """Return for example `auto, any (lns)`: the solver's rows also name the engine that found the schedule."""
     from optpipe.comparison import SOLVER
 
     return f"{title(row)} ({row.schedule.method})" if row.schedule and row.method == SOLVER else title(row)
 
 
 def title(row: Row) -> str:
-    """The method; of the solver's rows, whether stages were free."""
+    """Return the method, and for the solver's rows whether the stages were free."""
     from optpipe.comparison import SOLVER
 
     return f"{row.method}, any" if row.method == SOLVER and row.placements == "all" else row.method
@@ -177,7 +177,7 @@ def _require_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+        raise InputError(f"{folder}: cannot be created: {error.strerror}") from None
 
 
 def _draw(found: Comparison, folder: Path) -> None:

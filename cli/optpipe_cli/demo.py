@@ -1,5 +1,5 @@
-"""`optpipe demo`: the main job, small: a service, a training beside it, better schedules swapped in, and the truth
-about the gain."""
+"""`optpipe demo`: the whole system, small: a service, a training beside it that adopts better schedules, and the
+measured gain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from optpipe.errors import OptPipeError
-from optpipe_cli.bench_runtime import difference
+from optpipe_cli.bench.runtime import difference
 from optpipe_cli.launch import torchrun
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
 
 def demo() -> None:
-    """Train a small GPT under torchrun, solve beside it, swap better schedules in, show the gain."""
+    """Train a small GPT under torchrun, solve beside it, swap better schedules in, and show the gain."""
     from optpipe_cli.extras import need
 
     need("runtime")
@@ -43,8 +43,8 @@ def demo() -> None:
 
 
 class Gain(NamedTuple):
-    """How much shorter a step is with the best schedule, relatively: the median over rounds, and where 95 % of its
-    resamples lie."""
+    """How much shorter a step is with the best schedule, as a share: the median over rounds, and the range of 95 % of
+    its resamples."""
 
     median: float
     low: float
@@ -53,8 +53,8 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found: the largest relative difference of a loss, the memory, and the quiet phase's medians and
-    spreads in ms."""
+    """What the demo found: the largest relative difference of a loss, memory, and medians and spreads of the quiet
+    phase in ms."""
 
     loss_difference: float
     within_memory: bool
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def run(plan: Plan, folder: Path) -> Outcome:
-    """Runs the main job in `folder` and prints its table."""
+    """Run the demo in `folder` and print its table."""
     from optpipe_runtime.demo import reference
     from optpipe_runtime.demo.train import Told
 
@@ -80,7 +80,7 @@ def run(plan: Plan, folder: Path) -> Outcome:
         "OMP_NUM_THREADS": "1",
         "OPTPIPE_CACHE": str(folder / "cache.db"),
         "OPTPIPE_KEY": "",
-    }  # its own service
+    }
     with _service(folder, environment) as (url, pid):
         typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")
         torchrun(
@@ -117,7 +117,8 @@ def run(plan: Plan, folder: Path) -> Outcome:
 
 @contextlib.contextmanager
 def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterator[tuple[str, int]]:
-    """The service as a process of its own, on a free port and an embedded database; ended at the end."""
+    """Start the service as a process of its own, with a SQLite database; port 0 takes a free one. Ended after the
+    block."""
     command = [
         sys.executable,
         "-m",
@@ -137,7 +138,7 @@ def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterat
         if not line.startswith("listening on "):
             process.kill()
             typer.echo((folder / "service.log").read_text(errors="replace"), err=True)
-            raise OptPipeError("the service did not start; what it said stands above")
+            raise OptPipeError("the service did not start; its log is above")
         try:
             yield line.removeprefix("listening on ").strip(), process.pid
         finally:
@@ -145,7 +146,7 @@ def _service(folder: Path, environment: dict[str, str], port: int = 0) -> Iterat
 
 
 def _adopted(url: str) -> list[str]:
-    """What the service was told that the training swapped in, beside what it had predicted; nothing, if it has died."""
+    """What the service knows of the adopted schedules, beside its predictions; nothing if the service is down."""
     import httpx
 
     lines = []
@@ -158,12 +159,12 @@ def _adopted(url: str) -> list[str]:
                 measured = told["measured_iteration_ms"]
                 took = "not measured" if measured is None else f"measured {measured:.0f} ms"
                 says = f"predicted {told['predicted_ms']:.0f} ms, {took}"
-                lines.append(f"the service was told: its schedule {told['seq']} runs since step {told['step']}, {says}")
+                lines.append(f"adoption: schedule {told['seq']} runs since step {told['step']}, {says}")
     return lines
 
 
 def _why_not_interleaved(told: Told) -> str:
-    """Interleaved 1F1B, 1F1B for several stages a rank, at this budget: which rank needs how much."""
+    """Whether interleaved 1F1B, 1F1B with several stages a rank, fits this budget, and if not, why."""
     from optpipe.anytime import solve
     from optpipe.model.problem import Problem
 
@@ -181,16 +182,16 @@ def _middle(told: Told, version: int) -> tuple[float, float]:
 
 
 def rounds(told: Told, best: int, count: int) -> list[float]:
-    """The gain of each of the last `count` rounds, in which the first and the best schedule took turns."""
+    """Return the gain of each of the last `count` rounds, in which the first and the best schedule alternated."""
     settled = [step for step in told.steps if step.settled and not step.live and step.version in (0, best)]
-    turns = [median(step.ms for step in turn) for _, turn in groupby(settled, key=lambda step: step.version)][
+    medians = [median(step.ms for step in phase) for _, phase in groupby(settled, key=lambda step: step.version)][
         -2 * count :
     ]
-    return [1 - after / before for before, after in zip(turns[::2], turns[1::2], strict=False)]
+    return [1 - after / before for before, after in zip(medians[::2], medians[1::2], strict=False)]
 
 
 def gain_of(rounds: list[float]) -> Gain:
-    """With its spread by the bootstrap: medians of as many rounds, drawn again and again."""
+    """Return the gain with its spread by the bootstrap: medians of resampled rounds."""
     if not rounds:
         return Gain(0.0, 0.0, 0.0)
     draw = random.Random(0)
@@ -251,7 +252,7 @@ def _figure(middle: tuple[float, float]) -> str:
 
 
 def _look_up(told: Told, folder: Path) -> bool:
-    """The last thing a user would do: the same problem again, found by the command line."""
+    """Look the same problem up again, by the command line."""
     from optpipe.model.problem import Problem
 
     Problem.from_dict(told.problem).save(folder / "problem.json")
@@ -272,12 +273,12 @@ def _look_up(told: Told, folder: Path) -> bool:
 
 def _print_verdict(outcome: Outcome, ranks: int) -> None:
     say: Any = typer.echo
-    say(f"losses: at most {outcome.loss_difference:.1e} from the plain run's, relatively (tolerance {TOLERANCE:g})")
+    say(f"losses: relative difference to the plain run at most {outcome.loss_difference:.1e} (tolerance {TOLERANCE:g})")
     say(f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step")
     gain = outcome.gain
-    sure = "a gain" if gain.low > 0 else "no gain beyond what chance gives"
+    sure = "a gain" if gain.low > 0 else "no gain beyond chance"
     within = f"95% of resamples between {gain.low:.1%} and {gain.high:.1%}"
-    say(f"time: with the best schedule a step takes {gain.median:.1%} less, turn by turn, {within}: {sure}")
+    say(f"time: with the best schedule a step takes {gain.median:.1%} less in alternation, {within}: {sure}")
     cores = os.cpu_count() or 1
     if ranks > cores:
-        say(f"note: {ranks} ranks share {cores} cores, so their compute takes turns and hides part of the gain")
+        say(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")

@@ -1,4 +1,4 @@
-"""Commands that need more than the plain install say so in a sentence."""
+"""Optional packages: commands that need more than the plain install say so in a sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDS = {
 
 
 def need(extra: str, *packages: str) -> None:
-    """Raises `InputError` where a package of this extra, or of those of it that are named, is not installed."""
+    """Raise `InputError` if the packages of this extra, or those of it that are named, are not installed."""
     missing = [name for name in packages or NEEDS[extra] if find_spec(name) is None]
     if missing:
         raise InputError(f"{', '.join(missing)} is not installed: pip install 'optpipe[{extra}]'")

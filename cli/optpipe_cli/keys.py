@@ -1,4 +1,4 @@
-"""`optpipe keys …`: who may use the service, and for what."""
+"""`optpipe keys ...`: who may use the service, and for what."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ if TYPE_CHECKING:
     from optpipe_server.database.keys import Keys
 
 app = typer.Typer(
-    help="Who may use the service, and for what. Until a first key is made, everybody on this machine.",
+    help="Who may use the service, and for what. Until there is a key, everybody on this machine.",
     no_args_is_help=True,
 )
 
-Of = Annotated[
+DatabaseUrl = Annotated[
     str,
-    typer.Option("--database", envvar="OPTPIPE_DATABASE", help="Database URL of the service, which may be running."),
+    typer.Option(
+        "--database", envvar="OPTPIPE_DATABASE", help="The service's database URL. The service may be running."
+    ),
 ]
-OWN = "sqlite:///optpipe.db"  # the one of `optpipe serve`
+DEFAULT = "sqlite:///optpipe.db"  # as `optpipe serve`
 
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option(help="Whose key it is: tenants see only their own jobs.")],
-    scope: Annotated[list[str], typer.Option(help="submit, read or admin; give it several times for several.")],
-    database: Of = OWN,
+    tenant: Annotated[str, typer.Option(help="Who owns the key: tenants see only their own jobs.")],
+    scope: Annotated[list[str], typer.Option(help="submit, read or admin; repeat it for several.")],
+    database: DatabaseUrl = DEFAULT,
 ) -> None:
-    """Make a key and print it: it is kept as a hash and cannot be shown again."""
+    """Create a key and print it. It is stored as a hash and cannot be shown again."""
     with _keys(database) as keys:
         typer.echo(keys.create(tenant, scope))
 
 
 @app.command(name="list")
-def list_(database: Of = OWN, json: Json = False) -> None:
-    """List all keys, without what makes them keys."""
+def list_(database: DatabaseUrl = DEFAULT, json: Json = False) -> None:
+    """List all keys without their secrets."""
     with _keys(database) as keys:
         rows = [dict(row._mapping) for row in keys.list()]
     if json:
@@ -56,9 +58,9 @@ def list_(database: Of = OWN, json: Json = False) -> None:
 @app.command()
 def revoke(
     key: Annotated[str, typer.Argument(help="Its id: the middle of op_<id>_<secret>, as `list` shows it.")],
-    database: Of = OWN,
+    database: DatabaseUrl = DEFAULT,
 ) -> None:
-    """From now on a key opens nothing. A service whose last key is revoked does not open."""
+    """Revoke a key. A service whose last key is revoked does not open."""
     with _keys(database) as keys:
         keys.revoke(key)
     typer.echo(f"{key} is revoked")
@@ -75,7 +77,7 @@ def _keys(url: str) -> Iterator[Keys]:
     from optpipe_server.database import Database
     from optpipe_server.database.keys import Keys
 
-    database = Database(url, beside=True)
+    database = Database(url, secondary=True)
     try:
         yield Keys(database)
     except SQLAlchemyError as error:

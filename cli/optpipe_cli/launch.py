@@ -1,4 +1,4 @@
-"""Ranks: a module run by torchrun on this machine."""
+"""Start ranks: run a module by torchrun on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from optpipe.errors import InputError, OptPipeError
 def torchrun(
     ranks: int, module: str, *arguments: object, environment: Mapping[str, str] | None = None, quietly: bool = False
 ) -> None:
-    """Runs `module` on `ranks` ranks, one thread each, until all have ended; raises `OptPipeError` where one fails.
-    `quietly`, where ranks end as commands do: what they write to stderr is kept back, and where one ends with a
-    sentence, that is all that is said."""
+    """Run `module` on `ranks` ranks, one thread each, until all have ended.
+
+    With `quietly` their stderr is held back; if a rank ends with a message as commands do, only that is shown. Raises
+    `OptPipeError` if a rank fails.
+    """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module]
     variables = {**(environment or os.environ), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

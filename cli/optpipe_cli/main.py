@@ -1,4 +1,4 @@
-"""`optpipe`: every command in one place. Each imports what it needs when it runs, so that `--help` is quick."""
+"""`optpipe`: registers every command. Each imports what it needs when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 
 import typer
 
-from optpipe_cli import bench, cache, compare, demo, inspect, keys, profile, serve, solve, worker
+from optpipe_cli import cache, compare, demo, keys, profile, schedule_commands, serve, solve, worker
+from optpipe_cli.bench.commands import app as bench_app
 
 app = typer.Typer(
     name="optpipe",
@@ -20,9 +21,9 @@ app = typer.Typer(
 for command in (
     solve.solve,
     compare.compare,
-    inspect.check,
-    inspect.simulate,
-    inspect.show,
+    schedule_commands.check,
+    schedule_commands.simulate,
+    schedule_commands.show,
     profile.profile,
     serve.serve,
     worker.worker,
@@ -31,11 +32,11 @@ for command in (
     app.command()(command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Runs a command. A user's mistake is one sentence on stderr and exit code 2."""
+    """Run a command. A mistake of the user's ends with one sentence on stderr and exit code 2."""
     from optpipe.errors import OptPipeError
 
     try:
@@ -45,8 +46,7 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:  # such as a full disk behind stdout
         print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
-        with contextlib.suppress(
-            OSError
-        ):  # what is still buffered cannot be written either: the exit must not trip over it
+        # What is still buffered cannot be written either; without this the interpreter would fail once more at exit.
+        with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""What the commands print: figures as a table or, with `--json`, as JSON; files written only where that can succeed."""
+"""What commands print: figures as text or, with `--json`, as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_json(content: Any) -> None:
 
 
 def require_writable(path: Path | None) -> None:
-    """Before a long search: an answer that could not be saved would be lost. Leaves no file where there was none."""
+    """Raise `InputError` if the file cannot be written, before a long search whose answer would be lost."""
     if path is None:
         return
     if path.is_dir():
@@ -39,7 +39,7 @@ def require_writable(path: Path | None) -> None:
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """A result's figures for people and programs; what is not known is None."""
+    """Return a result's figures for people and programs; None for what is not known."""
     schedule = result.schedule
     content: dict[str, Any] = {
         "status": result.status,
@@ -69,7 +69,7 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> str:
-    """One line: `570 ms by cyclic, bubble 21.4%, at most 7.9% above the optimum (bound 525 ms)`."""
+    """Return one line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
     if result.schedule is None:
         return f"{result.status}: {result.reason}"
     noisy = (

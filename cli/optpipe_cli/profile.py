@@ -1,4 +1,4 @@
-"""`optpipe profile`: a user's model measured on the ranks of torchrun, as a problem file."""
+"""`optpipe profile`: measure a user's model on ranks, and write a problem file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 COLUMNS = {
     "F": "forward_ms", "B": "backward_input_ms", "W": "backward_weight_ms", "recompute": "recompute_ms",
     "offload": "offload_ms", "reload": "reload_ms", "after F": "activation_bytes",
-    "after B": "saved_for_weight_bytes", "can leave": "offload_bytes",
+    "after B": "saved_for_weight_bytes", "offloadable": "offload_bytes",
 }  # fmt: skip
 
 
@@ -25,14 +25,16 @@ def profile(
         str, typer.Option(help="MODULE:FUNCTION; called with rank and ranks, it returns an optpipe_runtime.Setup.")
     ],
     ranks: Annotated[
-        int | None, typer.Option(help="Start so many ranks here; without it this is a rank that torchrun has started.")
+        int | None,
+        typer.Option(help="How many ranks to start here. Without it, this is a rank that torchrun has started."),
     ] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Into how many the batch is cut.")] = 8,
+    microbatches: Annotated[int, typer.Option(min=1, help="How many micro-batches a batch has.")] = 8,
     activation_budget_bytes: Annotated[
-        int | None, typer.Option(min=0, help="A rank's budget for activations; on a GPU by default what it has left.")
+        int | None,
+        typer.Option(min=0, help="A rank's budget for activations. Default on a GPU: the memory that is left."),
     ] = None,
-    offload_parts: Annotated[int, typer.Option(min=1, help="In how many parts an activation may leave.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each op is measured, at least.")] = 7,
+    offload_parts: Annotated[int, typer.Option(min=1, help="In how many parts an activation may be offloaded.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each op is measured at least.")] = 7,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
     json: Json = False,
 ) -> None:
@@ -49,7 +51,7 @@ def profile(
         return
     if ranks is None or ranks < 1:
         raise InputError(
-            f"ranks = {ranks}: say how many to start here, or start them by torchrun --nproc-per-node N -m "
+            f"ranks = {ranks}: expected how many to start here; or start them by torchrun --nproc-per-node N -m "
             "optpipe_cli profile ..."
         )
     _start(ranks, model, microbatches, activation_budget_bytes, offload_parts, repeats, output, json)
@@ -64,7 +66,7 @@ def _start(
     repeats: int,
     *where: Any,
 ) -> None:
-    """The same command on ranks of its own."""
+    """Run the same command on ranks that are started here."""
     from rich.console import Console
 
     from optpipe_cli.launch import torchrun
@@ -80,7 +82,7 @@ def _start(
 def _measure(
     model: str, microbatches: int, activation_budget_bytes: int | None, parts: int, repeats: int
 ) -> Measured | None:
-    """Collective, on every rank; what was measured, on rank 0."""
+    """Measure on every rank (collective); the result is on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -127,7 +129,7 @@ def _tell(measured: Measured, output: Path | None, json: bool) -> None:
     for (here, there), spread in measured.links.items():
         typer.echo(f"a message from rank {here} to rank {there}: {spread.ms:.3f} ± {spread.iqr_ms:.3f} ms")
     if measured.launch_bound:
-        typer.echo(f"as long as the host takes to launch them, stage and time: {measured.launch_bound}")
+        typer.echo(f"stages and ops that take only as long as the host needs to launch them: {measured.launch_bound}")
     if output is not None:
         typer.echo(f"problem file: {output}")
 

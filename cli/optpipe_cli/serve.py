@@ -10,27 +10,29 @@ import typer
 
 def serve(
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others can reach it only once there is a key.")
+        str, typer.Option(help="Address to listen on. One that others can reach needs a key first.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one and prints it.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one. It is printed.")] = 8000,
     database: Annotated[
         str, typer.Option(envvar="OPTPIPE_DATABASE", help="sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.")
     ] = "sqlite:///optpipe.db",
     solves: Annotated[
-        int, typer.Option(min=0, max=1000, help="Searches at a time; 0 leaves them to `optpipe worker`.")
+        int, typer.Option(min=0, max=1000, help="Searches at a time. With 0, `optpipe worker` processes search.")
     ] = 1,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Of all searches together; all cores but one by default.")
+        int | None, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
     ] = None,
-    memory_mib: Annotated[int | None, typer.Option(min=64, help="Of one search's processes together.")] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Jobs of a tenant that may wait.")] = 100,
+    memory_mib: Annotated[
+        int | None, typer.Option(min=64, help="Memory limit for all processes of one search together.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=0, help="Jobs of one tenant that may wait.")] = 100,
     streams: Annotated[int, typer.Option(min=1, help="Clients that may follow jobs at a time.")] = 1000,
     shared_cache: Annotated[bool, typer.Option("--shared-cache", help="Tenants find each other's schedules.")] = False,
     log_json: Annotated[
-        bool | None, typer.Option(help="Lines of JSON, or for people; by default JSON unless on a terminal.")
+        bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
     ] = None,
 ) -> None:
-    """Run the service that solves problems beside a training."""
+    """Run the service that solves problems while a training runs."""
     from optpipe_cli.extras import need
 
     need("server")

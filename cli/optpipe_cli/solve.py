@@ -1,4 +1,4 @@
-"""`optpipe solve`."""
+"""`optpipe solve`: find the best schedule of a problem within a time limit."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def solve(
             " such as 1f1b or gis:group=5 (`optpipe compare` lists them)."
         ),
     ] = "auto",
-    time_limit: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
-    threads: Annotated[int | None, typer.Option(help="Default: all cores.")] = None,
+    time_limit: Annotated[float, typer.Option(help="Time limit in seconds.")] = 60.0,
+    threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.")] = None,
     objective: Annotated[
         Objective, typer.Option(help="makespan, or span: the longest time of one device.")
     ] = Objective.makespan,
     warm_start: Annotated[Path | None, typer.Option(help="A schedule file to start from.")] = None,
-    seed: Annotated[int, typer.Option(help="For the search's random choices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
     solver: Annotated[str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp or pulp:NAME.")] = "auto",
     placements: Annotated[
         Placements,
@@ -57,16 +57,21 @@ def solve(
             help="keep the stages, or try all: one chunk a device, looped or V-shaped chunks, the layers split anew."
         ),
     ] = Placements.keep,
-    jitter: Annotated[float, typer.Option(help="Be robust against op times that vary by this share, e.g. 0.05.")] = 0.0,
-    memory_mib: Annotated[int | None, typer.Option(help="Memory for the solver's processes together, MiB.")] = None,
+    jitter: Annotated[
+        float,
+        typer.Option(help="Standard deviation of op times, as a share such as 0.05: minimise the 95th percentile."),
+    ] = 0.0,
+    memory_mib: Annotated[
+        int | None, typer.Option(help="Memory limit for all solver processes together, in MiB.")
+    ] = None,
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Neither look the problem up nor keep the answer.")
+        bool, typer.Option("--no-cache", help="Neither look the problem up nor store the answer.")
     ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with its picture here.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the best schedule within the time. Ctrl-C ends the search and keeps the best so far."""
+    """Find the best schedule within the time limit. Ctrl-C ends the search and keeps the best so far."""
     from optpipe.anytime import Result, improve
     from optpipe.errors import InputError
     from optpipe.model.problem import Problem
@@ -98,17 +103,17 @@ def solve(
                 jitter=jitter,
                 memory_mib=memory_mib,
             )
-        except InputError as error:  # of an argument: the user knows it as an option
+        except InputError as error:  # names a parameter, which the user knows as an option
             raise InputError(
                 re.sub(r"^improve: (\w+)", lambda found: f"--{found[1].replace('_', '-')}", str(error))
             ) from None
         result = _follow(search, time_limit, quiet=json)
     if cache and result.schedule:
         found = result.schedule
-        _unless_broken(lambda: cache.add(found, _found(result), result.lower_bound_ms, objective.value))
+        _unless_broken(lambda: cache.add(found, _found(result), result.lower_bound_ms, objective.value, verified=True))
     try:
         _tell(result, json)
-    finally:  # also where nobody reads stdout any more
+    finally:  # also if stdout is closed
         if result.schedule:
             _write(result, result.schedule, output, html)
     if result.schedule is None:
@@ -124,7 +129,7 @@ def _cache() -> Cache:
 
 
 def _unless_broken(use: Callable[[], T]) -> T | None:
-    """What the cache answers. One that cannot be used is said, and stands in no one's way."""
+    """Return what the cache answers. An unusable cache is reported and changes nothing else."""
     from optpipe.errors import OptPipeError
 
     try:
@@ -139,7 +144,7 @@ def _found(result: Result) -> Found:
 
 
 def _follow(search: Search, time_limit: float, quiet: bool) -> Result:
-    """The last result; meanwhile a bar on stderr says how far the search is and what it has."""
+    """Return the last result; meanwhile a bar on stderr shows the progress."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -153,9 +158,8 @@ def _follow(search: Search, time_limit: float, quiet: bool) -> Result:
             progress.advance(task, 0.2)
 
     def interrupt(*_: object) -> None:
-        threading.Thread(
-            target=search.cancel, daemon=True
-        ).start()  # not here: the main thread may hold the lock that cancel needs
+        # In a thread, because the main thread may hold the lock that `cancel` needs.
+        threading.Thread(target=search.cancel, daemon=True).start()
 
     before = signal.signal(signal.SIGINT, interrupt)
     with Progress(*columns, console=console, transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
@@ -187,9 +191,7 @@ def _write(result: Result, schedule: Schedule, output: Path | None, html: Path |
     from optpipe.show.page import page
 
     if output:
-        bound = (
-            result.lower_bound_ms if result.objective == "makespan" else None
-        )  # the file's bound is one on the makespan
+        bound = result.lower_bound_ms if result.objective == "makespan" else None  # a file's bound is on the makespan
         ScheduleFile.of(schedule, _found(result) if bound is not None else "feasible", bound).save(output)
     if html:
         write_file(html, page(schedule, result.lower_bound_ms))

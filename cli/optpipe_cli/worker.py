@@ -1,4 +1,4 @@
-"""`optpipe worker`: a process that solves what the service was asked."""
+"""`optpipe worker`: a process that solves the service's jobs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ import typer
 
 def worker(
     database: Annotated[
-        str, typer.Option(envvar="OPTPIPE_DATABASE", help="PostgreSQL URL; the password may be in PGPASSWORD.")
+        str, typer.Option(envvar="OPTPIPE_DATABASE", help="PostgreSQL URL. The password may be in PGPASSWORD.")
     ],
     solves: Annotated[int, typer.Option(min=1, max=1024, help="Searches at a time.")] = 1,
     threads: Annotated[
-        int, typer.Option(min=1, max=1024, help="Of all searches together; one less than there are cores by default.")
+        int, typer.Option(min=1, max=1024, help="Threads of all searches together. Default: all cores but one.")
     ] = max(1, (os.cpu_count() or 1) - 1),
     memory_mib: Annotated[
-        int | None, typer.Option(min=64, help="Of one search's processes together; no limit by default.")
+        int | None, typer.Option(min=64, help="Memory limit for all processes of one search together. Default: none.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="In the database and the logs; host and process by default.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name in the database and the logs. Default: host and process id.")
+    ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of /metrics and /healthz.")] = "127.0.0.1",
     metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Their port; 0 is a free one, none without.")
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of /metrics and /healthz; 0 takes a free one. Default: not served."),
     ] = None,
     log_json: Annotated[
-        bool | None, typer.Option(help="Lines of JSON, or for people; by default JSON unless on a terminal.")
+        bool | None, typer.Option(help="Log JSON lines or readable ones. Default: JSON unless on a terminal.")
     ] = None,
-    shared_cache: Annotated[bool, typer.Option(help="As the service: tenants find each other's schedules.")] = False,
+    shared_cache: Annotated[
+        bool, typer.Option(help="Tenants find each other's schedules. Set as for the service.")
+    ] = False,
 ) -> None:
     """Solve jobs of a service whose database is PostgreSQL, until told to end."""
     from optpipe_cli.extras import need
@@ -35,11 +40,11 @@ def worker(
     need("server")
     from optpipe_server import logs
     from optpipe_server.settings import Settings
-    from optpipe_server.work import own_name
-    from optpipe_server.worker import work
+    from optpipe_server.work import default_worker_name
+    from optpipe_server.work.worker import work
 
     logs.configure(log_json)
     settings = Settings(
         database=database, solves=solves, threads=threads, memory_mib=memory_mib, shared_cache=shared_cache
     )
-    work(settings, name or own_name(), metrics_host, metrics_port)
+    work(settings, name or default_worker_name(), metrics_host, metrics_port)

@@ -1,9 +1,9 @@
-"""What the service says on stderr: a line an event, JSON for machines and readable for people.
+"""The service's log on stderr: a line per event, JSON for machines or readable for people.
 
-A line has `time` (UTC), `level`, `event`, `logger`, and what the place that wrote it adds: `job`, `attempt`, `worker`,
+A line has `time` (UTC), `level`, `event`, `logger`, and what its place in the code adds: `job`, `attempt`, `worker`,
 `tenant`, figures. Modules write `log = structlog.get_logger("optpipe.<part>")` and `log.info("claimed", job=...,
-attempt=...)`. The lines of other libraries (uvicorn, SQLAlchemy, asyncio, warnings, threads that die) go the same way.
-No line holds a key, a password or a body.
+attempt=...)`. What other libraries log (uvicorn, SQLAlchemy, asyncio, warnings, failed threads) goes the same way. No
+line contains a key, a password or a body.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LONGEST = 16_000  # characters of a value; a traceback fits
 _FIRST = ("time", "level", "event", "job", "attempt", "worker")
 
 _SECRETS = (
-    (re.compile(r"\bop_(\w{1,32}?)_[\w-]+"), r"op_\1_***"),  # an API key: its id may be seen
+    (re.compile(r"\bop_(\w{1,32}?)_[\w-]+"), r"op_\1_***"),  # an API key; its id is no secret
     (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 ***"),
     (re.compile(r"(://[^\s:/@]*):[^\s/]*@"), r"\1:***@"),  # the password of a URL
-    # What libraries repeat of their input: SQLAlchemy its parameters, PostgreSQL the row, pydantic the value.
+    # Input that libraries repeat: SQLAlchemy its parameters, PostgreSQL the row, pydantic the value.
     (re.compile(r"\[parameters: .*\]"), "[parameters: ***]"),
     (re.compile(r"(?m)^DETAIL: .*$"), "DETAIL: ***"),
     (re.compile(r"\binput_value=.*(?=, input_type=)"), "input_value=***"),
@@ -37,16 +37,16 @@ def _clean(_logger: object, _method: str, event: EventDict) -> EventDict:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold, without secrets and not long."""
+    """A value that JSON can hold, without secrets and of limited length."""
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    text = str(value)[:LONGEST]  # first: the patterns would take long over a long text
+    text = str(value)[:LONGEST]  # first, because the patterns are slow on long texts
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
-# What every line gets, whoever wrote it.
+# Applied to every line, also of libraries.
 _SHARED: tuple[Processor, ...] = (
     structlog.stdlib.add_logger_name,
     structlog.stdlib.add_log_level,
@@ -54,8 +54,7 @@ _SHARED: tuple[Processor, ...] = (
     structlog.stdlib.ExtraAdder(),
 )
 
-# Through the standard library's loggers, also before `configure`: then only warnings are seen, and stdout stays the
-# user's.
+# Log through the standard library also before `configure`: then only warnings are shown, and stdout stays the user's.
 structlog.configure(
     processors=[
         structlog.stdlib.filter_by_level,
@@ -69,8 +68,13 @@ structlog.configure(
 
 
 def configure(json: bool | None = None) -> None:
-    """Lines on stderr from now on, of the service's own doings from `info`, of libraries from `warning`; JSON where no
-    person looks on."""
+    """Write log lines to stderr from now on: the service's own from level `info`, those of libraries from `warning`.
+
+    Parameters
+    ----------
+    json
+        JSON lines instead of readable ones; by default unless stderr is a terminal.
+    """
     as_json = not sys.stderr.isatty() if json is None else json
     readable = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, timestamp_key="time")
     rendered: Processor = structlog.processors.JSONRenderer() if as_json else readable
@@ -89,13 +93,15 @@ def configure(json: bool | None = None) -> None:
     for ours in ("optpipe", "optpipe_server"):
         logging.getLogger(ours).setLevel(logging.INFO)
     logging.captureWarnings(True)
-    threading.excepthook = _thread_died
+    threading.excepthook = _log_thread_failure
 
 
-def _thread_died(died: threading.ExceptHookArgs) -> None:
-    if died.exc_value is not None:
-        thread = died.thread.name if died.thread else "?"
-        log.error("a thread died", thread=thread, exc_info=(died.exc_type, died.exc_value, died.exc_traceback))
+def _log_thread_failure(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_value is not None:
+        thread = failure.thread.name if failure.thread else "?"
+        log.error(
+            "a thread failed", thread=thread, exc_info=(failure.exc_type, failure.exc_value, failure.exc_traceback)
+        )
 
 
 log = structlog.get_logger("optpipe.logs")

@@ -1,5 +1,4 @@
-"""What Prometheus is told. Counters are of this process; how many jobs wait or run is read from the database when it is
-asked for."""
+"""Metrics for Prometheus. Counters are those of this process; jobs by state are read from the database on request."""
 
 from __future__ import annotations
 
@@ -16,25 +15,26 @@ REQUESTS = Histogram(
 FIRST = Histogram(
     "optpipe_first_schedule_seconds", "From a submission to its first schedule", buckets=_SECONDS, registry=REGISTRY
 )
-SUBMITTED = Counter("optpipe_jobs_submitted", "Jobs taken in", registry=REGISTRY)
-CACHE = Counter(
-    "optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY
-)  # exact, near, miss, failed
+SUBMITTED = Counter("optpipe_jobs_submitted", "Jobs accepted", registry=REGISTRY)
+# result: exact, near, miss, failed
+CACHE = Counter("optpipe_cache_lookups", "Lookups in the cache", ["result"], registry=REGISTRY)
 STREAMS = Gauge("optpipe_event_streams", "Open event streams", registry=REGISTRY)
-ADOPTIONS = Counter("optpipe_adoptions", "Schedules that a training said it had swapped in", registry=REGISTRY)
+ADOPTIONS = Counter("optpipe_adoptions", "Schedules that a training reported as adopted", registry=REGISTRY)
 SOLVES = Histogram(
-    "optpipe_solve_seconds", "Jobs that ended here", ["state"], buckets=_SOLVE_SECONDS, registry=REGISTRY
+    "optpipe_solve_seconds",
+    "Search time of jobs that ended in this process",
+    ["state"],
+    buckets=_SOLVE_SECONDS,
+    registry=REGISTRY,
 )
-INCUMBENTS = Counter("optpipe_incumbents", "Verified schedules that were committed", registry=REGISTRY)
-REJECTED = Counter(
-    "optpipe_rejected_schedules", "What solvers wrote that was no valid schedule or no frame", registry=REGISTRY
-)
-CRASHES = Counter("optpipe_solver_crashes", "Solver processes that ended on their own", registry=REGISTRY)
-LOST = Counter("optpipe_lost_leases", "Jobs that were another's when this process came back to them", registry=REGISTRY)
-REAPED = Counter("optpipe_reaped_jobs", "Jobs whose worker was gone", registry=REGISTRY)
+INCUMBENTS = Counter("optpipe_incumbents", "Verified schedules that were stored", registry=REGISTRY)
+REJECTED = Counter("optpipe_rejected_schedules", "Invalid schedules and frames of solvers", registry=REGISTRY)
+CRASHES = Counter("optpipe_solver_crashes", "Solver processes that crashed", registry=REGISTRY)
+LOST = Counter("optpipe_lost_leases", "Jobs that this process lost to another worker", registry=REGISTRY)
+REAPED = Counter("optpipe_reaped_jobs", "Jobs of lost workers that were freed", registry=REGISTRY)
 GAP = Histogram(
     "optpipe_gap",
-    "Of jobs that ended here with a schedule",
+    "Gap of jobs that ended in this process with a schedule",
     buckets=(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     registry=REGISTRY,
 )

@@ -1,4 +1,4 @@
-"""What the service is told when it starts."""
+"""`Settings`: what the service is configured with when it starts."""
 
 from __future__ import annotations
 
@@ -7,29 +7,57 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from optpipe_cache import default_path
+from optpipe_server.database.leases import LEASE_S
 
 LOCAL = "local"  # the tenant of a service without keys
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All of it has a default that suits one machine with one training job."""
+    """The defaults suit one machine with one training job.
 
-    database: str = "sqlite:///optpipe.db"  # an SQLAlchemy URL
-    cache: Path = field(
-        default_factory=default_path
-    )  # the user's own file of solved schedules: the cache of a service without keys
-    shared_cache: bool = False  # tenants find each other's schedules
-    # searches at a time in this process; further jobs get their first schedule and wait; 0: other processes solve
+    Attributes
+    ----------
+    database
+        SQLAlchemy URL: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`.
+    cache
+        File of solved schedules that a service without keys uses, by default the user's own.
+    shared_cache
+        Whether tenants find each other's schedules.
+    solves
+        Searches at a time in this process; other jobs get their first schedule and wait. With 0, workers search.
+    threads
+        For all searches together; by default one less than there are cores.
+    memory_mib
+        Limit for all processes of one search together.
+    first_schedule_processes
+        Processes that make first schedules.
+    queue
+        Jobs of one tenant that may wait.
+    streams
+        Event streams at a time.
+    first_schedule_s
+        How long a submission waits for its first schedule.
+    ping_s
+        Time between two comments on a quiet event stream.
+    lease_s
+        A worker that has not renewed its leases for so long loses its jobs.
+    heartbeat_s
+        Time between two renewals of the leases.
+    """
+
+    database: str = "sqlite:///optpipe.db"
+    cache: Path = field(default_factory=default_path)
+    shared_cache: bool = False
     solves: int = 1
-    threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) - 1))  # of all searches together
-    memory_mib: int | None = None  # of one search's processes together
-    makers: int = 1  # processes that make first schedules
-    queue: int = 100  # jobs of a tenant that may wait
-    streams: int = 1000  # event streams at a time
-    first_schedule_s: float = 10.0  # how long a submission waits for its first schedule
-    ping_s: float = 15.0  # between signs of life on an event stream
-    lease_s: float = 15.0  # a worker that is not heard of for so long has lost its jobs
+    threads: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) - 1))
+    memory_mib: int | None = None
+    first_schedule_processes: int = 1
+    queue: int = 100
+    streams: int = 1000
+    first_schedule_s: float = 10.0
+    ping_s: float = 15.0
+    lease_s: float = LEASE_S
     heartbeat_s: float = 5.0
 
     @property

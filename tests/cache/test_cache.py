@@ -16,7 +16,7 @@ from support.strategies import problems
 from optpipe import InputError, Problem, ScheduleError
 from optpipe_cache import Cache, default_path, distance, features, shape
 from optpipe_server.database import Database
-from optpipe_server.database.shelf import TableShelf
+from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.tables import schedules
 
 Spoil = Callable[[str, str | bytes], None]
@@ -30,7 +30,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache
         yield Cache(path), lambda column, value: _spoil(path, column, value)
         return
     database = Database(request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url"))
-    Cache(TableShelf(database, "other")).add(
+    Cache(TableStorage(database, "other")).add(
         one_by_one(chain(forward=0.25)), "feasible"
     )  # another tenant's, in nobody's way
 
@@ -38,8 +38,8 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache
         with database.write() as db:
             db.execute(schedules.update().where(schedules.c.tenant == "own").values({column: value}))
 
-    yield Cache(TableShelf(database, "own")), spoil
-    assert [entry.method for entry in Cache(TableShelf(database, "other")).entries()] == ["naive"]
+    yield Cache(TableStorage(database, "own")), spoil
+    assert [entry.method for entry in Cache(TableStorage(database, "other")).entries()] == ["naive"]
     database.close()
 
 

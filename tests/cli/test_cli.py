@@ -11,7 +11,7 @@ import pytest
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import Problem, ScheduleFile, Stage, anytime
-from optpipe_cache import shelf
+from optpipe_cache import storage
 from optpipe_cli import main as cli
 
 TESTS = Path(__file__).parents[1]
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best(run, problem, monkeypatch, me
 
 
 def test_a_cache_that_cannot_be_used_stands_in_no_ones_way(run, problem, tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "BUSY_S", 0.1)
+    monkeypatch.setattr(storage, "BUSY_S", 0.1)
     run("cache", "list")
     rival = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
     rival.execute("BEGIN IMMEDIATE")

@@ -13,7 +13,7 @@ from rich.console import Console
 from optpipe import Problem, comparison
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe_cli import main as cli
-from optpipe_cli.bench_pareto import table, verdicts
+from optpipe_cli.bench.pareto import table, verdicts
 from optpipe_cli.compare import names
 from optpipe_solver import systems
 from optpipe_solver.heuristics import generate

@@ -137,7 +137,7 @@ def test_what_is_no_method_is_one_sentence(methods, told):
 
 def test_what_is_made_is_verified(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(comparison, "GENERATOR", "support.lying_maker")
+    monkeypatch.setattr(comparison, "MAKER", "support.lying_compare_solver")
     problem = chain(m=3)
     honest, greedy, *rest = optpipe.compare(problem, ["any"]).rows
     assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == (

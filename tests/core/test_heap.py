@@ -13,7 +13,8 @@ import gc, os, optpipe_server
 def ready(url):
     print(gc.get_freeze_count(), flush=True)
     os._exit(0)
-optpipe_server.serve(optpipe_server.Settings("sqlite:///jobs.sqlite", makers=1, solves=0), port=0, ready=ready)
+settings = optpipe_server.Settings("sqlite:///jobs.sqlite", first_schedule_processes=1, solves=0)
+optpipe_server.serve(settings, port=0, ready=ready)
 """
 MAKER = """
 import gc

@@ -200,7 +200,7 @@ def two_way() -> Schedule:
 
 
 def test_two_ways_go_over_the_wire_and_through_files(tmp_path, capsys):
-    from optpipe_cli.inspect import check as inspect
+    from optpipe_cli.schedule_commands import check as inspect
 
     schedule = two_way()
     assert check(schedule.problem, schedule) == []
@@ -353,7 +353,7 @@ def test_a_file_and_a_cache_keep_a_placed_schedule(placed, tmp_path):
 
 
 def test_check_wants_the_problem_that_was_asked_about_or_the_one_in_the_file(placed, tmp_path, capsys):
-    from optpipe_cli.inspect import check, simulate
+    from optpipe_cli.schedule_commands import check, simulate
 
     placed.save(tmp_path / "s.json")
     plain().save(tmp_path / "asked.json")
@@ -379,7 +379,7 @@ def test_check_wants_the_problem_that_was_asked_about_or_the_one_in_the_file(pla
 
 
 def test_a_lie_about_the_placed_problem_is_found(placed, tmp_path, capsys):
-    from optpipe_cli.inspect import check
+    from optpipe_cli.schedule_commands import check
 
     stages = [stage.model_dump(exclude_none=True) for stage in placed.problem.stages]
     stages[2]["forward_ms"] = 0.5

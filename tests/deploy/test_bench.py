@@ -8,7 +8,7 @@ import pytest
 from support.postgres import Postgres
 
 from optpipe.errors import InputError
-from optpipe_cli.bench_service import Figure, measure, service
+from optpipe_cli.bench.service import Figure, measure, service
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ WORKS = """
 import importlib.util
 import psycopg
 from optpipe_server import create_app, serve
-from optpipe_server.worker import work
+from optpipe_server.work.worker import work
 assert importlib.util.find_spec("torch") is None
 """
 

@@ -49,7 +49,7 @@ def test_the_main_job(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "optpipe cache lookup problem.json: exact hit" in printed
     assert "interleaved 1F1B does not fit: interleaved gives no schedule: device 0 needs" in printed
-    assert "the service was told: its schedule " in printed
+    assert "adoption: schedule " in printed
 
 
 @pytest.mark.parametrize("after_s", [0.0, 6.0])

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.ranks.worker import Ranks
 
-from optpipe_cli import bench_runtime, demo
+from optpipe_cli import demo
+from optpipe_cli.bench import runtime as bench_runtime
 from optpipe_runtime.bench import fidelity
 from optpipe_runtime.bench.fidelity import Case, Task
 from optpipe_runtime.bench.paced import Times

@@ -14,7 +14,7 @@ from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 Serving = Callable[[Settings], httpx.Client]
 Shared = tuple[str, Server]

@@ -19,8 +19,8 @@ from support.service import events, running
 
 from optpipe_server import Settings
 from optpipe_server.http.events import PING, EventStream
-from optpipe_server.http.feed import Feed, Topic
-from optpipe_server.serve import GRACE_S
+from optpipe_server.http.job_updates import JobUpdates, Topic
+from optpipe_server.http.server import GRACE_S
 
 Serving = Callable[[Settings], httpx.Client]
 
@@ -186,11 +186,11 @@ def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
     """A thread brings a topic up to date while the loop reads it."""
     topic, sent = Topic(), b""
     topic.events = Interrupted(topic, SimpleNamespace(state="done"))
-    stream = EventStream(Feed(None, 1), "", 0, 0, 0.01)  # type: ignore[arg-type]
+    stream = EventStream(JobUpdates(None, 1), "", 0, 0, 0.01)  # type: ignore[arg-type]
 
     async def send(message: Any) -> None:
         nonlocal sent
         sent += message["body"]
 
-    asyncio.run(stream._tell(topic, send))
+    asyncio.run(stream._send_events(topic, send))
     assert sent.removeprefix(PING) == b"the last incumbent\n\nend\n\n"

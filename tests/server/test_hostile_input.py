@@ -107,12 +107,12 @@ def test_a_problem_has_a_size_that_the_service_takes(client: httpx.Client) -> No
     many = {**problem, "stages": [problem["stages"][0]] * 257}
     for path in ("/v1/jobs", "/v1/compare", "/v1/cache/lookup"):
         reply = client.post(path, json={"problem": many})
-        assert (reply.status_code, "problem.stages are 257: the service takes up to 256" in detail(reply)) == (
+        assert (reply.status_code, "problem.stages are 257: expected up to 256" in detail(reply)) == (
             422,
             True,
         )
         reply = client.post(path, json={"problem": {**problem, "microbatches": 4097}})
-        assert (reply.status_code, "problem.microbatches = 4097: the service takes up to 4096" in detail(reply)) == (
+        assert (reply.status_code, "problem.microbatches = 4097: expected up to 4096" in detail(reply)) == (
             422,
             True,
         )

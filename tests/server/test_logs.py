@@ -54,7 +54,7 @@ def test_each_line_is_json_with_time_level_and_event(how: str) -> None:
     lines: list[dict[str, Any]] = [json.loads(line, parse_constant=pytest.fail) for line in said(how).splitlines()]
     events = [(line["level"], line["event"].partition("\n")[0].partition(" postgresql")[0]) for line in lines]
     assert events[:3] == [("info", "claimed"), ("info", "nested"), ("error", "cannot reach")]
-    assert [event for _level, event in events[4:]] == ["failed", "bad body", "a thread died"]
+    assert [event for _level, event in events[4:]] == ["failed", "bad body", "a thread failed"]
     assert "an old thing" in lines[3]["event"]
     assert all(line["time"].endswith("Z") for line in lines)
     assert list(lines[0])[:6] == ["time", "level", "event", "job", "attempt", "worker"]

@@ -13,7 +13,7 @@ import pytest
 from support.chain import chain, gpipe
 from support.service import events, running
 
-from optpipe_server import Settings, first
+from optpipe_server import Settings, first_schedules
 from optpipe_server.http import service
 
 JOBS = 8
@@ -41,14 +41,14 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
             assert seqs == list(range(1, len(seqs) + 1))
             best = client.get(f"{end['url']}/incumbents/best").json()
             assert best["makespan_ms"] == gpipe(problem).makespan_ms
-        assert server.service.feed._topics == {}
+        assert server.service.job_updates._topics == {}
 
 
 def test_large_problems_leave_room_for_small_ones(
     settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first, "LARGE", 20)
-    monkeypatch.setattr(first, "MOST_LARGE", 2)
+    monkeypatch.setattr(first_schedules, "LARGE", 20)
+    monkeypatch.setattr(first_schedules, "MOST_LARGE", 2)
     monkeypatch.setattr(service, "THINKERS", 3)
     patience_s = 4.0
     with (

@@ -15,9 +15,9 @@ from support.rest import submit, until_cached, until_over, until_running
 from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe.schedule import ScheduleFile, certify
-from optpipe_server.database import NewJob, Start
+from optpipe_server.database import InitialResult, NewJob
 from optpipe_server.database.jobs import MOST_LISTED
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 
 def etag(job: dict[str, Any]) -> str:
@@ -32,7 +32,10 @@ def test_the_same_key_and_body_are_the_same_job(client: httpx.Client) -> None:
     assert again.json()["id"] == first.json()["id"]
     assert again.headers["location"] == first.headers["location"]
     other = client.post("/v1/jobs", json={**body, "priority": 1}, headers={"Idempotency-Key": "a"})
-    assert (other.status_code, other.json()["detail"]) == (422, "Idempotency-Key: it came with another body before.")
+    assert (other.status_code, other.json()["detail"]) == (
+        422,
+        "Idempotency-Key: it was used with another body before.",
+    )
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "b"}).json()["id"] != first.json()["id"]
     assert client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "x" * 256}).status_code == 422
 
@@ -74,7 +77,7 @@ def test_the_longest_page_names_the_next(client: httpx.Client, shared: tuple[str
     caller = service.keys.check(client.headers["Authorization"].removeprefix("Bearer "))
     assert caller is not None
     jobs = [
-        service.jobs.add(caller.tenant, NewJob(chain()), Start(Result("infeasible")), queue=0)[0]
+        service.jobs.add(caller.tenant, NewJob(chain()), InitialResult(Result("infeasible")), queue=0)[0]
         for _ in range(MOST_LISTED + 1)
     ]
     page = client.get("/v1/jobs", params={"limit": MOST_LISTED}).json()
@@ -123,7 +126,7 @@ def test_more_time(client: httpx.Client) -> None:
     no_more = extend(60.0, etag(job))
     assert (no_more.status_code, no_more.json()["detail"]) == (
         409,
-        "time_limit_s = 60: the job has 60 s already; more would be right.",
+        "time_limit_s = 60: the job has 60 s already; expected more.",
     )
     assert extend(3601, etag(job)).status_code == 422
     more = extend(90.0, etag(job))

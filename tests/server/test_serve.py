@@ -22,11 +22,12 @@ from optpipe.model.problem import Problem
 from optpipe_server import Settings, create_app
 from optpipe_server.database import Database
 from optpipe_server.database.keys import Keys
-from optpipe_server.serve import listen, make_server
+from optpipe_server.http.server import listen, make_server
 
 START = """
-import optpipe.anytime, optpipe_server.first
-optpipe.anytime.SOLVER, optpipe_server.first.MAKER = "support.fake_solver", "support.fake_maker"
+import optpipe.anytime, optpipe_server.first_schedule_process
+optpipe.anytime.SOLVER = "support.fake_solver"
+optpipe_server.first_schedule_process.MODULE = "support.fake_first_process"
 optpipe_server.serve(optpipe_server.Settings({!r}), port={!r})
 """
 

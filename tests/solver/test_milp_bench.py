@@ -11,9 +11,9 @@ import pytest
 from support.enumeration import problem_of, stage
 
 from optpipe import InputError, Problem
-from optpipe_cli import bench_milp
+from optpipe_cli.bench import milp as bench_milp
 
-COMMAND = "import sys, typer; from optpipe_cli.bench_milp import milp; app = typer.Typer(); app.command()(milp); app()"
+COMMAND = "import sys, typer; from optpipe_cli.bench.milp import milp; app = typer.Typer(); app.command()(milp); app()"
 
 
 def save(problem: Problem, path: Path) -> Path:

@@ -9,7 +9,7 @@ from sqlalchemy import select, update
 
 from optpipe.anytime import Result
 from optpipe.schedule import Schedule
-from optpipe_server.database import Database, Jobs, NewJob, Start
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.engine import clock_s
 from optpipe_server.database.tables import jobs
 from support.chain import chain, gpipe, one_by_one
@@ -25,8 +25,8 @@ def found(schedule: Schedule, bound: float | None = 1.0) -> Result:
     return replace(result, status="optimal") if result.gap == 0 else result
 
 
-def start(schedule: Schedule | None = SLOW) -> Start:
-    return Start(found(schedule)) if schedule else Start()
+def start(schedule: Schedule | None = SLOW) -> InitialResult:
+    return InitialResult(found(schedule)) if schedule else InitialResult()
 
 
 def submit(database: Database, tenant: str = A, schedule: Schedule | None = SLOW, **wanted: Any) -> str:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START = """
-import sys, optpipe.anytime, optpipe_server.first
-optpipe.anytime.SOLVER, optpipe_server.first.MAKER = "support.fake_solver", "support.fake_maker"
+import sys, optpipe.anytime, optpipe_server.first_schedule_process
+optpipe.anytime.SOLVER = "support.fake_solver"
+optpipe_server.first_schedule_process.MODULE = "support.fake_first_process"
 optpipe_server.serve(optpipe_server.Settings(sys.argv[1], queue=10_000), port=int(sys.argv[2]))
 """
 

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 import optpipe.anytime
-import optpipe_server.first
+import optpipe_server.first_schedule_process
 from optpipe_server import Settings
-from optpipe_server.serve import Server, listen, make_server
+from optpipe_server.http.server import Server, listen, make_server
 
 
 @contextmanager
@@ -60,10 +60,10 @@ def settings_in(folder: Path, database: str | None = None) -> Settings:
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`support.fake_solver` and `support.fake_maker`, whose behaviour the job's method names."""
+    """`support.fake_solver` and `support.fake_first_process`, whose behaviour the job's method names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
-    monkeypatch.setattr(optpipe_server.first, "MAKER", "support.fake_maker")
+    monkeypatch.setattr(optpipe_server.first_schedule_process, "MODULE", "support.fake_first_process")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:

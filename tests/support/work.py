@@ -16,10 +16,10 @@ from sqlalchemy import select
 from optpipe import Problem, check
 from optpipe.process import family
 from optpipe.process.protocol import Programs
-from optpipe_server.caches import Caches
-from optpipe_server.database import Database, Jobs, NewJob, Start
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
 from optpipe_server.settings import LOCAL, Settings
+from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Supervisor
 from support.chain import chain
 
@@ -46,7 +46,7 @@ class Work:
     def __init__(self, database: Database, folder: Path) -> None:
         self.database, self.jobs = database, Jobs(database)
         self.settings = Settings(cache=folder / "cache.sqlite", threads=2, solves=2, lease_s=3.0, heartbeat_s=0.5)
-        self.caches = Caches(self.settings, database)
+        self.caches = TenantCaches(self.settings, database)
 
     @contextmanager
     def supervisor(self, name: str = "worker", **settings: Any) -> Iterator[Supervisor]:
@@ -64,11 +64,11 @@ class Work:
         posed: Problem | None = None,
         *,
         time_limit_s: float = 50.0,
-        start: Start | None = None,
+        start: InitialResult | None = None,
         **fields: Any,
     ) -> str:
         job = NewJob(posed or problem(), method=method, time_limit_s=time_limit_s, **fields)
-        return self.jobs.add(LOCAL, job, start or Start(), queue=1000)[0]
+        return self.jobs.add(LOCAL, job, start or InitialResult(), queue=1000)[0]
 
     def job(self, job_id: str) -> Any:
         job = self.jobs.job(LOCAL, job_id)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import optpipe.anytime
 from optpipe.process import family
-from optpipe_server.caches import Caches
 from optpipe_server.database import Database
 from optpipe_server.settings import Settings
+from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Reaper, Supervisor
-from optpipe_server.worker import work
+from optpipe_server.work.worker import work
 
 LEASE_S, HEARTBEAT_S = 2.0, 0.3
 
@@ -73,7 +73,7 @@ def main(url: str, name: str, cache: str) -> None:
         work(settings, name)
         return
     database = Database(url)
-    supervisor = Supervisor(settings, database, Caches(settings, database), name)
+    supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
     reaper = Reaper(database, supervisor.held, HEARTBEAT_S)
     signal.signal(signal.SIGTERM, lambda *_: supervisor.stop() or os._exit(0))
     reaper.start()

@@ -1,1 +1,1 @@
-"""The service under load and after losses, measured from outside: real processes, sockets, databases."""
+"""Measures the service from outside, with real processes, sockets and databases: under load, and after failures."""

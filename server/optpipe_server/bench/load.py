@@ -1,4 +1,4 @@
-"""The service under load: how long replies and events take while solvers have the machine."""
+"""The service under load: how long replies and events take while solvers use all cores."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import psutil
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
-from optpipe_server.bench.processes import Site
-from optpipe_server.bench.wire import Connection, Connections
+from optpipe_server.bench.http_client import Connection, Connections
+from optpipe_server.bench.processes import Deployment
 
 MS = 1e3
-WARM_UP_S = 2.0  # of load that does not count: processes import, connections open
+WARM_UP_S = 2.0  # of load that is not measured
 STARTS_S, LONGEST_S, LOOK_S = 60.0, 120.0, 0.1
 GETS_PER_POST = 1
-JOBS = 10  # that are followed
-RECONNECT_S = 0.05  # how long a client that was cut off stays away
+JOBS = 10  # followed ones
+RECONNECT_S = 0.05  # after which a disconnected client comes back
 ARRIVES_S = 10.0  # for the last events
 
 
 def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.0) -> Problem:
-    """A pipeline with costs of its own, all of them `drift` times as high, and room for two activations, so that most
-    have to leave."""
+    """Return a pipeline with random costs, all multiplied by `drift`, and memory for two activations, so that most have
+    to be offloaded."""
     chance = random.Random(seed)
 
     def about(value: float) -> float:
@@ -60,21 +60,21 @@ def problem(seed: int, stages: int = 4, microbatches: int = 8, drift: float = 1.
 
 
 @dataclass
-class Load:
-    """What the requests took, in milliseconds from the moment they were due, and how they were answered."""
+class LoadFigures:
+    """Times of requests, in ms from the moment they were due, and their statuses."""
 
     post_ms: list[float] = field(default_factory=list)
     get_ms: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
-    without_schedule: int = 0  # jobs whose reply had no schedule yet
-    solvers_cores: float = 0.0  # CPU that solvers and makers took
-    api_cores: float = 0.0  # CPU that the process took that answered
-    own_cores: float = 0.0  # CPU that the measuring took itself
+    without_schedule: int = 0  # replies without a schedule
+    solvers_cores: float = 0.0  # CPU used by solvers and first-schedule processes
+    api_cores: float = 0.0  # CPU used by the API's process
+    own_cores: float = 0.0  # CPU used by the measurement itself
 
 
 @dataclass
-class Fan:
-    """What clients of event streams saw."""
+class StreamFigures:
+    """What the clients of event streams received."""
 
     clients: int
     fan_out_ms: list[float] = field(
@@ -87,21 +87,20 @@ class Fan:
     own_cores: float = 0.0
 
 
-async def saturate(site: Site) -> str:
-    """A search that will not end by itself, on as many threads as there are cores; returns its URL once it is under
-    way."""
-    requests = Connections(site.address, site.keys[0])
+async def saturate(deployment: Deployment) -> str:
+    """Start a search that does not end by itself, on all cores; return its URL once it runs."""
+    requests = Connections(deployment.address, deployment.keys[0])
     body = {"problem": problem(-1, 8, 32).to_dict(), "time_limit_s": 3600.0, "priority": 100}
     url: str = (await expect(requests, 201, "POST", "/v1/jobs", body))["url"]
     await running(requests, url, 0)
     requests.close()
-    spent = site.solvers_s()
-    await until(lambda: site.solvers_s() > spent + 2.0, STARTS_S, "the solver did not begin")
+    spent = deployment.solvers_s()
+    await until(lambda: deployment.solvers_s() > spent + 2.0, STARTS_S, "the solver did not begin")
     return url
 
 
 async def running(requests: Connections, url: str, after: int) -> int:
-    """Waits until the job runs in an attempt after that one, which it returns."""
+    """Wait until the job runs in an attempt later than `after`; return that attempt."""
     began = time.monotonic()
     while time.monotonic() - began < LONGEST_S:
         job = await expect(requests, 200, "GET", url)
@@ -111,18 +110,17 @@ async def running(requests: Connections, url: str, after: int) -> int:
     raise OptPipeError(f"{url}: not running after {LONGEST_S:g} s")
 
 
-async def submissions(site: Site, rate: float, seconds: float) -> Load:
-    """So many submissions a second, each of another problem, and `GETS_PER_POST` times as many reads of one job or
-    another.
+async def submissions(deployment: Deployment, rate: float, seconds: float) -> LoadFigures:
+    """Submit `rate` jobs a second, each with another problem, and read jobs `GETS_PER_POST` times as often.
 
-    Requests are sent when they are due, whether those before them were answered or not, and counted from then on.
+    Requests are sent when they are due, whether the former ones were answered or not, and measured from then on.
     """
-    load, known = Load(), list[tuple[str, str]]()
-    requests = Connections(site.address, site.keys[0])
+    load, known = LoadFigures(), list[tuple[str, str]]()
+    requests = Connections(deployment.address, deployment.keys[0])
     chance = random.Random(1)
 
     async def post(number: int, due: float, counts: bool) -> None:
-        key = site.keys[number % len(site.keys)]
+        key = deployment.keys[number % len(deployment.keys)]
         body = {"problem": problem(number).to_dict(), "time_limit_s": 5.0}
         reply = await requests.request("POST", "/v1/jobs", body, key)
         if reply.status == 201:
@@ -162,58 +160,58 @@ async def submissions(site: Site, rate: float, seconds: float) -> Load:
         )
 
     def spent() -> tuple[float, float, float]:
-        return site.solvers_s(), own_s(site.api.pid), own_s()
+        return deployment.solvers_s(), own_s(deployment.api.pid), own_s()
 
     await asyncio.gather(paced(post, 1 / rate), paced(get, 1 / rate / GETS_PER_POST), cpu())
     requests.close()
     return load
 
 
-async def streams(site: Site, clients: int, reconnects: int, seconds: float) -> Fan:
-    """Clients follow a few jobs that wait; each job gets other costs, and with them an incumbent, about once a second.
+async def streams(deployment: Deployment, clients: int, reconnects: int, seconds: float) -> StreamFigures:
+    """Let clients follow a few waiting jobs; each job gets other costs, and so an incumbent, about once a second.
 
-    Some clients are cut off without a farewell and go on after the last event they had. Each has to end up with all
-    numbers, each once.
+    Some clients are disconnected abruptly and go on after the last event that they had. In the end each must have every
+    number exactly once.
     """
-    fan = Fan(clients)
-    requests = Connections(site.address, site.keys[0])
+    figures = StreamFigures(clients)
+    requests = Connections(deployment.address, deployment.keys[0])
     jobs, seed = dict[str, int](), 10**6
     while len(jobs) < JOBS:
         job = await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(seed).to_dict()})
         if job["state"] == "queued":  # others were proven optimal at once
             jobs[job["url"]] = seed
         seed += 1
-    followers = [_Follower(fan, site, [*jobs][number % JOBS]) for number in range(clients)]
+    followers = [_Follower(figures, deployment, [*jobs][number % JOBS]) for number in range(clients)]
     tasks = [asyncio.create_task(follower.follow()) for follower in followers]
     try:
         await until(lambda: all(follower.last for follower in followers), STARTS_S, "clients did not get a first event")
-        fan.fan_out_ms.clear()
+        figures.fan_out_ms.clear()
         own, began = own_s(), time.monotonic()
-        await asyncio.gather(_drift(requests, jobs, seconds), _cut(fan, followers, reconnects, seconds))
-        fan.own_cores = (own_s() - own) / (time.monotonic() - began)
+        await asyncio.gather(_drift(requests, jobs, seconds), _cut(figures, followers, reconnects, seconds))
+        figures.own_cores = (own_s() - own) / (time.monotonic() - began)
         last = {job: (await expect(requests, 200, "GET", job))["best"]["seq"] for job in jobs}
         with suppress(OptPipeError):
             await until(lambda: all(follower.last == last[follower.job] for follower in followers), ARRIVES_S, "")
-        fan.gaps += sum(max(0, last[follower.job] - follower.last) for follower in followers)
+        figures.gaps += sum(max(0, last[follower.job] - follower.last) for follower in followers)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     requests.close()
-    return fan
+    return figures
 
 
 class _Follower:
-    """One client of a stream, which comes back when it was cut off."""
+    """One client of a stream, which reconnects when it is disconnected."""
 
-    def __init__(self, fan: Fan, site: Site, job: str) -> None:
+    def __init__(self, figures: StreamFigures, deployment: Deployment, job: str) -> None:
         self.job, self.last = job, 0
-        self._fan, self._site = fan, site
+        self._figures, self._deployment = figures, deployment
         self.connection: Connection | None = None
 
     async def follow(self) -> None:
         while True:
-            connection = self.connection = await Connection.open(self._site.address, self._site.keys[0])
+            connection = self.connection = await Connection.open(self._deployment.address, self._deployment.keys[0])
             since = time.time()
             try:
                 with suppress(OSError, EOFError):
@@ -225,17 +223,17 @@ class _Follower:
             await asyncio.sleep(RECONNECT_S)
 
     def _take(self, number: int, since: float, found: float) -> None:
-        fan = self._fan
-        fan.events += 1
-        fan.duplicates += number <= self.last
-        fan.gaps += max(0, number - self.last - 1)
+        figures = self._figures
+        figures.events += 1
+        figures.duplicates += number <= self.last
+        figures.gaps += max(0, number - self.last - 1)
         self.last = max(self.last, number)
         if found >= since:  # what it was there for, not what it was told afterwards
-            fan.fan_out_ms.append((time.time() - found) * MS)
+            figures.fan_out_ms.append((time.time() - found) * MS)
 
 
 async def _drift(requests: Connections, jobs: Mapping[str, int], seconds: float) -> None:
-    """Other costs for one job (URL -> seed) after the other."""
+    """Change the costs of one job (URL -> seed) after the other."""
     begin, number = time.monotonic(), 0
     while time.monotonic() - begin < seconds:
         url, seed = [*jobs.items()][number % len(jobs)]
@@ -246,14 +244,14 @@ async def _drift(requests: Connections, jobs: Mapping[str, int], seconds: float)
         await asyncio.sleep(max(0.0, begin + number / len(jobs) - time.monotonic()))
 
 
-async def _cut(fan: Fan, followers: Sequence[_Follower], reconnects: int, seconds: float) -> None:
+async def _cut(figures: StreamFigures, followers: Sequence[_Follower], reconnects: int, seconds: float) -> None:
     chance = random.Random(2)
     for _ in range(reconnects):
         await asyncio.sleep(seconds / reconnects)
         connection = chance.choice(followers).connection
         assert connection is not None
         connection.abort()
-        fan.reconnects += 1
+        figures.reconnects += 1
 
 
 async def expect(requests: Connections, status: int, method: str, path: str, body: Any = None) -> Any:

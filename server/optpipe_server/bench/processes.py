@@ -21,7 +21,7 @@ ENDS_S = 15.0
 
 
 class Process:
-    """One of the service's processes. What it writes to stderr goes to a file."""
+    """One process of the service. Its stderr goes to a file."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process, self.log = process, log
@@ -46,7 +46,7 @@ class Process:
         return self._process.pid
 
     async def says(self) -> str:
-        """The next line on stdout. Raises `OptPipeError` where the process ends instead."""
+        """Return the next line on stdout. Raises `OptPipeError` if the process ends instead."""
         assert self._process.stdout is not None
         async with asyncio.timeout(STARTS_S):
             line = await self._process.stdout.readline()
@@ -55,27 +55,27 @@ class Process:
         return line.decode().strip()
 
     async def kill(self) -> None:
-        """kill -9."""
+        """End it by kill -9."""
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
 
     async def end(self, limit_s: float) -> int:
-        """Asks it to end and waits; its exit status. Raises `TimeoutError`."""
+        """Ask it to end; return its exit status. Raises `TimeoutError`."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(limit_s):
             return await self._process.wait()
 
     async def gone(self) -> None:
-        """Ends it, in order where it can."""
+        """Make sure that it has ended, by SIGTERM if possible."""
         try:
             await self.end(ENDS_S)
         finally:
             await self.kill()
 
     def solvers_s(self) -> float:
-        """CPU seconds of all processes that it has started and that live."""
+        """Return the CPU seconds of its living descendants."""
         spent = 0.0
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.pid).children(recursive=True):
@@ -84,8 +84,8 @@ class Process:
         return spent
 
 
-class Site:
-    """The service on this machine: with SQLite one process, with PostgreSQL an API and workers."""
+class Deployment:
+    """The service on this machine: one process with SQLite, an API and workers with PostgreSQL."""
 
     def __init__(self, folder: Path, url: str, tenants: int, threads: int) -> None:
         self.folder, self.url, self._threads = folder, url, threads
@@ -109,7 +109,7 @@ class Site:
         return "127.0.0.1", self._port
 
     async def serve(self) -> None:
-        """Starts the API; returns once it answers. Started again, it has the same address."""
+        """Start the API; return once it answers. Started again, it keeps its address."""
         solving = ("--threads", str(self._threads)) if self.sqlite else ("--solves", "0")
         self._api = await Process.start(
             self.folder, "api", "serve", "--database", self.url, "--port", str(self._port), *solving
@@ -117,23 +117,23 @@ class Site:
         self._port = int((await self._api.says()).rsplit(":", 1)[1])
 
     async def work(self) -> None:
-        """Starts one more worker."""
+        """Start one more worker."""
         worker = await Process.start(
             self.folder, f"worker{len(self.workers)}", "worker", "--database", self.url, "--threads", str(self._threads)
         )
         self.workers.append(worker)
 
     def solvers_s(self) -> float:
-        """CPU seconds that solvers and makers have spent."""
+        """Return the CPU seconds of solvers and first-schedule processes."""
         return sum(process.solvers_s() for process in self.processes)
 
 
 def _keys(url: str, tenants: int) -> Sequence[str]:
-    """A key of every tenant, in a database that is the bench's own. Raises `InputError` for one with jobs in it."""
+    """Create a key per tenant. Raises `InputError` for a database with jobs in it."""
     database = Database(url)
     try:
         if any(Jobs(database).count().values()):
-            raise InputError("database: it has jobs; the bench wants one of its own")
+            raise InputError("database: it has jobs; expected an empty one")
         keys = Keys(database)
         return [keys.create(f"bench{number}", SCOPES) for number in range(tenants)]
     finally:
@@ -141,9 +141,9 @@ def _keys(url: str, tenants: int) -> Sequence[str]:
 
 
 @asynccontextmanager
-async def site(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Site]:
-    """The service, started with one worker; gone when the block is left."""
-    made = Site(folder, url, tenants, threads)
+async def deployment(folder: Path, url: str, tenants: int, threads: int) -> AsyncIterator[Deployment]:
+    """Yield the service, started with one worker; it has ended after the block."""
+    made = Deployment(folder, url, tenants, threads)
     try:
         await made.serve()
         if not made.sqlite:

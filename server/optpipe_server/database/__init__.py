@@ -1,9 +1,13 @@
-"""One database: jobs, incumbents, leases, keys, cached schedules; SQLite or PostgreSQL by one URL."""
+"""One database for jobs, incumbents, leases, keys and cached schedules: SQLite or PostgreSQL, named by a URL.
+
+`tables` describes them and `migrations` makes them; `engine` connects. `Jobs` is what clients do with a job, `Leases`
+what workers do with it, `reap` what happens to the jobs of a lost worker.
+"""
 
 from __future__ import annotations
 
 from optpipe_server.database.engine import AwayError, Database
-from optpipe_server.database.jobs import Jobs, NewJob, Start
+from optpipe_server.database.jobs import InitialResult, Jobs, NewJob
 from optpipe_server.database.leases import Leases, reap
 
-__all__ = ["AwayError", "Database", "Jobs", "Leases", "NewJob", "Start", "reap"]
+__all__ = ["AwayError", "Database", "InitialResult", "Jobs", "Leases", "NewJob", "reap"]

@@ -1,4 +1,4 @@
-"""`Database`: one URL, SQLite or PostgreSQL; transactions that end on the disk or not at all."""
+"""`Database`: connections to SQLite or PostgreSQL, named by a URL, and transactions that are durable once they end."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import Float
 
 from optpipe.errors import InputError
+from optpipe_server.database.migrations import upgrade
 
-BUSY_MS = 10_000  # how long a connection to SQLite waits for another one that writes
-CONNECTIONS = 20  # to SQLite, of one process
+BUSY_MS = 10_000  # how long a connection to SQLite waits for another that writes
+CONNECTIONS = 20  # to SQLite, per process
 READ_ONLY = "25006"  # PostgreSQL's code for a transaction that may not write
 
 
 class AwayError(InputError):
-    """The database does not let us in now; it may later."""
+    """The database cannot be reached now; it may be later."""
 
 
 class clock_s(FunctionElement[float]):  # noqa: N801 (an SQL function)
-    """Seconds since 1970 by the database's clock, the same for all who share it, whatever their own clocks say."""
+    """Seconds since 1970 by the database's clock, which all processes share, whatever their own clocks say."""
 
     type = Float()
     inherit_cache = True
@@ -48,28 +49,42 @@ def _postgresql_clock(_element: clock_s, _compiler: Any, **_options: Any) -> str
 
 
 def now() -> str:
-    """The moment as text for people."""
+    """Return the current time as ISO text."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 class Database:
-    """Connections to one database, from any thread. Its tables are brought up to date when it is opened.
+    """Connections to one database, usable from any thread. Its tables are brought up to date when it is opened.
 
-    SQLite has one process that writes: the file's lock is held until `close`, and the process's threads take turns, so
-    that none of them waits by polling. Raises `InputError` for a URL that cannot be used, and where another process has
-    the SQLite file; `beside` it, for a command's few short writes, SQLite's own lock is enough, and the tables stay as
-    that process made them. Raises `AwayError`, which is one, where it may be worth to try again.
+    A SQLite file belongs to one process that writes. Its lock is held until `close`, and threads write one at a time,
+    so
+    that none of them has to poll.
+
+    Parameters
+    ----------
+    url
+        `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`.
+    secondary
+        For a command's few short writes: open the SQLite file even if another process has it. SQLite's own lock is then
+        enough, and the tables stay as that process made them.
+
+    Raises
+    ------
+    InputError
+        If the URL is wrong, or another process has the SQLite file.
+    AwayError
+        If the database cannot be reached; a later attempt may succeed.
     """
 
-    def __init__(self, url: str, *, beside: bool = False) -> None:
+    def __init__(self, url: str, *, secondary: bool = False) -> None:
         parsed = _parsed(url)
         self.sqlite = parsed.get_backend_name() == "sqlite"
-        self._turn: Any = threading.Lock() if self.sqlite else nullcontext()
-        self._lock_file = _only_writer(str(parsed.database), beside) if self.sqlite else None
-        self._lock, self._lines = threading.Lock(), WeakSet[Any]()
+        self._writing: Any = threading.Lock() if self.sqlite else nullcontext()
+        self._lock_file = _only_writer(str(parsed.database), secondary) if self.sqlite else None
+        self._lock, self._connections = threading.Lock(), WeakSet[Any]()
         self.engine = _engine(parsed, self.sqlite)
         if not self.sqlite:
-            event.listen(self.engine, "connect", self._made)
+            event.listen(self.engine, "connect", self._connected)
         self._reading = self.engine.execution_options(
             **({"reads_only": True} if self.sqlite else {"isolation_level": "AUTOCOMMIT"})
         )
@@ -88,73 +103,75 @@ class Database:
             os.close(self._lock_file)
             self._lock_file = None
 
-    def cut(self) -> None:
-        """Whoever still waits for an answer of PostgreSQL gets an error instead: for a process that has to end."""
+    def abort_connections(self) -> None:
+        """Break all connections: threads that wait for PostgreSQL get an error. For a process that has to end."""
         with self._lock:
-            for line in self._lines:
-                line.cut()
+            for connection in self._connections:
+                connection.abort()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Statements that only read; one transaction with SQLite, none with PostgreSQL, where each sees what is there
-        by then anyway."""
+        """Yield a connection for statements that only read.
+
+        With SQLite they are one transaction; with PostgreSQL none, and each sees what was committed before it.
+        """
         with self._reading.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that writes; once the block has been left without an error, what it wrote is on the disk."""
-        with self._turn, self.engine.begin() as connection:
+        """Yield a connection in a transaction; once the block ends without an error, its writes are on the disk."""
+        with self._writing, self.engine.begin() as connection:
             yield connection
 
     @contextmanager
-    def together(self, db: Connection) -> Iterator[None]:
-        """Statements of a transaction whose results nobody reads go to PostgreSQL in one trip, and what they raise
-        comes with the last."""
+    def pipelined(self, db: Connection) -> Iterator[None]:
+        """Send the statements of the block to PostgreSQL in one round trip; nothing may read their results.
+
+        Their errors are raised at the end of the block.
+        """
         if self.sqlite:
             yield
             return
-        from optpipe_server.database.postgres import pipeline
+        from optpipe_server.database.postgres import pipeline  # needs psycopg, which is optional
 
-        with pipeline(db, _of_no_use):
+        with pipeline(db, _is_broken):
             yield
 
     def ping(self) -> None:
-        """Raises SQLAlchemy's error where the database does not answer."""
+        """Raise SQLAlchemy's error if the database does not answer."""
         with self.read() as connection:
             connection.execute(select(1))
 
-    def _made(self, line: Any, _record: object) -> None:
+    def _connected(self, connection: Any, _record: object) -> None:
         with self._lock:
-            self._lines.add(line)
+            self._connections.add(connection)
 
     def _migrate(self) -> None:
-        from optpipe_server.database.migrations import upgrade
-
         with self.write() as connection:
             if self.sqlite:
                 upgrade(connection, only_check=self._lock_file is None)
                 return
-            from optpipe_server.database.postgres import no_hurry
+            from optpipe_server.database.postgres import without_deadline  # needs psycopg, which is optional
 
-            with no_hurry(connection):
+            with without_deadline(connection):
                 upgrade(connection)
 
 
 def _parsed(url: str) -> URL:
-    right = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME would be right"
+    expected = "expected sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
     try:
         parsed = make_url(url)
     except (SQLAlchemyError, ValueError):
-        raise InputError(f"database: not a URL; {right}") from None
-    if "@" in (parsed.host or ""):  # what stands there is the end of a password
-        raise InputError("database: more than one '@' before the host; in a password it is written %40")
+        raise InputError(f"database: not a URL; {expected}") from None
+    if "@" in (parsed.host or ""):  # the end of a password
+        raise InputError("database: more than one '@' before the host; write %40 for one in a password")
     backend = parsed.get_backend_name()
     if backend not in ("sqlite", "postgresql") or not parsed.database or parsed.database == ":memory:":
-        raise InputError(f"database = {_shown(parsed)!r}: {right}")
+        raise InputError(f"database = {_shown(parsed)!r}: {expected}")
     if backend == "sqlite":
         if parsed.query or parsed.host:
-            raise InputError(f"database = {_shown(parsed)!r}: sqlite:///FILE would be right")
+            raise InputError(f"database = {_shown(parsed)!r}: expected sqlite:///FILE")
         return parsed.set(drivername="sqlite")
     if find_spec("psycopg") is None:
         raise InputError("database: psycopg is not installed: pip install 'optpipe[postgres]'")
@@ -162,7 +179,7 @@ def _parsed(url: str) -> URL:
 
 
 def _shown(url: URL) -> str:
-    """As whoever gave it would write it, without the password, wherever it stands."""
+    """The URL as the user would write it, without any password."""
     return (
         url.set(drivername=url.get_backend_name())
         .difference_update_query(("password", "passfile", "sslpassword"))
@@ -170,12 +187,14 @@ def _shown(url: URL) -> str:
     )
 
 
-def _only_writer(file: str, beside: bool) -> int | None:
-    """Holds the lock beside the file, which ends with the process however it ends; None where another has it and that
-    is no harm."""
+def _only_writer(file: str, secondary: bool) -> int | None:
+    """Take the lock beside the file, which is released when the process ends, however it ends.
+
+    Returns None if another process has it and `secondary` allows that.
+    """
     try:
         lock = os.open(f"{os.path.realpath(file)}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with suppress(FileExistsError):  # a new one is the user's alone, as SQLite would not make it
+        with suppress(FileExistsError):  # readable by this user only, as SQLite would not make it
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise InputError(f"database = 'sqlite:///{file}': {error.strerror or error}") from None
@@ -183,10 +202,10 @@ def _only_writer(file: str, beside: bool) -> int | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        if beside:
+        if secondary:
             return None
         raise InputError(
-            f"database = 'sqlite:///{file}': another process has it; several processes can share a PostgreSQL database"
+            f"database = 'sqlite:///{file}': another process has it; processes can share a PostgreSQL database"
         ) from None
     return lock
 
@@ -196,40 +215,42 @@ def _engine(url: URL, sqlite: bool) -> Engine:
         engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=CONNECTIONS)
         event.listen(engine, "connect", _configure)
         event.listen(engine, "begin", _begin)
-        event.listen(engine, "handle_error", _judge)
+        event.listen(engine, "handle_error", _invalidate_if_broken)
         return engine
-    from optpipe_server.database.postgres import connections  # which needs psycopg
+    from optpipe_server.database.postgres import connections  # needs psycopg, which is optional
 
     engine = connections(url)
-    event.listen(engine, "handle_error", _judge)
+    event.listen(engine, "handle_error", _invalidate_if_broken)
     return engine
 
 
 def _configure(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # SQLAlchemy's BEGIN is ours, see `_begin`
+    connection.isolation_level = None  # transactions begin in `_begin`
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", f"busy_timeout = {BUSY_MS}"):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
 def _begin(connection: Connection) -> None:
-    """A transaction that will write takes the lock at once, so that two of them never meet halfway."""
+    """Take the write lock at once for a transaction that will write, so that two of them cannot block each other
+    halfway."""
     reads_only = connection.get_execution_options().get("reads_only", False)
     connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
 
 
-def _judge(context: ExceptionContext) -> None:
-    if _of_no_use(context.original_exception):
+def _invalidate_if_broken(context: ExceptionContext) -> None:
+    if _is_broken(context.original_exception):
         context.is_disconnect = True
         if context.execution_context is not None:
-            # else the connection outlives its end until the cursor's last reference is gone
+            # Otherwise the connection stays open until the cursor's last reference is gone.
             context.execution_context.cursor.close()
 
 
-def _of_no_use(error: BaseException) -> bool:
-    """Whether the connection that met this is better not used again.
+def _is_broken(error: BaseException) -> bool:
+    """Whether the connection on which this error occurred should not be used again.
 
-    SQLite would keep one read-only, or failing, when the disk is well. A PostgreSQL server that has become read-only
-    may be the copy of another one by now, which the same URL names as well.
+    SQLite would keep one read-only, or failing, when the disk is well again. A PostgreSQL server that has become
+    read-only
+    may be the replica of another one by now, which the same URL names as well.
     """
     broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
     if isinstance(error, sqlite3.Error):

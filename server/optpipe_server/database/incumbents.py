@@ -1,5 +1,7 @@
-"""Incumbents: append-only, numbered, each better than those before it of its problem. What both sides of the database
-share."""
+"""Incumbents: append-only and numbered; among those of one problem each is better than the one before.
+
+Both `jobs` and `leases` use this.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from optpipe.process.protocol import Programs
 from optpipe_server.database.engine import now
 from optpipe_server.database.tables import Level, Source, incumbents, jobs, log, problems
 
-_NEW_LINE = insert(log).inline()  # its number is not asked for
-LONGEST_TEXT = 2000  # of a reason or a line of the log; some are a solver's last words
+_NEW_LINE = insert(log).inline()  # does not return the number
+LONGEST_TEXT = 2000  # characters of a reason or a line of the log; some are what a solver wrote before it crashed
 
 
-def written(result: Result, source: Source) -> dict[str, Any]:
-    """A result's schedule as an incumbent's row; made before the transaction, for which others wait."""
+def incumbent_values(result: Result, source: Source) -> dict[str, Any]:
+    """Return the columns that store a result's schedule. Call it before the transaction, which others wait for."""
     schedule = result.schedule
     assert schedule is not None
     return {
@@ -33,21 +35,22 @@ def written(result: Result, source: Source) -> dict[str, Any]:
 
 
 def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], attempt: int) -> None:
-    """The result's schedule, `written`, as the next incumbent of a job whose row this transaction holds.
+    """Store the result's schedule, given by its columns `row`, as the next incumbent of a job that this transaction
+    holds.
 
-    Only where it is better than the last one for the same problem: what is no better is known already, such as what a
-    search began with.
+    A schedule that is no better than the last one for the same problem is not stored: it may be the one that the search
+    began with.
     """
     last = best_ms(db, job)
     if last is not None and row[f"{job.objective}_ms"] >= last:
         return
     of_job = {"job": job.id, "seq": job.last_seq + 1, "problem_version": job.problem_version, "attempt": attempt}
     db.execute(insert(incumbents), {**of_job, **row, "found_at": now()})
-    change(db, job, last_seq=job.last_seq + 1, **known(result, job.lower_bound_ms))
+    update_job(db, job, last_seq=job.last_seq + 1, **best_values(result, job.lower_bound_ms))
 
 
 def best_ms(db: Connection, job: Row[Any]) -> float | None:
-    """How long the job's best schedule for its present problem is; None where it has none."""
+    """Return how long the job's best schedule for its current problem is; None if it has none."""
     last = (
         incumbents.c.job == job.id,
         incumbents.c.seq == job.last_seq,
@@ -56,24 +59,24 @@ def best_ms(db: Connection, job: Row[Any]) -> float | None:
     return db.execute(select(incumbents.c[f"{job.objective}_ms"]).where(*last)).scalar_one_or_none()
 
 
-def change(db: Connection, job: Row[Any], **values: Any) -> None:
-    """Updates a job whose row this transaction holds; whoever waits for news of it sees its version grow."""
+def update_job(db: Connection, job: Row[Any], **values: Any) -> None:
+    """Update a job that this transaction holds, and its version, which clients wait for."""
     db.execute(update(jobs).where(jobs.c.id == job.id).values(version=jobs.c.version + 1, **values))
 
 
-def known(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
-    """What is known of a problem by a result, and by a bound that there was."""
+def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str, Any]:
+    """Return the columns that say what is known of a problem, by a result and by a former bound."""
     bounds = [bound for bound in (result.lower_bound_ms, lower_bound_ms) if bound is not None]
     result = replace(result, lower_bound_ms=max(bounds, default=None))
     return {"status": result.status, "lower_bound_ms": result.lower_bound_ms, "gap": result.gap}
 
 
-def note(db: Connection, job_id: str, attempt: int, text: str, level: Level = "info") -> None:
+def add_log_line(db: Connection, job_id: str, attempt: int, text: str, level: Level = "info") -> None:
     """A line of the job's log."""
-    db.execute(_NEW_LINE, {"job": job_id, "at": now(), "attempt": attempt, "level": level, "text": plain(text)})
+    db.execute(_NEW_LINE, {"job": job_id, "at": now(), "attempt": attempt, "level": level, "text": storable_text(text)})
 
 
-def plain(text: str) -> str:
+def storable_text(text: str) -> str:
     """Text that both databases take, whoever wrote it: without NUL and lone surrogates, and no longer than anybody
     reads."""
     return text[:LONGEST_TEXT].replace("\0", "\ufffd").encode(errors="replace").decode()
@@ -83,7 +86,7 @@ def problem_text(problem: Problem) -> str:
     return json.dumps(problem.to_dict(), separators=(",", ":"))
 
 
-def state_of_work(db: Connection, job: Row[Any]) -> tuple[str, Row[Any] | None]:
+def problem_and_last_incumbent(db: Connection, job: Row[Any]) -> tuple[str, Row[Any] | None]:
     """The problem that counts for the job, and its last incumbent with its programs, as texts."""
     of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
     last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq

@@ -1,4 +1,4 @@
-"""`Jobs`: what clients ask of the database. Each method is one transaction; what has returned is on the disk."""
+"""`Jobs`: what clients do with jobs. Each method is one transaction; once it has returned, its changes are on disk."""
 
 from __future__ import annotations
 
@@ -14,27 +14,35 @@ from optpipe.anytime import Result
 from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
 from optpipe_server.database.engine import Database, now
-from optpipe_server.database.incumbents import append, change, known, note, plain, problem_text, written
+from optpipe_server.database.incumbents import (
+    add_log_line,
+    append,
+    best_values,
+    incumbent_values,
+    problem_text,
+    storable_text,
+    update_job,
+)
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, log, problems
 
 MOST_LISTED = 200
 
 
 class ConflictError(Exception):
-    """What was asked contradicts the state of the job, or what was asked before under the same key; a sentence."""
+    """The request contradicts the state of the job, or a former request under the same key; the message says which."""
 
 
 class QueueFullError(Exception):
-    """The tenant has as many waiting jobs as it may."""
+    """The tenant has as many waiting jobs as it may have."""
 
 
 class StaleError(Exception):
-    """The job has changed since the version that the client has seen."""
+    """The job has changed since the version that the client knows."""
 
 
 @dataclass(frozen=True)
 class NewJob:
-    """What a submission asks for, once it has been read."""
+    """What a submission asks for."""
 
     problem: Problem
     method: str = "auto"
@@ -45,29 +53,34 @@ class NewJob:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What is known of a problem before any worker: the best schedule, its bound, and where it is from."""
+class InitialResult:
+    """What is known of a problem before any worker searches: the best schedule, its bound, and where it comes from."""
 
     best: Result = field(default_factory=lambda: Result("unknown"))
     source: Source = "heuristic"
 
     @property
     def state(self) -> State:
-        """Proven answers need no worker."""
+        """The job's first state: an answer that is proven needs no worker."""
         if self.best.status == "infeasible":
             return "infeasible"
         return "done" if self.best.status == "optimal" else "queued"
 
 
 class Jobs:
-    """Jobs of all tenants. A method that takes the tenant that asks sees its jobs alone; the others are for whom has
-    asked one of these."""
+    """The jobs of all tenants.
+
+    A method with a parameter `tenant` finds that tenant's jobs only. The others are for callers that have found the job
+    by
+    one of these.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def submitted(self, tenant: str, key: str, body_sha256: str) -> str | None:
-        """The job that was submitted under this idempotency key; `ConflictError` where that was another body."""
+        """Return the id of the job submitted under this idempotency key. Raises `ConflictError` if its body was another
+        one."""
         with self._database.read() as db:
             return _submitted(db, tenant, key, body_sha256)
 
@@ -75,35 +88,51 @@ class Jobs:
         self,
         tenant: str,
         job: NewJob,
-        start: Start,
+        initial: InitialResult,
         *,
         queue: int,
         key: str | None = None,
         body_sha256: str = "",
         at: str | None = None,
     ) -> tuple[str, bool]:
-        """Stores a job with its first incumbent; returns its id, and whether it is new: the same key and body mean the
-        same job.
+        """Store a job with its first incumbent, if there is one.
 
-        Raises `QueueFullError` where `queue` jobs of the tenant wait, `ConflictError` for a key that came with another
-        body.
+        Parameters
+        ----------
+        queue
+            Jobs of the tenant that may wait.
+        key, body_sha256
+            The idempotency key and the hash of the body: the same key and body mean the same job.
+        at
+            Time of submission as ISO text; now by default.
+
+        Returns
+        -------
+        The job's id, and whether it is new.
+
+        Raises
+        ------
+        QueueFullError
+            If `queue` jobs of the tenant wait already.
+        ConflictError
+            If the key was used with another body.
         """
         job_id = uuid4().hex
-        posed = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
-        first = written(start.best, start.source) if start.best.schedule is not None else None
+        problem_row = {"job": job_id, "version": 1, "problem": problem_text(job.problem), "sha256": job.problem.sha256}
+        first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
             if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
                 return known_id, False
-            state, at = start.state, at or now()
+            state, at = initial.state, at or now()
             if state == "queued" and _count(db, tenant, "queued") >= queue:
                 raise QueueFullError
             row = dict(
                 id=job_id,
                 tenant=tenant,
                 state=state,
-                reason=_reason(start),
-                problem_name=plain(job.problem.name),
+                reason=_reason(initial),
+                problem_name=storable_text(job.problem.name),
                 problem_sha256=job.problem.sha256,
                 method=job.method,
                 objective=job.objective,
@@ -113,18 +142,17 @@ class Jobs:
                 last_seq=1 if first else 0,
                 created_at=at,
                 ended_at=None if state == "queued" else at,
-                **known(start.best),
+                **best_values(initial.best),
             )
-            with self._database.together(db):
-                db.execute(
-                    _NEW_JOB, row
-                )  # values apart from the statement, which is then the same every time and costs little
-                db.execute(insert(problems), {**posed, "created_at": at})
+            with self._database.pipelined(db):
+                # The values are apart from the statement, so that it is compiled only once.
+                db.execute(_NEW_JOB, row)
+                db.execute(insert(problems), {**problem_row, "created_at": at})
                 if key is not None:
                     db.execute(
                         insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
                     )
-                note(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
+                add_log_line(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
                 if first is not None:
                     db.execute(
                         insert(incumbents),
@@ -133,40 +161,44 @@ class Jobs:
         return job_id, True
 
     def _one_at_a_time(self, db: Connection, tenant: str) -> None:
-        """A tenant's submissions take turns, so that no two of them pass the last free place or the same key at
-        once."""
-        if not self._database.sqlite:  # which lets one writer in at a time
-            db.execute(_TURN, {"tenant": tenant})
+        """Serialize a tenant's submissions.
+
+        Otherwise two of them could both take the last free place in the queue, or both be the first with their key.
+        """
+        if not self._database.sqlite:  # SQLite has one writer at a time anyway
+            db.execute(_LOCK_TENANT, {"tenant": tenant})
 
     def job(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """A job with the problem that counts, as `problem`."""
+        """Return a job with its current problem in the column `problem`."""
         with self._database.read() as db:
-            return db.execute(_POSED, {"job": job_id, "tenant": tenant}).one_or_none()
+            return db.execute(_JOB_WITH_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
 
-    def head(self, tenant: str, job_id: str) -> Row[Any] | None:
-        """A job without its problem."""
+    def job_without_problem(self, tenant: str, job_id: str) -> Row[Any] | None:
+        """Return a job without its problem."""
         with self._database.read() as db:
-            return db.execute(_HEAD, {"job": job_id, "tenant": tenant}).one_or_none()
+            return db.execute(_JOB_WITHOUT_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
 
-    def shown(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Any]:
-        """A job without its problem, and its last `incumbent` or None, both of the same moment."""
+    def job_with_last_incumbent(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Any]:
+        """Return a job without its problem, and its last incumbent or None, both as of the same moment."""
         with self._database.read() as db:
-            job = db.execute(_SHOWN, {"job": job_id, "tenant": tenant}).one_or_none()
+            job = db.execute(_JOB_WITH_LAST, {"job": job_id, "tenant": tenant}).one_or_none()
         if job is None or not job.last_seq:
             return job, None
         return job, SimpleNamespace(
-            **{column.name: job._mapping[f"{_LAST}{column.name}"] for column in _WHOLE.selected_columns}
+            **{column.name: job._mapping[f"{_LAST}{column.name}"] for column in _INCUMBENT.selected_columns}
         )
 
-    def news(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
-        """A job, whoever's it is, and its incumbents numbered above `after` without their programs; of those that it
-        says there are, none is missing."""
+    def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
+        """Return a job of any tenant, and its incumbents numbered above `after` without their programs.
+
+        None is missing of the incumbents that the job's `last_seq` counts.
+        """
         with self._database.read() as db:
             job = db.execute(select(jobs).where(jobs.c.id == job_id)).one_or_none()
         return job, self.incumbents(job_id, after) if job and job.last_seq > after else ()
 
     def page(self, tenant: str, state: State | None, before: int | None, limit: int) -> Sequence[Row[Any]]:
-        """The newest jobs, `limit` at most, without their problems; those submitted before the job of number
+        """Return up to `limit` jobs without their problems, newest first, all submitted before the job of number
         `before`."""
         query = select(jobs).where(jobs.c.tenant == tenant)
         if state is not None:
@@ -177,17 +209,17 @@ class Jobs:
             return db.execute(query.order_by(jobs.c.number.desc()).limit(limit)).all()
 
     def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
-        """The incumbents numbered above `after`, in order, each with its adoption, without their programs."""
+        """Return the incumbents numbered above `after`, in order, each with its adoption and without its programs."""
         with self._database.read() as db:
             return db.execute(_LISTED, {"job": job_id, "after": after}).all()
 
     def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
-        """One incumbent with its programs and the problem it is for."""
+        """Return one incumbent with its programs and its problem."""
         with self._database.read() as db:
-            return db.execute(_WHOLE, {"job": job_id, "seq": seq}).one_or_none()
+            return db.execute(_INCUMBENT, {"job": job_id, "seq": seq}).one_or_none()
 
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
-        """The versions of these jobs; one that is not there has been purged."""
+        """Return the versions of these jobs by id; purged jobs are missing."""
         with self._database.read() as db:
             return {
                 row.id: row.version
@@ -195,109 +227,133 @@ class Jobs:
             }
 
     def log(self, job_id: str, after: int, limit: int) -> Sequence[Row[Any]]:
-        """The lines of the job's log numbered above `after`, oldest first."""
+        """Return the lines of the job's log numbered above `after`, oldest first."""
         with self._database.read() as db:
             return db.execute(
                 select(log).where(log.c.job == job_id, log.c.number > after).order_by(log.c.number).limit(limit)
             ).all()
 
     def cancel(self, tenant: str, job_id: str) -> None:
-        """A waiting job is over at once; a running one as soon as its worker hears of it; one that is over stays what
+        """Cancel a job: at once if it waits, as soon as its worker hears of it if it runs. A job that is over stays as
         it is."""
         with self._database.write() as db:
-            job = _held(db, tenant, job_id)
+            job = _locked(db, tenant, job_id)
             if job.state == "queued":
-                change(db, job, state="cancelled", cancel_requested=True, reason=CANCELLED, ended_at=now())
-                note(db, job_id, job.attempt, "cancelled while it waited")
+                update_job(db, job, state="cancelled", cancel_requested=True, reason=CANCELLED, ended_at=now())
+                add_log_line(db, job_id, job.attempt, "cancelled while waiting")
             elif job.state == "running" and not job.cancel_requested:
-                change(db, job, cancel_requested=True)
-                note(db, job_id, job.attempt, "to be cancelled")
+                update_job(db, job, cancel_requested=True)
+                add_log_line(db, job_id, job.attempt, "cancel requested")
 
     def extend(self, tenant: str, job_id: str, time_limit_s: float, if_version: int) -> None:
-        """More time for an open job. Raises `StaleError`, or `ConflictError` where it is over or has as much
-        already."""
+        """Give an open job more time.
+
+        Raises
+        ------
+        StaleError
+            If the job's version is not `if_version`.
+        ConflictError
+            If the job is over or has as much time already.
+        """
         with self._database.write() as db:
-            job = _held(db, tenant, job_id)
+            job = _locked(db, tenant, job_id)
             if job.version != if_version:
                 raise StaleError
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
             if time_limit_s <= job.time_limit_s:
                 raise ConflictError(
-                    f"time_limit_s = {time_limit_s:g}: the job has {job.time_limit_s:g} s already; more would be right."
+                    f"time_limit_s = {time_limit_s:g}: the job has {job.time_limit_s:g} s already; expected more."
                 )
-            change(db, job, time_limit_s=time_limit_s)
-            note(db, job_id, job.attempt, f"its time limit is {time_limit_s:g} s now")
+            update_job(db, job, time_limit_s=time_limit_s)
+            add_log_line(db, job_id, job.attempt, f"its time limit is {time_limit_s:g} s now")
 
-    def pose(self, tenant: str, job_id: str, problem: Problem, start: Start, *, seen: int, queue: int) -> None:
-        """The job goes on with another problem, such as drifted costs, from the given start; its whole time limit
-        counts anew.
+    def change_problem(
+        self, tenant: str, job_id: str, problem: Problem, initial: InitialResult, *, seen: int, queue: int
+    ) -> None:
+        """Replace the job's problem, for example when costs have drifted; its whole time limit counts anew.
 
-        `seen` is the last incumbent that the start was made from. Raises `ConflictError` for a cancelled job,
-        `StaleError` where another incumbent came in between, `QueueFullError` where a job that was over finds no place
-        to wait.
+        Parameters
+        ----------
+        initial
+            The best that is known for the new problem.
+        seen
+            The number of the last incumbent that `initial` was made from.
+        queue
+            Jobs of the tenant that may wait.
+
+        Raises
+        ------
+        ConflictError
+            If the job is cancelled.
+        StaleError
+            If the job has got another incumbent since `seen`.
+        QueueFullError
+            If the job was over and finds no place in the queue.
         """
-        posed = problem_text(problem)
-        first = written(start.best, start.source) if start.best.schedule is not None else None
+        text_of_problem = problem_text(problem)
+        first = incumbent_values(initial.best, initial.source) if initial.best.schedule is not None else None
         with self._database.write() as db:
             self._one_at_a_time(db, tenant)
-            job = _held(db, tenant, job_id)
+            job = _locked(db, tenant, job_id)
             if is_cancelled(job):
-                raise ConflictError(GONE_ON)
+                raise ConflictError(CANCELLED_DETAIL)
             if job.last_seq != seen:
                 raise StaleError
-            state = start.state
+            state = initial.state
             if state == "queued" and job.state == "running":
-                state = "running"  # its worker hears of the new problem and goes on
+                state = "running"  # its worker learns of the new problem and goes on
             elif state == "queued" and job.state != "queued" and _count(db, tenant, "queued") >= queue:
                 raise QueueFullError
             version, at = job.problem_version + 1, now()
             db.execute(
                 insert(problems).values(
-                    job=job_id, version=version, problem=posed, sha256=problem.sha256, created_at=at
+                    job=job_id, version=version, problem=text_of_problem, sha256=problem.sha256, created_at=at
                 )
             )
-            change(
+            update_job(
                 db,
                 job,
                 state=state,
-                reason=_reason(start),
+                reason=_reason(initial),
                 problem_version=version,
-                problem_name=plain(problem.name),
+                problem_name=storable_text(problem.name),
                 problem_sha256=problem.sha256,
-                cancel_requested=False,  # of one that was over before it heard of it
+                cancel_requested=False,  # the job may have ended before its worker heard of it
                 spent_s=0.0,
                 crashes=0,
                 losses=0,
                 ended_at=None if state in OPEN else at,
                 **({} if state == "running" else {"worker": None, "lease_until": None}),
-                **known(start.best),
+                **best_values(initial.best),
             )
-            note(db, job_id, job.attempt, f"problem {version}: the costs have changed")
+            add_log_line(db, job_id, job.attempt, f"problem {version}: the costs have changed")
             if first is not None:
-                append(db, _held(db, tenant, job_id), start.best, first, 0)
+                append(db, _locked(db, tenant, job_id), initial.best, first, 0)
 
     def adopt(self, tenant: str, job_id: str, seq: int, step: int, measured_iteration_ms: float | None) -> None:
-        """What the training swapped in; said again it replaces what was said. Raises `LookupError` where there is no
-        such incumbent."""
+        """Record that the training has swapped an incumbent in; recorded again, it replaces the former record.
+
+        Raises `LookupError` if there is no such incumbent.
+        """
         with self._database.write() as db:
-            job = _held(db, tenant, job_id)
+            job = _locked(db, tenant, job_id)
             if not 1 <= seq <= job.last_seq:
                 raise LookupError
             db.execute(delete(adoptions).where(adoptions.c.job == job_id, adoptions.c.seq == seq))
             values = {"step": step, "measured_iteration_ms": measured_iteration_ms, "adopted_at": now()}
             db.execute(insert(adoptions).values(job=job_id, seq=seq, **values))
-            change(db, job)
+            update_job(db, job)
             measured = "" if measured_iteration_ms is None else f", measured {measured_iteration_ms:g} ms"
-            note(db, job_id, job.attempt, f"incumbent {seq} was adopted at step {step}{measured}")
+            add_log_line(db, job_id, job.attempt, f"incumbent {seq} was adopted at step {step}{measured}")
 
     def purge(self, tenant: str, job_id: str) -> None:
-        """The job and all that belongs to it; a worker that has it finds its lease gone."""
+        """Delete the job and all that belongs to it. A worker that has it finds its lease gone."""
         with self._database.write() as db:
-            db.execute(delete(jobs).where(jobs.c.id == _held(db, tenant, job_id).id))
+            db.execute(delete(jobs).where(jobs.c.id == _locked(db, tenant, job_id).id))
 
     def count(self) -> dict[State, int]:
-        """How many jobs of all tenants there are in each state."""
+        """Count the jobs of all tenants by state."""
         with self._database.read() as db:
             return {
                 row.state: row.n
@@ -306,15 +362,15 @@ class Jobs:
 
 
 CANCELLED = "the job was cancelled"
-GONE_ON = "The job is cancelled; submit the problem as another job."
+CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
 
 
 def is_cancelled(job: Row[Any]) -> bool:
-    """Whether it is, or will be as soon as its worker hears of it; not where the job's end came first."""
+    """Return whether the job is cancelled, or will be as soon as its worker hears of it."""
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
-_LAST = "of_last_"  # what begins the names of an incumbent's columns beside those of its job
+_LAST = "of_last_"  # prefix of an incumbent's columns in a row with its job
 _SHORT: list[ColumnElement[Any]] = [column for column in incumbents.c if column.name != "programs"]
 _SHORT += [
     adoptions.c.step,
@@ -327,24 +383,24 @@ _OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incum
 
 
 def _incumbents(*more: Any) -> Any:
-    """Incumbents without their programs, each with its adoption and its problem's hash, and `more` columns."""
+    """Select incumbents without their programs, with adoption, problem hash and the columns `more`."""
     joined = incumbents.join(problems, _OF_PROBLEM).outerjoin(adoptions, _OF_ADOPTION)
     return select(*_SHORT, *more).select_from(joined).where(incumbents.c.job == bindparam("job"))
 
 
-# Statements that are asked for often, made once: making one costs more than asking it.
-_TURN = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
-_NEW_JOB = insert(jobs).inline()  # its number is not asked for
-_HEAD = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
-_POSED = (
+# Frequent statements, built once: building one costs more than running it.
+_LOCK_TENANT = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
+_NEW_JOB = insert(jobs).inline()  # does not return the number
+_JOB_WITHOUT_PROBLEM = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
+_JOB_WITH_PROBLEM = (
     select(jobs, problems.c.problem)
     .select_from(jobs.join(problems, (problems.c.job == jobs.c.id) & (problems.c.version == jobs.c.problem_version)))
     .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
 )
 _LISTED = _incumbents().where(incumbents.c.seq > bindparam("after")).order_by(incumbents.c.seq)
-_WHOLE = _incumbents(incumbents.c.programs, problems.c.problem).where(incumbents.c.seq == bindparam("seq"))
-_SHOWN = (
-    select(jobs, *(column.label(f"{_LAST}{column.name}") for column in _WHOLE.selected_columns))
+_INCUMBENT = _incumbents(incumbents.c.programs, problems.c.problem).where(incumbents.c.seq == bindparam("seq"))
+_JOB_WITH_LAST = (
+    select(jobs, *(column.label(f"{_LAST}{column.name}") for column in _INCUMBENT.selected_columns))
     .select_from(
         jobs.outerjoin(incumbents, (incumbents.c.job == jobs.c.id) & (incumbents.c.seq == jobs.c.last_seq))
         .outerjoin(problems, _OF_PROBLEM)
@@ -354,17 +410,17 @@ _SHOWN = (
 )
 
 
-def _held(db: Connection, tenant: str, job_id: str) -> Row[Any]:
-    """The job, which nobody else changes until this transaction ends. Raises `LookupError` where the tenant has none of
-    that id."""
+def _locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
+    """The job, which nobody else can change until this transaction ends. Raises `LookupError` if the tenant has no such
+    job."""
     job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
     if job is None:
         raise LookupError(job_id)
     return job
 
 
-def _reason(start: Start) -> str | None:
-    return plain(start.best.reason) if start.state == "infeasible" and start.best.reason else None
+def _reason(initial: InitialResult) -> str | None:
+    return storable_text(initial.best.reason) if initial.state == "infeasible" and initial.best.reason else None
 
 
 def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str | None:
@@ -374,7 +430,7 @@ def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str |
     if found is None:
         return None
     if found.body_sha256 != body_sha256:
-        raise ConflictError("Idempotency-Key: it came with another body before.")
+        raise ConflictError("Idempotency-Key: it was used with another body before.")
     job_id: str = found.job
     return job_id
 

@@ -1,4 +1,4 @@
-"""API keys `op_<id>_<secret>`: told once, kept as a hash, never told again."""
+"""API keys `op_<id>_<secret>`: shown once, stored as a hash."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from optpipe_server.database.tables import keys
 Scope = Literal["submit", "read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
-_KEY = re.compile(
-    r"op_([0-9a-f]{16})_([0-9a-f]{48})"
-)  # 192 random bits: a plain hash is enough, there is nothing to guess
+# 192 random bits, so a plain hash is enough: nobody can guess them.
+_KEY = re.compile(r"op_([0-9a-f]{16})_([0-9a-f]{48})")
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NOBODY = hashlib.sha256(secrets.token_bytes()).hexdigest()  # what an unknown id is compared with
+_NOBODY = hashlib.sha256(secrets.token_bytes()).hexdigest()  # compared with the secret of an unknown id
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and what for."""
+    """Who sends a request, and what they may do."""
 
     tenant: str
     scopes: frozenset[str]
@@ -41,14 +40,14 @@ class Keys:
         self._database = database
 
     def create(self, tenant: str, scopes: Collection[str]) -> str:
-        """A new key of the tenant, which is told here and nowhere again. Raises `InputError` for a name or scope that
-        there is not."""
+        """Create a key of the tenant and return it; it cannot be shown again. Raises `InputError` for a wrong name or
+        scope."""
         if not _TENANT.fullmatch(tenant):
-            raise InputError(f"tenant = {tenant!r}: 1 to 64 letters, digits, '.', '_' or '-' would be right")
+            raise InputError(f"tenant = {tenant!r}: expected 1 to 64 letters, digits, '.', '_' or '-'")
         if wrong := sorted({*scopes} - {*SCOPES}):
-            raise InputError(f"scope = {wrong[0]!r}: {', '.join(SCOPES)} would be right")
+            raise InputError(f"scope = {wrong[0]!r}: expected {', '.join(SCOPES)}")
         if not scopes:
-            raise InputError(f"scope: a key without any opens nothing; {', '.join(SCOPES)} would be right")
+            raise InputError(f"scope: a key needs at least one; expected {', '.join(SCOPES)}")
         key_id, secret = secrets.token_hex(8), secrets.token_hex(24)
         with self._database.write() as db:
             scoped = " ".join(scope for scope in SCOPES if scope in scopes)
@@ -60,7 +59,7 @@ class Keys:
         return f"op_{key_id}_{secret}"
 
     def check(self, text: str) -> Caller | None:
-        """Whose key this is; None for one that is unknown, wrong or revoked, after the same work for each."""
+        """Return whose key this is; None if it is unknown, wrong or revoked, after the same work in each case."""
         parts = _KEY.fullmatch(text)
         if parts is None:
             return None
@@ -75,27 +74,26 @@ class Keys:
         )
 
     def any(self) -> bool:
-        """Whether keys were ever made. Revoked ones count: a service that asked for keys does not open when the last
-        one goes."""
+        """Return whether there ever was a key. Revoked ones count: a service does not open when its last key is
+        revoked."""
         with self._database.read() as db:
             return db.execute(select(keys.c.id).limit(1)).first() is not None
 
     def list(self) -> Sequence[Row[Any]]:
-        """All keys without their secrets, oldest first: id, tenant, scopes (with spaces between them), created_at,
+        """Return all keys without their secrets, oldest first: id, tenant, scopes (separated by spaces), created_at,
         revoked_at."""
         shown = [column for column in keys.c if column.name != "secret_sha256"]
         with self._database.read() as db:
             return db.execute(select(*shown).order_by(keys.c.created_at, keys.c.id)).all()
 
     def revoke(self, key_id: str) -> None:
-        """From now on the key opens nothing; said again it changes nothing. Raises `InputError` where there is no such
-        key."""
-        if _KEY.fullmatch(key_id):  # not shown: it is a secret
-            raise InputError("id: this is a whole key; its id, the middle of op_<id>_<secret>, would be right")
+        """Revoke a key; again, it changes nothing. Raises `InputError` if there is no such key."""
+        if _KEY.fullmatch(key_id):  # not shown, because it is a secret
+            raise InputError("id: this is a whole key; expected its id, the middle of op_<id>_<secret>")
         with self._database.write() as db:
             known = db.execute(select(keys).where(keys.c.id == key_id).with_for_update()).one_or_none()
             if known is None:
-                raise InputError(f"id = {key_id!r}: no key has it; `optpipe keys list` shows those there are")
+                raise InputError(f"id = {key_id!r}: no key has this id; `optpipe keys list` shows them")
             if known.revoked_at is None:
                 db.execute(update(keys).where(keys.c.id == key_id).values(revoked_at=now()))
 

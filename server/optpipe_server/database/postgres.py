@@ -1,4 +1,4 @@
-"""PostgreSQL: connections that are made anew where the server has ended them, and that wait for no answer for ever."""
+"""Connections to PostgreSQL: replaced when the server has closed them, and with an end to every wait for an answer."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 CONNECT_S = 3
 STATEMENT_MS = 10_000  # the longest statement, waiting for locks included
-ANSWER_S = 12.0  # a server that has not even said by then that it took too long hangs
-# between two statements of a transaction: whoever is stopped in one, or cut off, keeps no row from others for longer
+ANSWER_S = 12.0  # a server that has not even reported a timeout by then hangs
+# Longest time between two statements of a transaction: a process that is stopped or cut off in one blocks its rows no
+# longer.
 IDLE_MS = 5_000
-SILENT_S = 10  # a connection whose other side does not even acknowledge for so long is broken
-CONNECTIONS = 20  # of one process
+SILENT_S = 10  # a connection whose other side acknowledges nothing for so long is broken
+CONNECTIONS = 20  # per process
 
 
-class Line(psycopg.Connection[Any]):
-    """A connection. The server ends what takes too long; one that hangs, as a whole or by its disk, does not, and so
-    the line is closed."""
+class DeadlineConnection(psycopg.Connection[Any]):
+    """A connection that gives up after `ANSWER_S`.
 
-    hurries = True
+    The server ends statements that take too long. A server that hangs, as a whole or by its disk, does not, so the
+    connection is closed here.
+    """
+
+    has_deadline = True
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        if not self.hurries:
+        if not self.has_deadline:
             return super().wait(gen, interval, timeout)
         until = time.monotonic() + ANSWER_S
         try:
@@ -43,13 +47,14 @@ class Line(psycopg.Connection[Any]):
             self.pgconn.finish()
             raise psycopg.OperationalError(f"no answer within {ANSWER_S:g} s") from None
 
-    def cut(self) -> None:
-        """Ends it from another thread, whoever waits for an answer."""
+    def abort(self) -> None:
+        """Break the connection from another thread, whoever waits for an answer."""
         with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(self.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
 
 
 def connections(url: URL) -> Engine:
+    """Return the pool of connections to this database."""
     limits = {
         "statement_timeout": STATEMENT_MS,
         "lock_timeout": STATEMENT_MS,
@@ -64,19 +69,20 @@ def connections(url: URL) -> Engine:
         "application_name": "optpipe",
     }
     limited: dict[str, Any] = {"pool_size": CONNECTIONS, "max_overflow": 0, "pool_timeout": CONNECT_S}
-    engine = create_engine(
-        url, **limited, use_native_hstore=False, connect_args=arguments
-    )  # hstore: a question for each new connection
-    event.listen(engine, "do_connect", lambda _dialect, _record, given, named: Line.connect(*given, **named))
+    # Looking for hstore would be one more query per connection.
+    engine = create_engine(url, **limited, use_native_hstore=False, connect_args=arguments)
+    event.listen(
+        engine, "do_connect", lambda _dialect, _record, given, named: DeadlineConnection.connect(*given, **named)
+    )
     event.listen(engine, "checkout", _check)
     return engine
 
 
-def _check(line: Line, record: ConnectionPoolEntry, _proxy: object) -> None:
-    """Has the pool connect anew where the server has ended its connections: then there is something to read though
-    nothing was asked.
+def _check(line: DeadlineConnection, record: ConnectionPoolEntry, _proxy: object) -> None:
+    """Have the pool connect again if the server has closed this connection: there is something to read before any
+    request.
 
-    A question (`pool_pre_ping`) would tell it, too, at the price of one more trip to the server for every transaction.
+    `pool_pre_ping` would tell it, too, at the price of one more round trip per transaction.
     """
     if record.info.get("used"):
         waiting = poll()
@@ -84,35 +90,36 @@ def _check(line: Line, record: ConnectionPoolEntry, _proxy: object) -> None:
             waiting.register(line.fileno(), POLLIN)
         if line.closed or waiting.poll(0):
             raise InvalidatePoolError
-    record.info["used"] = True  # until the pool connects anew: one that has just been made is not looked at
+    record.info["used"] = True  # cleared when the pool connects again; new connections are not checked
 
 
 @contextmanager
-def no_hurry(db: Transaction) -> Iterator[None]:
-    """Statements that may take their time, such as those of a migration."""
+def without_deadline(db: Transaction) -> Iterator[None]:
+    """Allow statements in the block to take any time, for example those of a migration."""
     line: Any = db.connection.driver_connection
-    line.hurries = False
+    line.has_deadline = False
     try:
         yield
     finally:
-        line.hurries = True
+        line.has_deadline = True
 
 
 @contextmanager
-def pipeline(db: Transaction, of_no_use: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Statements whose results nobody reads go in one trip. Raises SQLAlchemy's errors; connections are not used again
-    after one that is `of_no_use`."""
+def pipeline(db: Transaction, is_broken: Callable[[BaseException], bool]) -> Iterator[None]:
+    """Send the statements of the block in one round trip; nothing may read their results. Raises SQLAlchemy's errors.
+
+    Connections are not used again after an error that `is_broken` tells.
+    """
     line: Any = db.connection.driver_connection
     try:
         with line.pipeline():
             yield
-    except psycopg.Error as error:  # of no statement that SQLAlchemy waited for
-        if gone := line.closed or of_no_use(error):
+    except psycopg.Error as error:  # SQLAlchemy did not see it, because it waited for none of the statements
+        if gone := line.closed or is_broken(error):
             line.close()
             with suppress(DBAPIError):
-                db.exec_driver_sql(
-                    "select 1"
-                )  # so SQLAlchemy sees that it is, and has the others of the pool made anew, too
+                # SQLAlchemy then sees that it is closed, and replaces the other connections of the pool, too.
+                db.exec_driver_sql("select 1")
         raise DBAPIError.instance(
             None, None, error, psycopg.Error, connection_invalidated=gone, dialect=db.dialect
         ) from error

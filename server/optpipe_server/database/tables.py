@@ -1,7 +1,7 @@
 """The tables, for SQLite and PostgreSQL alike. `migrations/` makes them; a test compares the two.
 
-Times that people read are ISO text in UTC. Leases are seconds of the database's own clock (`engine.clock_s`), the one
-clock that all workers share.
+Times for people are ISO text in UTC. Leases are seconds of the database's clock (`engine.clock_s`), which all workers
+share.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from typing import Literal
 from sqlalchemy import BigInteger, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
 State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
-OPEN: tuple[State, ...] = (
-    "queued",
-    "running",
-)  # every other state is final, but for a job that is given another problem
+# The other states are final, unless the job gets another problem.
+OPEN: tuple[State, ...] = ("queued", "running")
 Source = Literal["cache", "warm_start", "heuristic", "carried", "solver"]
 Level = Literal["info", "warning", "error"]
 
@@ -27,7 +25,7 @@ metadata = MetaData(
     | {"fk": "fk_%(table_name)s_%(column_0_name)s"}
 )
 
-_Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up by itself in INTEGER only
+_Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite has autoincrement for INTEGER only
 
 jobs = Table(
     "jobs",
@@ -35,31 +33,29 @@ jobs = Table(
     Column("number", _Number, primary_key=True, autoincrement=True),  # the order of submission
     Column("id", String(32), unique=True, nullable=False),
     Column("tenant", String(64), nullable=False),
-    Column(
-        "version", Integer, nullable=False, default=1
-    ),  # grows with everything that a client can see of the job: its ETag
+    Column("version", Integer, nullable=False, default=1),  # grows with every visible change: the ETag
     Column("state", String(16), nullable=False),
     Column("reason", Text),  # why there is no schedule, or no better one
-    # What was asked.
-    Column("problem_version", Integer, nullable=False, default=1),  # the row of `problems` that counts
+    # What was requested.
+    Column("problem_version", Integer, nullable=False, default=1),  # the current row of `problems`
     Column("problem_name", Text, nullable=False),
     Column("problem_sha256", String(64), nullable=False),
     Column("method", Text, nullable=False),
     Column("objective", String(16), nullable=False),
     Column("time_limit_s", Float, nullable=False),
-    Column("gap_limit", Float, nullable=False),  # the search ends at this gap
+    Column("gap_limit", Float, nullable=False),  # the search ends when it is reached
     Column("priority", Integer, nullable=False),
     Column("cancel_requested", Boolean, nullable=False, default=False),
-    # What is known.
+    # What is known of the current problem.
     Column("status", String(16), nullable=False, default="unknown"),  # of the best schedule
     Column("lower_bound_ms", Float),
     Column("gap", Float),
-    Column("last_seq", Integer, nullable=False, default=0),  # of the incumbents
-    # Who works on it.
-    Column("attempt", Integer, nullable=False, default=0),  # fences every write of a worker
+    Column("last_seq", Integer, nullable=False, default=0),  # number of the last incumbent
+    # Its worker.
+    Column("attempt", Integer, nullable=False, default=0),  # fences every write of a worker: it grows with each one
     Column("worker", String(128)),
     Column("lease_until", Float),  # while running
-    Column("spent_s", Float, nullable=False, default=0.0),  # of the time limit, for this problem
+    Column("spent_s", Float, nullable=False, default=0.0),  # of the time limit, on the current problem
     Column("crashes", Integer, nullable=False, default=0),  # of solver processes
     Column("losses", Integer, nullable=False, default=0),  # of workers
     Column("created_at", String(40), nullable=False),
@@ -75,7 +71,7 @@ problems = Table(
     "problems",
     metadata,
     Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
-    Column("version", Integer, primary_key=True),  # 1 as submitted, then one more with every drift
+    Column("version", Integer, primary_key=True),  # 1 as submitted, then one more with every change
     Column("problem", Text, nullable=False),  # the file's JSON
     Column("sha256", String(64), nullable=False),
     Column("created_at", String(40), nullable=False),
@@ -85,11 +81,10 @@ incumbents = Table(
     "incumbents",
     metadata,
     Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
-    Column(
-        "seq", Integer, primary_key=True
-    ),  # 1, 2, ... of the job; of one problem version each is better than those before
+    # 1, 2, ... per job; among those of one problem version each is better than the one before
+    Column("seq", Integer, primary_key=True),
     Column("problem_version", Integer, nullable=False),
-    Column("attempt", Integer, nullable=False),  # 0: before any worker
+    Column("attempt", Integer, nullable=False),  # 0 if before any worker
     Column("source", String(16), nullable=False),
     Column("method", Text, nullable=False),
     Column("makespan_ms", Float, nullable=False),
@@ -103,7 +98,7 @@ adoptions = Table(
     metadata,
     Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
     Column("seq", Integer, primary_key=True),
-    Column("step", BigInteger, nullable=False),  # of the training, the first by this schedule
+    Column("step", BigInteger, nullable=False),  # first step of the training by this schedule
     Column("measured_iteration_ms", Float),
     Column("adopted_at", String(40), nullable=False),
 )
@@ -134,7 +129,7 @@ keys = Table(
     Column("id", String(16), primary_key=True),  # the middle of op_<id>_<secret>
     Column("tenant", String(64), nullable=False),
     Column("secret_sha256", String(64), nullable=False),
-    Column("scopes", Text, nullable=False),  # with spaces between them
+    Column("scopes", Text, nullable=False),  # separated by spaces
     Column("created_at", String(40), nullable=False),
     Column("revoked_at", String(40)),
 )
@@ -142,7 +137,7 @@ keys = Table(
 schedules = Table(
     "schedules",
     metadata,
-    Column("tenant", String(64), primary_key=True),  # "" is shared by all
+    Column("tenant", String(64), primary_key=True),  # "" if shared by all
     Column("problem_sha256", String(64), primary_key=True),
     Column("objective", String(16), primary_key=True),
     Column("shape", String(64), nullable=False),

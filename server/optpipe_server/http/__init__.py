@@ -1,1 +1,6 @@
-"""The API: routes, strict bodies, problem documents, views, server-sent events, keys, scopes and limits."""
+"""The API over HTTP.
+
+`server` runs uvicorn with `app`; `auth`, `limits` and `connections` stand before every route. `routes`, `results`,
+`tools` and `health` are the routes; `bodies` are what they read, `views` what they write, `schemas`, `docs` and
+`examples` how the API's description shows both. `service` is what the routes work on.
+"""

@@ -8,18 +8,19 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import optpipe
-from optpipe_server.http import docs, guard, health, replies, results, routes, tools
-from optpipe_server.http.comparisons import Comparisons
+from optpipe_server.http import auth, docs, health, replies, results, routes, tools
+from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
 
 ABOUT = (
-    "Jobs in, schedules out: the first in the reply, better ones as events. Errors are problem documents (RFC 9457)."
+    "Solves problems: the first schedule is in the reply, better ones are sent as events. "
+    "Errors are problem documents (RFC 9457)."
 )
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service as an ASGI application; `app.state.service` is what stands behind it. Raises `InputError` for bad
+    """Return the service as an ASGI application; `app.state.service` is its `Service`. Raises `InputError` for wrong
     settings."""
     service = Service(settings or Settings())
 
@@ -38,11 +39,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service, app.state.comparisons = service, Comparisons(service.settings)
+    app.state.service, app.state.compare_processes = service, CompareProcesses(service.settings)
     for router in (routes.router, results.router, tools.router, health.router):
         app.include_router(router)
     replies.install(app)
     docs.install(app)
-    guard.install(app, service.keys)
-    app.add_middleware(health.Measured)
+    auth.install(app, service.keys)
+    app.add_middleware(health.RequestMetrics)
     return app

@@ -1,5 +1,7 @@
-"""Request bodies: strict JSON of raw bytes, which `limits` has capped. FastAPI's own reader takes NaN and duplicate
-names."""
+"""Request bodies as strict JSON, read from the raw bytes, which `limits` has capped.
+
+FastAPI's own reader would accept NaN and duplicate names.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +25,43 @@ TimeLimit = Annotated[float, Field(strict=True, gt=0, le=LONGEST_SOLVE_S, allow_
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Posed(Record):
-    """A body that poses a problem, of a size that the service takes."""
+class ProblemBody(Record):
+    """A body with a problem, of a size that the service accepts."""
 
     problem: Problem
 
     @model_validator(mode="after")
-    def _of_a_size(self) -> Posed:
+    def _of_a_size(self) -> ProblemBody:
         if (stages := len(self.problem.stages)) > MOST_STAGES:
-            raise ValueError(f"problem.stages are {stages}: the service takes up to {MOST_STAGES}")
+            raise ValueError(f"problem.stages are {stages}: expected up to {MOST_STAGES} here")
         if (count := self.problem.microbatches) > MOST_MICROBATCHES:
-            raise ValueError(f"problem.microbatches = {count}: the service takes up to {MOST_MICROBATCHES}")
+            raise ValueError(f"problem.microbatches = {count}: expected up to {MOST_MICROBATCHES} here")
         if "\0" in self.problem.name:
             raise ValueError("problem.name has a NUL character")
         return self
 
 
-class Submission(Posed):
-    """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have since changed."""
+class Submission(ProblemBody):
+    """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
 
     method: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")] = "auto"
     time_limit_s: TimeLimit = 60.0
-    gap: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.0  # the search ends at this gap
+    gap: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = (
+        0.0  # the search ends when it is reached
+    )
     objective: Objective = "makespan"
-    priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest is solved first
+    priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest comes first
     warm_start: ScheduleFile | None = None
 
 
-class MoreTime(Record):
+class ExtensionBody(Record):
     """`PATCH /v1/jobs/{id}`."""
 
     time_limit_s: TimeLimit
 
 
-class Adopt(Record):
-    """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and what an iteration takes
+class AdoptionBody(Record):
+    """`PUT /v1/jobs/{id}/adoptions/{seq}`: the first step of the training by this schedule, and the iteration time
     since."""
 
     step: Annotated[int, Field(strict=True, ge=0, le=2**53)]
@@ -65,16 +69,23 @@ class Adopt(Record):
 
 
 def parse(model: type[Model], body: bytes, what: str) -> Model:
-    """Reads a body; raises `ReplyError` for what is no JSON, `InputError`, which names `what`, for a wrong field."""
+    """Read a body.
+
+    Raises
+    ------
+    ReplyError
+        400 if it is not JSON or has the same name twice in an object.
+    InputError
+        If a field is wrong; the message begins with `what`.
+    """
     try:
         parsed = model.model_validate_json(body)
     except ValidationError as error:
         if error.error_count() == 1 and error.errors(include_url=False)[0]["type"] == "json_invalid":
             raise ReplyError(400, "The body is not valid JSON.") from None
         raise input_error(error, what) from None
-    json.loads(
-        body, object_pairs_hook=_unique
-    )  # valid by now, so neither deep nor with numbers out of range, and with few objects
+    # Valid by now: neither deep, nor with numbers out of range, nor with many objects.
+    json.loads(body, object_pairs_hook=_unique)
     return parsed
 
 

@@ -1,5 +1,4 @@
-"""Clients that are slow or say nothing: uvicorn's connections, with an end to how long each of them may take, and to
-how many there are."""
+"""Connections of slow or silent clients: limits on how long each may take, and on how many there are."""
 
 from __future__ import annotations
 
@@ -13,19 +12,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from optpipe_server.http.replies import problem_document
 
-ARRIVES_S = 30.0  # from the beginning of a connection, or of a further request on it, until all of the request is there
-TAKEN_S = 30.0  # how long a client may leave what it is sent where it is
-MOST_ARRIVING = (
-    2**26
-)  # bytes of a request; what is too long for the service is refused and thrown away, so that its sender can read why
-LONGEST_HEAD = 2**14  # bytes of a request's line and headers
-OTHERS = 1000  # connections beside event streams
-FILES = 300  # that the process needs beside its connections
+ARRIVES_S = 30.0  # for a request to arrive in full, from the beginning of the connection or of the wait for another
+READ_S = 30.0  # how long a client may leave what it is sent unread
+# Bytes of a request. A body that is too long is read up to here and refused, so that its sender can read why.
+MOST_ARRIVING = 2**26
+LONGEST_HEAD = 2**14  # bytes of a request's first line and headers
+OTHERS = 1000  # connections besides event streams
+FILES = 300  # files that the process needs besides its connections
 
 
 def connections(streams: int) -> type[Connection]:
-    """The connections of one server with so many event streams, as uvicorn's `http` wants them; as many as the system
-    lets it open."""
+    """Return the connection class of one server, for uvicorn's `http` setting.
+
+    Allows `streams` event streams and `OTHERS` more connections, or as many as the system lets this process open.
+    """
     wanted = streams + OTHERS + FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -36,18 +36,19 @@ def connections(streams: int) -> type[Connection]:
 
 
 class Connection(H11Protocol):
-    """Uvicorn itself waits forever for the rest of a request, and for a client that does not read what it is sent.
+    """Ends connections whose request does not arrive or whose reply is not read; uvicorn would wait for ever.
 
-    Where there are `most` connections, one that has no request, or not all of one, makes room for another, the oldest
-    first: those who say nothing keep nobody out.
+    At `most` connections, a new one replaces the oldest one without a complete request, so that silent clients keep
+    nobody
+    out.
     """
 
     most: ClassVar[int]
-    waiting: ClassVar[dict[Connection, None]]  # for a request or the rest of one, the oldest first
+    waiting: ClassVar[dict[Connection, None]]  # for a complete request; the oldest first
 
     _arriving: asyncio.TimerHandle | None = None
     _leaving: asyncio.TimerHandle | None = None
-    _arrived = 0  # bytes of the request that arrives
+    _arrived = 0  # bytes of the incomplete request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -65,7 +66,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._incomplete:
-            self.waiting.setdefault(self)  # uvicorn's own time between requests runs
+            self.waiting.setdefault(self)  # uvicorn's keep-alive timer runs
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -76,11 +77,11 @@ class Connection(H11Protocol):
 
     @property
     def _incomplete(self) -> bool:
-        """Whether there is no request, or not all of one."""
+        """Whether there is no complete request."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def _watch(self) -> None:
-        """Begins, or ends, the time in which a request has to arrive."""
+        """Start or stop the timer for the arrival of a request."""
         if not self._incomplete:
             self.waiting.pop(self, None)
             self._arrived = 0
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Ends the connection, with a reply where none has begun."""
+        """Close the connection, with a reply if none has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             reply = problem_document(status, detail, {"Connection": "close"})
             head = h11.Response(status_code=status, headers=reply.raw_headers, reason=HTTPStatus(status).phrase)
@@ -107,7 +108,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._leaving = self.loop.call_later(TAKEN_S, self.transport.abort)
+        self._leaving = self.loop.call_later(READ_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -1,5 +1,4 @@
-"""The API's description: bodies are read and replies written by ourselves, so what FastAPI would derive is said
-here."""
+"""The API's description. Routes read and write JSON themselves, so FastAPI cannot derive their bodies and replies."""
 
 from __future__ import annotations
 
@@ -11,36 +10,45 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from optpipe_server.http.shapes import ProblemDocument
+from optpipe_server.http.schemas import ProblemDocument
 
 Described = dict[int | str, dict[str, Any]]
 
 REFERENCE = "#/components/schemas/{model}"
-GUARDED = (400, 401, 403, 413, 415, 503)  # what any route but /healthz and /readyz may say, see `guard` and `limits`
+ANY_ROUTE = (400, 401, 403, 413, 415, 503)  # errors of `auth` and `limits`, except for /healthz and /readyz
 
 _models: set[type[BaseModel]] = {ProblemDocument}
 
 
 def replies(ok: int, model: type[BaseModel] | None, example: Any, *errors: int, **described: str) -> Described:
-    """The replies of a route: `ok` with its model, and problem documents; `described` names others without a body, as
-    `_304="why"`."""
+    """Describe the replies of a route.
+
+    Parameters
+    ----------
+    ok, model, example
+        The status of success, its body, and an example of that.
+    errors
+        Statuses of problem documents, besides those in `ANY_ROUTE`.
+    described
+        Replies without a body, such as `_304="why"`.
+    """
     return {
         ok: {
             "description": HTTPStatus(ok).phrase,
             **({"content": _content("application/json", model, example)} if model else {}),
         },
-        **{status: _problem(status) for status in sorted({*GUARDED, *errors})},
+        **{status: _problem(status) for status in sorted({*ANY_ROUTE, *errors})},
         **{int(status[1:]): {"description": why} for status, why in described.items()},
     }
 
 
 def body(model: type[BaseModel], example: Any) -> dict[str, Any]:
-    """The body that a route reads."""
+    """Describe the body that a route reads."""
     return {"requestBody": {"required": True, "content": _content("application/json", model, example)}}
 
 
 def install(app: FastAPI) -> None:
-    """`app.openapi()` with the models that routes name."""
+    """Make `app.openapi()` describe the models that routes name."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -49,9 +57,8 @@ def install(app: FastAPI) -> None:
             )
             for operation in (operation for methods in described["paths"].values() for operation in methods.values()):
                 if "application/json" in operation["responses"].get("422", {}).get("content", {}):
-                    del operation["responses"][
-                        "422"
-                    ]  # FastAPI's own: nothing but text is asked for, which cannot be wrong
+                    # FastAPI adds it to routes whose only parameters are texts, which cannot be wrong.
+                    del operation["responses"]["422"]
             ours = sorted(_models, key=lambda model: model.__name__)
             _, schemas = models_json_schema([(model, "validation") for model in ours], ref_template=REFERENCE)
             components = described.setdefault("components", {})
@@ -59,7 +66,7 @@ def install(app: FastAPI) -> None:
             components["securitySchemes"] = {
                 "key": {"type": "http", "scheme": "bearer", "description": "op_<id>_<secret>"}
             }
-            described["security"] = [{"key": []}, {}]  # without any key in the database none is asked for
+            described["security"] = [{"key": []}, {}]  # no key is needed if the database has none
             app.openapi_schema = described
         return app.openapi_schema
 

@@ -1,4 +1,4 @@
-"""A small job, as the API's description shows it: two stages on two devices, two micro-batches."""
+"""A small job for the API's description: two stages on two devices, two micro-batches."""
 
 from __future__ import annotations
 

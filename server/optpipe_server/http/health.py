@@ -1,4 +1,4 @@
-"""Whether the process answers, whether it can serve, and what Prometheus is told."""
+"""`/healthz`, `/readyz` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import optpipe
 from optpipe_server.database.tables import State
-from optpipe_server.http import shapes
+from optpipe_server.http import schemas
 from optpipe_server.http.docs import replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.service import Service
@@ -28,25 +28,25 @@ from optpipe_server.metrics import REGISTRY, REQUESTS
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/healthz", responses={200: replies(200, shapes.Health, {"status": "ok", "version": "0.1.0"})[200]})
+@router.get("/healthz", responses={200: replies(200, schemas.Health, {"status": "ok", "version": "0.1.0"})[200]})
 async def healthz() -> Response:
     """The process answers."""
     return Response(text({"status": "ok", "version": optpipe.__version__}), media_type="application/json")
 
 
-READY = replies(200, shapes.Ready, {"status": "ready", "solves": 1})
+READY = replies(200, schemas.Ready, {"status": "ready", "solves": 1})
 
 
 @router.get("/readyz", responses={200: READY[200], 503: READY[503]})
 async def readyz(request: Request) -> Response:
-    """The process is not about to end, and its database answers: jobs are taken in, and get their first schedule.
+    """The service accepts jobs: it is not about to end, and its database answers.
 
-    Nothing is said of workers elsewhere: without any, jobs wait, with their first schedule, until there is one.
+    This says nothing of workers in other processes: without any, jobs wait with their first schedule.
     """
     service: Service = request.app.state.service
-    if service.feed.closing:
+    if service.job_updates.closing:
         raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
-    await service.ask(service.database.ping)
+    await service.query(service.database.ping)
     return Response(text({"status": "ready", "solves": service.settings.solves}), media_type="application/json")
 
 
@@ -59,19 +59,19 @@ async def readyz(request: Request) -> Response:
     },
 )
 async def metrics(request: Request) -> Response:
-    """What this process has counted, and how many jobs the database has in each state, if it answers."""
+    """The counters of this process, and the number of jobs in each state if the database answers."""
     service: Service = request.app.state.service
     counted = CollectorRegistry(auto_describe=False)
     with suppress(SQLAlchemyError):
-        counted.register(_Jobs(await service.ask(service.jobs.count)))
+        counted.register(_Jobs(await service.query(service.jobs.count)))
     return Response(generate_latest(REGISTRY) + generate_latest(counted), media_type=CONTENT_TYPE_LATEST)
 
 
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")  # a client may make up others, and each would be counted for good
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")  # clients may invent others, and each would stay a label
 
 
 class _Jobs(Collector):
-    """How many jobs there are, by state."""
+    """Counts of jobs by state."""
 
     def __init__(self, count: Mapping[State, int]) -> None:
         self._count = count
@@ -83,8 +83,8 @@ class _Jobs(Collector):
         yield jobs
 
 
-class Measured:
-    """Times every request until its reply is complete, but event streams, which last as long as somebody listens."""
+class RequestMetrics:
+    """Measures every request until its reply is complete, except event streams, which stay open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -95,13 +95,13 @@ class Measured:
             return
         began, status = time.perf_counter(), 0
 
-        async def told(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, send_and_note)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             if status and not route.endswith("/events"):

@@ -1,4 +1,4 @@
-"""How long and of what kind a request's body may be, in one place, so that no route forgets it."""
+"""Limits on the length and type of request bodies, in one place, so that no route can forget them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from optpipe_server.http.replies import ReplyError
 LONGEST_BODY = 2**20  # bytes
 
 
-class Limits:
-    """The app gets a body that has arrived in full, or the client gets a `ReplyError`: 400, 413, 415.
+class BodyLimits:
+    """Passes a body on that has arrived in full, or raises `ReplyError`: 400, 413, 415.
 
-    How slowly it may arrive is the connection's matter (`connections`). Any web page can send any other type than JSON
-    to a service on this machine without being asked; so a body is JSON or nothing.
+    How slowly it may arrive is limited in `connections`. Web pages may send any type except JSON to a service on this
+    machine without asking first, so a body has to be JSON.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -27,9 +27,8 @@ class Limits:
         headers = Headers(scope=scope)
         if any(encoding.strip().lower() != "identity" for encoding in headers.getlist("content-encoding")):
             raise ReplyError(415, "Content-Encoding: the body must not be compressed.")
-        if (
-            "content-length" in headers and "transfer-encoding" in headers
-        ):  # whoever is before us may read it otherwise (RFC 9112, 6.1)
+        # A proxy before us may read such a request in another way (RFC 9112, section 6.1).
+        if "content-length" in headers and "transfer-encoding" in headers:
             raise ReplyError(400, "Content-Length and Transfer-Encoding exclude each other.", {"Connection": "close"})
         for length in headers.getlist("content-length"):
             if not (length.isascii() and length.isdecimal()):
@@ -37,7 +36,7 @@ class Limits:
             if len(length) > 20 or int(length) > LONGEST_BODY:
                 raise _too_long()
         body = await _read(receive)
-        if body is None:  # nobody is there to be told
+        if body is None:  # nobody is there to get a reply
             return
         kinds = {kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")}
         if body and kinds != {"application/json"}:
@@ -50,7 +49,7 @@ def _too_long() -> ReplyError:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """The body; None where the client went away before its end."""
+    """The body; None if the client disconnected before its end."""
     body = bytearray()
     while True:
         message = await receive()
@@ -64,10 +63,10 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """The body as one message, then what else the server has to say: that the client went away."""
+    """The body as one message, then further messages, such as that the client has disconnected."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def told() -> Message:
+    async def receive_again() -> Message:
         return messages.pop() if messages else await receive()
 
-    return told
+    return receive_again

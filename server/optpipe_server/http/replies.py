@@ -1,5 +1,7 @@
-"""What goes wrong, told as RFC 9457 problem documents: one clear sentence, never what was sent in full, never a
-traceback."""
+"""Errors as problem documents (RFC 9457).
+
+Each says what is wrong in one sentence, without a traceback and never with all that was sent.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LONGEST_DETAIL = 500  # characters
 
 
 class ReplyError(Exception):
-    """A request that gets no answer: an HTTP status and a sentence."""
+    """A request that is refused, with an HTTP status and a sentence."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(detail)
@@ -66,7 +68,7 @@ def _unexpected(_request: Request, _error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Every error of the app leaves as a problem document."""
+    """Turn every error of the app into a problem document."""
     for kind, handler in (
         (ReplyError, _refusal),
         (InputError, _input),

@@ -1,4 +1,4 @@
-"""What a job has found: incumbents, what the training made of them, how they look over time, and the job's log."""
+"""What a job has found: incumbents, what the training has adopted, timelines, and the job's log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, certify, timed_ops
 from optpipe.show.trace import trace
-from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import LARGEST, Ask, Job, JobId, Tags, names
-from optpipe_server.http.bodies import Adopt
+from optpipe_server.http import examples, schemas
+from optpipe_server.http.bodies import AdoptionBody
+from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text, uses
@@ -23,8 +23,8 @@ from optpipe_server.metrics import ADOPTIONS
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["schedules"])
 
 MOST_LINES = 1000
-MOST_DRAWN = 100_000  # ops in a trace or timeline: they are written out in this process
-NONE, NO_SUCH = "The job has no schedule for its problem.", "The job has no such incumbent."
+MOST_DRAWN = 100_000  # ops in a trace or timeline
+NO_SCHEDULE, NO_INCUMBENT = "The job has no schedule for its problem.", "The job has no such incumbent."
 
 Seq = Annotated[int, Path(ge=1, le=LARGEST, description="The number of an incumbent.", examples=[1])]
 WhichSeq = Annotated[
@@ -36,36 +36,44 @@ def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
-@router.get("/incumbents", responses=replies(200, shapes.Incumbents, examples.INCUMBENTS, 404, 422))
-async def list_incumbents(job_id: JobId, asked: Ask, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0) -> Response:
-    """The incumbents numbered above `after`, in short. Reading takes none away."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id, min(after, job.last_seq)))
+@router.get("/incumbents", responses=replies(200, schemas.Incumbents, examples.INCUMBENTS, 404, 422))
+async def list_incumbents(
+    job_id: JobId, context: Context, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0
+) -> Response:
+    """The incumbents numbered above `after`, in short form."""
+    found = await context.query_job(
+        job_id, lambda job: context.service.jobs.incumbents(job.id, min(after, job.last_seq))
+    )
     return json_reply(text({"incumbents": [listed_view(incumbent) for incumbent in found]}))
 
 
-@router.get("/incumbents/best", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
-async def best_incumbent(job_id: JobId, asked: Ask, if_none_match: Tags = None) -> Response:
-    """The best schedule for the problem that counts."""
+@router.get("/incumbents/best", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
+async def best_incumbent(job_id: JobId, context: Context, if_none_match: IfNoneMatch = None) -> Response:
+    """The best schedule for the job's current problem."""
     headers = {"Cache-Control": "no-cache"}
-    return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, None), if_none_match, headers))
+    return await context.query_job(job_id, lambda job: _whole(_found(context, job, None), if_none_match, headers))
 
 
 @router.get(
-    "/incumbents/{seq}", responses=replies(200, shapes.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
+    "/incumbents/{seq}", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
 )
-async def show_incumbent(job_id: JobId, seq: Seq, asked: Ask, if_none_match: Tags = None) -> Response:
-    """A schedule, which never changes."""
+async def show_incumbent(job_id: JobId, seq: Seq, context: Context, if_none_match: IfNoneMatch = None) -> Response:
+    """One schedule. It never changes."""
     headers = {"Cache-Control": "private, max-age=31536000, immutable"}
-    return await asked.of_job(job_id, lambda job: _whole(_found(asked, job, seq), if_none_match, headers))
+    return await context.query_job(job_id, lambda job: _whole(_found(context, job, seq), if_none_match, headers))
 
 
-def _found(asked: Ask, job: Job, seq: int | None) -> Row[Any]:
+def _found(context: Context, job: Job, seq: int | None) -> Row[Any]:
     """The incumbent of this number, or the best."""
     incumbent = (
-        asked.best(job) if seq is None else asked.service.jobs.incumbent(job.id, seq) if seq <= job.last_seq else None
+        context.best(job)
+        if seq is None
+        else context.service.jobs.incumbent(job.id, seq)
+        if seq <= job.last_seq
+        else None
     )
     if incumbent is None:
-        raise ReplyError(404, NONE if seq is None else NO_SUCH)
+        raise ReplyError(404, NO_SCHEDULE if seq is None else NO_INCUMBENT)
     return incumbent
 
 
@@ -73,67 +81,69 @@ def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> R
     headers = {"ETag": etag(incumbent.seq), **headers}
     return (
         Response(status_code=304, headers=headers)
-        if names(known, incumbent.seq)
+        if matches_etag(known, incumbent.seq)
         else json_reply(incumbent_text(incumbent), headers)
     )
 
 
 @router.put(
     "/adoptions/{seq}",
-    openapi_extra=body(Adopt, {"step": 120, "measured_iteration_ms": 9.2}),
-    responses=replies(200, shapes.Adoption, examples.ADOPTION, 404, 422),
+    openapi_extra=body(AdoptionBody, {"step": 120, "measured_iteration_ms": 9.2}),
+    responses=replies(200, schemas.Adoption, examples.ADOPTION, 404, 422),
 )
-async def adopt(job_id: JobId, seq: Seq, request: Request, asked: Ask) -> Response:
-    """The training says what it swapped in, at which step, and what an iteration takes since; said again it replaces
-    what was said."""
-    said = await asked.service.read(Adopt, await request.body(), "adoption")
-    adopted = await asked.of_job(job_id, lambda job: _adopt(asked, job, seq, said))
+async def adopt(job_id: JobId, seq: Seq, request: Request, context: Context) -> Response:
+    """Record that the training has swapped a schedule in: at which step, and the iteration time since.
+
+    Recorded again, it replaces the former record.
+    """
+    adoption = await context.service.read(AdoptionBody, await request.body(), "adoption")
+    adopted = await context.query_job(job_id, lambda job: _adopt(context, job, seq, adoption))
     ADOPTIONS.inc()
     return json_reply(text(adopted))
 
 
-def _adopt(asked: Ask, job: Job, seq: int, said: Adopt) -> dict[str, Any]:
+def _adopt(context: Context, job: Job, seq: int, adoption: AdoptionBody) -> dict[str, Any]:
     if seq > job.last_seq:
-        raise ReplyError(404, NO_SUCH)
-    asked.service.jobs.adopt(asked.tenant, job.id, seq, said.step, said.measured_iteration_ms)
-    return adoption_view(_found(asked, job, seq))
+        raise ReplyError(404, NO_INCUMBENT)
+    context.service.jobs.adopt(context.tenant, job.id, seq, adoption.step, adoption.measured_iteration_ms)
+    return adoption_view(_found(context, job, seq))
 
 
-@router.get("/adoptions", responses=replies(200, shapes.Adoptions, examples.ADOPTIONS, 404))
-async def list_adoptions(job_id: JobId, asked: Ask) -> Response:
-    """What the training swapped in, measured beside predicted."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.incumbents(job.id))
+@router.get("/adoptions", responses=replies(200, schemas.Adoptions, examples.ADOPTIONS, 404))
+async def list_adoptions(job_id: JobId, context: Context) -> Response:
+    """The schedules that the training has swapped in, with predicted and measured times."""
+    found = await context.query_job(job_id, lambda job: context.service.jobs.incumbents(job.id))
     return json_reply(
         text({"adoptions": [adoption_view(incumbent) for incumbent in found if incumbent.step is not None]})
     )
 
 
-@router.get("/log", responses=replies(200, shapes.Log, examples.LOG, 404, 422))
+@router.get("/log", responses=replies(200, schemas.Log, examples.LOG, 404, 422))
 async def show_log(
     job_id: JobId,
-    asked: Ask,
+    context: Context,
     after: Annotated[int, Query(ge=0, le=LARGEST, description="The number of a line.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST_LINES)] = MOST_LINES,
 ) -> Response:
-    """What happened to the job, and what its solvers said."""
-    found = await asked.of_job(job_id, lambda job: asked.service.jobs.log(job.id, after, limit + 1))
+    """What happened to the job, and what its solvers reported."""
+    found = await context.query_job(job_id, lambda job: context.service.jobs.log(job.id, after, limit + 1))
     lines = found[:limit]
     more = f"{job_url(job_id)}/log?after={lines[-1].number}&limit={limit}" if len(found) > limit else None
     return json_reply(text({"lines": log_view(lines), "next": more}))
 
 
-@router.get("/trace", responses=replies(200, shapes.Trace, examples.TRACE, 404, 409, 422))
-async def show_trace(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
-    """A schedule to look at in Perfetto."""
-    incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
-    return json_reply(await asked.service.pictures.compute(lambda: trace(_schedule(incumbent))))
+@router.get("/trace", responses=replies(200, schemas.Trace, examples.TRACE, 404, 409, 422))
+async def show_trace(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
+    """A schedule as a trace for Perfetto."""
+    incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
+    return json_reply(await context.service.pictures.run(lambda: trace(_schedule(incumbent))))
 
 
-@router.get("/timeline", responses=replies(200, shapes.Timeline, examples.TIMELINE, 404, 409, 422))
-async def show_timeline(job_id: JobId, asked: Ask, seq: WhichSeq = None) -> Response:
+@router.get("/timeline", responses=replies(200, schemas.Timeline, examples.TIMELINE, 404, 409, 422))
+async def show_timeline(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
-    incumbent = await asked.of_job(job_id, lambda job: _found(asked, job, seq))
-    return json_reply(await asked.service.pictures.compute(lambda: _timeline(incumbent)))
+    incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
+    return json_reply(await context.service.pictures.run(lambda: _timeline(incumbent)))
 
 
 def _timeline(incumbent: Row[Any]) -> str:
@@ -152,11 +162,11 @@ def _timeline(incumbent: Row[Any]) -> str:
 
 
 def _schedule(incumbent: Row[Any]) -> Schedule:
-    """Raises `ReplyError` for one that is too large to be drawn here."""
+    """Raise `ReplyError` (409) for a schedule that is too large to be drawn here."""
     if (ops := incumbent.programs.count(" ")) > MOST_DRAWN:
         raise ReplyError(
             409,
-            f"The schedule has about {ops} ops; up to {MOST_DRAWN} are drawn here, and its own address has all of it.",
+            f"The schedule has about {ops} ops; expected up to {MOST_DRAWN} here; its own address has all of it.",
         )
     problem = Problem.from_json(incumbent.problem)
     return Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)

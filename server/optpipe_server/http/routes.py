@@ -1,4 +1,4 @@
-"""Jobs: submitted, followed, extended, changed, cancelled, purged."""
+"""Jobs: submit, list, follow, extend, change, cancel and purge them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastapi.responses import Response
 
 from optpipe_server.database.jobs import MOST_LISTED, ConflictError, StaleError
 from optpipe_server.database.tables import State
-from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import Ask, Job, JobId, Tags, names
-from optpipe_server.http.bodies import MoreTime, Posed, Submission
+from optpipe_server.http import examples, schemas
+from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission
+from optpipe_server.http.context import Context, IfNoneMatch, Job, JobId, matches_etag
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.events import EventStream
 from optpipe_server.http.replies import ReplyError
@@ -22,7 +22,7 @@ from optpipe_server.http.views import cursor, etag, from_cursor, job_url, job_vi
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 LONGEST_WAIT_S = 60
-LastEventId = Annotated[str | None, Header(description="The number of an incumbent.")]
+LastEventId = Annotated[str | None, Header(description="Number of an incumbent.")]
 IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
 
 
@@ -31,44 +31,46 @@ IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
     status_code=201,
     openapi_extra=body(Submission, examples.SUBMISSION),
     responses={
-        **replies(201, shapes.Job, examples.JOB, 422, 429),
-        200: replies(200, shapes.Job, examples.JOB)[200]
-        | {"description": "Submitted before under the same Idempotency-Key"},
+        **replies(201, schemas.Job, examples.JOB, 422, 429),
+        200: replies(200, schemas.Job, examples.JOB)[200]
+        | {"description": "Submitted before with the same Idempotency-Key"},
     },
 )
 async def submit(
-    request: Request, asked: Ask, idempotency_key: Annotated[str | None, Header(pattern=r"^[!-~]{1,255}$")] = None
+    request: Request, context: Context, idempotency_key: Annotated[str | None, Header(pattern=r"^[!-~]{1,255}$")] = None
 ) -> Response:
-    """Stores a job and has it searched; the reply has its first schedule. With the same Idempotency-Key and body it is
-    the same job."""
+    """Submit a job; the reply has its first schedule.
+
+    The same Idempotency-Key and body mean the same job.
+    """
     sent = await request.body()
     job_id, new = None, False
     if idempotency_key is not None:
-        job_id = await asked.service.submitted(asked.tenant, idempotency_key, sent)
+        job_id = await context.service.submitted(context.tenant, idempotency_key, sent)
     if job_id is None:
-        job_id, new = await asked.service.submit(
-            asked.tenant, await asked.service.read(Submission, sent, "job"), idempotency_key, sent
+        job_id, new = await context.service.submit(
+            context.tenant, await context.service.read(Submission, sent, "job"), idempotency_key, sent
         )
-    return await asked.shown(job_id, 201 if new else 200, {"Location": job_url(job_id)})
+    return await context.job_reply(job_id, 201 if new else 200, {"Location": job_url(job_id)})
 
 
-@router.get("", responses=replies(200, shapes.JobList, examples.JOBS, 422))
+@router.get("", responses=replies(200, schemas.JobList, examples.JOBS, 422))
 async def list_jobs(
-    asked: Ask,
+    context: Context,
     state: State | None = None,
     limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 50,
-    cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the page before.")] = None,
+    cursor: Annotated[str | None, Query(max_length=40, description="From `next` of the former page.")] = None,
 ) -> Response:
-    """The newest jobs, each without its schedules."""
+    """The newest jobs, without their schedules."""
     try:
         before = from_cursor(cursor) if cursor is not None else None
     except ValueError:
-        raise ReplyError(422, "cursor: not one that a list of jobs has named.") from None
-    return await asked.service.ask(lambda: _page(asked, state, limit, before))
+        raise ReplyError(422, "cursor: expected one from `next` of a list of jobs.") from None
+    return await context.service.query(lambda: _page(context, state, limit, before))
 
 
-def _page(asked: Ask, state: State | None, limit: int, before: int | None) -> Response:
-    found = asked.service.jobs.page(asked.tenant, state, before, limit + 1)
+def _page(context: Context, state: State | None, limit: int, before: int | None) -> Response:
+    found = context.service.jobs.page(context.tenant, state, before, limit + 1)
     page = found[:limit]
     more = (
         {"limit": limit, "cursor": cursor(page[-1].number), **({"state": state} if state else {})}
@@ -79,27 +81,32 @@ def _page(asked: Ask, state: State | None, limit: int, before: int | None) -> Re
     return Response(text(listed), media_type="application/json")
 
 
-@router.get("/{job_id}", responses=replies(200, shapes.Job, examples.JOB, 404, 422, _304="Not changed"))
+@router.get("/{job_id}", responses=replies(200, schemas.Job, examples.JOB, 404, 422, _304="Not changed"))
 async def show_job(
     job_id: JobId,
-    asked: Ask,
-    if_none_match: Tags = None,
+    context: Context,
+    if_none_match: IfNoneMatch = None,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False, description="Seconds.")] = 0.0,
 ) -> Response:
-    """A job with its best schedule. With `wait` the reply comes when the job is over, or, with If-None-Match, when it
-    has changed."""
+    """A job with its best schedule.
+
+    With `wait` the reply comes when the job is over or, with If-None-Match, when it has changed.
+    """
     if wait:
-        job = await asked.of_job(job_id, lambda job: job)
-        if not over(job) if if_none_match is None else names(if_none_match, job.version):
-            async with asked.service.feed.watching(job.id, job.version) as topic, asked.while_there():
+        job = await context.query_job(job_id, lambda job: job)
+        if not over(job) if if_none_match is None else matches_etag(if_none_match, job.version):
+            async with (
+                context.service.job_updates.subscribe(job.id, job.version) as topic,
+                context.cancelled_on_disconnect(),
+            ):
                 await topic.until(
                     lambda topic: topic.over if if_none_match is None else topic.version > job.version, wait
                 )
     if if_none_match is not None:
-        job = await asked.of_job(job_id, lambda job: job)
-        if names(if_none_match, job.version):
+        job = await context.query_job(job_id, lambda job: job)
+        if matches_etag(if_none_match, job.version):
             return Response(status_code=304, headers={"ETag": etag(job.version)})
-    return await asked.shown(job_id)
+    return await context.job_reply(job_id)
 
 
 @router.get(
@@ -114,67 +121,69 @@ async def show_job(
         },
     },
 )
-async def follow(job_id: JobId, asked: Ask, last_event_id: LastEventId = None) -> Response:
-    """Server-sent events: every incumbent after Last-Event-ID, then those to come, then `end`."""
+async def follow(job_id: JobId, context: Context, last_event_id: LastEventId = None) -> Response:
+    """Server-sent events: every incumbent after Last-Event-ID, then new ones, then `end`."""
     if last_event_id and not re.fullmatch(r"[0-9]{1,15}", last_event_id):
         raise ReplyError(400, "Last-Event-ID must be the number of an incumbent.")
-    job, after = await asked.of_job(job_id, lambda job: job), int(last_event_id or 0)
+    job, after = await context.query_job(job_id, lambda job: job), int(last_event_id or 0)
     if last_event_id and over(job) and job.last_seq <= after:
         return Response(status_code=204)
-    return EventStream(asked.service.feed, job.id, job.version, after, asked.service.settings.ping_s)
+    return EventStream(context.service.job_updates, job.id, job.version, after, context.service.settings.ping_s)
 
 
-@router.post("/{job_id}/cancel", status_code=202, responses=replies(202, shapes.Job, examples.JOB, 404))
-async def cancel(job_id: JobId, asked: Ask) -> Response:
-    """Ends a job with the best it has; says nothing new of one that is over."""
-    await asked.of_job(job_id, lambda job: asked.service.jobs.cancel(asked.tenant, job.id))
-    asked.service.supervisor.nudge()
-    return await asked.shown(job_id, 202)
+@router.post("/{job_id}/cancel", status_code=202, responses=replies(202, schemas.Job, examples.JOB, 404))
+async def cancel(job_id: JobId, context: Context) -> Response:
+    """End a job with the best schedule that it has. A job that is over stays as it is."""
+    await context.query_job(job_id, lambda job: context.service.jobs.cancel(context.tenant, job.id))
+    context.service.supervisor.nudge()
+    return await context.job_reply(job_id, 202)
 
 
 @router.patch(
     "/{job_id}",
-    openapi_extra=body(MoreTime, {"time_limit_s": 600.0}),
-    responses=replies(200, shapes.Job, examples.JOB, 404, 409, 412, 422),
+    openapi_extra=body(ExtensionBody, {"time_limit_s": 600.0}),
+    responses=replies(200, schemas.Job, examples.JOB, 404, 409, 412, 422),
 )
-async def extend(job_id: JobId, request: Request, asked: Ask, if_match: IfMatch = None) -> Response:
-    """More time for a job that is not over."""
-    wanted = await asked.service.read(MoreTime, await request.body(), "job")
-    await asked.of_job(job_id, lambda job: _extend(asked, job, wanted.time_limit_s, if_match))
-    return await asked.shown(job_id)
+async def extend(job_id: JobId, request: Request, context: Context, if_match: IfMatch = None) -> Response:
+    """Give an open job more time."""
+    extension = await context.service.read(ExtensionBody, await request.body(), "job")
+    await context.query_job(job_id, lambda job: _extend(context, job, extension.time_limit_s, if_match))
+    return await context.job_reply(job_id)
 
 
-def _extend(asked: Ask, job: Job, time_limit_s: float, if_match: str | None) -> None:
+def _extend(context: Context, job: Job, time_limit_s: float, if_match: str | None) -> None:
     seen = re.fullmatch(r'"([0-9]{1,9})"', if_match.strip()) if if_match else None
     if seen is None:
-        raise ReplyError(412, 'If-Match: the ETag of the job as you know it, such as "3", would be right.')
+        raise ReplyError(412, 'If-Match: expected the ETag of the job as you know it, such as "3".')
     try:
-        asked.service.jobs.extend(asked.tenant, job.id, time_limit_s, int(seen[1]))
+        context.service.jobs.extend(context.tenant, job.id, time_limit_s, int(seen[1]))
     except StaleError:
-        raise ReplyError(412, "If-Match: the job has changed since; its ETag is another one.") from None
+        raise ReplyError(412, "If-Match: the job has changed; its ETag is another one.") from None
     except ConflictError as error:
         raise ReplyError(409, str(error)) from None
 
 
 @router.post(
     "/{job_id}/problem",
-    openapi_extra=body(Posed, {"problem": examples.PROBLEM}),
-    responses=replies(200, shapes.Job, examples.JOB, 404, 409, 422, 429),
+    openapi_extra=body(ProblemBody, {"problem": examples.PROBLEM}),
+    responses=replies(200, schemas.Job, examples.JOB, 404, 409, 422, 429),
 )
-async def pose(job_id: JobId, request: Request, asked: Ask) -> Response:
-    """The same problem with other costs: the job goes on with it, from its best schedule, and its whole time limit
-    counts anew."""
-    posed = await asked.service.read(Posed, await request.body(), "job")
-    await asked.of_job(job_id, lambda job: None)
+async def change_problem(job_id: JobId, request: Request, context: Context) -> Response:
+    """Replace the job's problem by the same problem with other costs.
+
+    The job goes on from its best schedule, and its whole time limit counts anew.
+    """
+    changed = await context.service.read(ProblemBody, await request.body(), "job")
+    await context.query_job(job_id, lambda job: None)
     try:
-        await asked.service.pose(asked.tenant, job_id, posed.problem)
+        await context.service.change_problem(context.tenant, job_id, changed.problem)
     except LookupError:
         raise ReplyError(404, "There is no such job.") from None
-    return await asked.shown(job_id)
+    return await context.job_reply(job_id)
 
 
 @router.delete("/{job_id}", status_code=204, response_class=Response, responses=replies(204, None, None, 404))
-async def purge(job_id: JobId, asked: Ask) -> Response:
-    """The job, its schedules and its log are no more; a search that runs ends."""
-    await asked.of_job(job_id, lambda job: asked.service.jobs.purge(asked.tenant, job.id))
+async def purge(job_id: JobId, context: Context) -> Response:
+    """Delete the job with its schedules and its log; a running search ends."""
+    await context.query_job(job_id, lambda job: context.service.jobs.purge(context.tenant, job.id))
     return Response(status_code=204)

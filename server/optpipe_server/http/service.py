@@ -1,4 +1,4 @@
-"""`Service`: what stands behind the routes, and what happens to a submission from its arrival to its first schedule."""
+"""`Service`: what the routes work on, and the way of a submission from its arrival to its first schedule."""
 
 from __future__ import annotations
 
@@ -17,87 +17,91 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile
 from optpipe_cache.features import shape
-from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Jobs, NewJob
-from optpipe_server.database.jobs import GONE_ON, ConflictError, QueueFullError, StaleError, is_cancelled
+from optpipe_server.database.jobs import CANCELLED_DETAIL, ConflictError, QueueFullError, StaleError, is_cancelled
 from optpipe_server.database.keys import Keys
-from optpipe_server.first import Desk
+from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.http.bodies import Model, Submission, parse
-from optpipe_server.http.feed import Feed
+from optpipe_server.http.compute_queue import ComputeQueue
+from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.http.turns import Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
-from optpipe_server.work import Reaper, Supervisor, own_name
+from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.work import Reaper, Supervisor, default_worker_name
 
 T = TypeVar("T")
 
-QUESTIONS = 16  # to the database, at a time
-THINKERS = 32  # submissions that wait for their first schedule at a time
-SMALL_BODY = 2**15  # bytes, which are read in a millisecond
-TRIES = 5  # at a problem that is posed while incumbents come in
-CUT_S = 5.0  # from when the service is asked to end until it waits no longer for a database that hangs
-SHORTLY = {"Retry-After": "10"}
+QUERIES_AT_ONCE = 16
+FIRST_SCHEDULES_AT_ONCE = 32
+SMALL_BODY = 2**15  # bytes; one that large is read in a millisecond
+TRIES = 5  # to change a problem while incumbents come in
+ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
+RETRY_SOON = {"Retry-After": "10"}
 
 
 class Service:
-    """One process of the service. `open` and `close` belong to one event loop. Raises `InputError` for bad settings."""
+    """One process of the service. `open` and `close` belong to one event loop. Raises `InputError` for wrong
+    settings."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.database = Database(settings.database)
         self.jobs, self.keys = Jobs(self.database), Keys(self.database)
-        self.caches = Caches(settings, self.database)
-        self.feed = Feed(self.jobs, settings.streams)
+        self.caches = TenantCaches(settings, self.database)
+        self.job_updates = JobUpdates(self.jobs, settings.streams)
 
     async def open(self) -> None:
-        self._questions, self._thinkers = anyio.CapacityLimiter(QUESTIONS), anyio.CapacityLimiter(THINKERS)
-        self._readers = anyio.CapacityLimiter(1)
-        self.checks, self.pictures = Turns(), Turns()
-        self.desk = Desk(self.settings, self.caches)
-        self.supervisor = Supervisor(self.settings, self.database, self.caches, own_name())
+        self._query_limiter, self._first_schedule_limiter = (
+            anyio.CapacityLimiter(QUERIES_AT_ONCE),
+            anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE),
+        )
+        self._read_limiter = anyio.CapacityLimiter(1)
+        self.checks, self.pictures = ComputeQueue(), ComputeQueue()
+        self.first_schedules = FirstSchedules(self.settings, self.caches)
+        self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held)
-        await self.ask(self.reaper.start)
+        await self.query(self.reaper.start)
         self.supervisor.start()
-        self._feeding = asyncio.create_task(self.feed.run())
+        self._feeding = asyncio.create_task(self.job_updates.run())
 
     def closing(self) -> None:
-        """Those who wait, for news or for a first schedule, are told to go, and searches end; from the loop, before
-        `close`."""
-        if not self.feed.closing:
-            self.feed.close()
-            ends = (
-                self.desk.close,
-                self.supervisor.stop,
-                self.reaper.stop,
-            )  # none waits for another, nor for a place among the questions
+        """End all waits and searches; called in the event loop, before `close`."""
+        if not self.job_updates.closing:
+            self.job_updates.close()
+            # In threads of their own: none waits for another, nor for a free query thread.
+            ends = (self.first_schedules.close, self.supervisor.stop, self.reaper.stop)
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
-            asyncio.get_running_loop().call_later(CUT_S, self.database.cut)
+            asyncio.get_running_loop().call_later(ABORT_S, self.database.abort_connections)
 
     async def close(self) -> None:
         self.closing()
         await self._ended
         self.database.close()
 
-    async def ask(self, question: Callable[[], T]) -> T:
-        """The answer of the database, which may take its time; the loop goes on."""
-        return await anyio.to_thread.run_sync(question, limiter=self._questions)
+    async def query(self, query: Callable[[], T]) -> T:
+        """Run a database query, which may take its time, in a thread."""
+        return await anyio.to_thread.run_sync(query, limiter=self._query_limiter)
 
     async def read(self, model: type[Model], body: bytes, what: str) -> Model:
-        """What a body says (`parse`); what is large is read beside the loop, one at a time. Raises `InputError` and
-        `ReplyError`."""
+        """Read a body (`parse`); large ones in a thread, one at a time. Raises `InputError` and `ReplyError`."""
         if len(body) <= SMALL_BODY:
             return parse(model, body, what)
-        return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._readers)
+        return await anyio.to_thread.run_sync(parse, model, body, what, limiter=self._read_limiter)
 
-    async def _think(self, thought: Callable[[], T]) -> T:
-        """What the desk says, which may take seconds; who ends the service does not wait for it."""
-        return await anyio.to_thread.run_sync(thought, limiter=self._thinkers, abandon_on_cancel=True)
+    async def _find_first(self, search: Callable[[], T]) -> T:
+        """Find a first schedule, which may take seconds; the end of the service does not wait for it."""
+        return await anyio.to_thread.run_sync(search, limiter=self._first_schedule_limiter, abandon_on_cancel=True)
 
     async def submit(self, tenant: str, submission: Submission, key: str | None, body: bytes) -> tuple[str, bool]:
-        """Stores the job with its first schedule and has it searched; returns its id, and whether it is new.
+        """Store a job with its first schedule; return its id, and whether it is new.
 
-        Raises `InputError`, and `ReplyError` for a full queue and for a key that came with another body before.
+        Raises
+        ------
+        InputError
+            If the method is unknown or the warm start cannot be read.
+        ReplyError
+            429 if the queue is full, 422 if the key was used with another body.
         """
         began = time.monotonic()
         job = NewJob(
@@ -108,14 +112,16 @@ class Service:
             gap=submission.gap,
             priority=submission.priority,
         )
-        start = await self._think(
-            lambda: self.desk.start_of(
+        initial = await self._find_first(
+            lambda: self.first_schedules.find(
                 tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem)
             )
         )
         try:
-            job_id, new = await self.ask(
-                lambda: self.jobs.add(tenant, job, start, queue=self.settings.queue, key=key, body_sha256=_sha256(body))
+            job_id, new = await self.query(
+                lambda: self.jobs.add(
+                    tenant, job, initial, queue=self.settings.queue, key=key, body_sha256=_sha256(body)
+                )
             )
         except QueueFullError:
             raise self._full() from None
@@ -123,41 +129,50 @@ class Service:
             raise ReplyError(422, str(error)) from None
         if new:
             SUBMITTED.inc()
-            INCUMBENTS.inc(start.best.schedule is not None)
+            INCUMBENTS.inc(initial.best.schedule is not None)
             self.supervisor.nudge()
-            if (
-                start.best.schedule is None and start.state == "queued"
-            ):  # then the search may have one within the same time
+            if initial.best.schedule is None and initial.state == "queued":  # the search may find one in the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
-                with suppress(ReplyError):  # the job is stored, whoever else watches
-                    async with self.feed.watching(job_id, 1) as topic:
+                with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
+                    async with self.job_updates.subscribe(job_id, 1) as topic:
                         await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
             FIRST.observe(time.monotonic() - began)
         return job_id, new
 
     async def submitted(self, tenant: str, key: str, body: bytes) -> str | None:
-        """The job of this key and body. Raises `ReplyError` where the key came with another body."""
+        """Return the job of this key and body. Raises `ReplyError` (422) if the key was used with another body."""
         try:
-            return await self.ask(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
+            return await self.query(lambda: self.jobs.submitted(tenant, key, _sha256(body)))
         except ConflictError as error:
             raise ReplyError(422, str(error)) from None
 
-    async def pose(self, tenant: str, job_id: str, problem: Problem) -> None:
-        """The job goes on with other costs, from its best schedule. Raises `ReplyError` where it cannot; `LookupError`
-        where it is gone."""
+    async def change_problem(self, tenant: str, job_id: str, problem: Problem) -> None:
+        """Let the job go on with other costs, from its best schedule.
+
+        Raises
+        ------
+        ReplyError
+            If it cannot.
+        LookupError
+            If there is no such job.
+        """
         for _ in range(TRIES):
-            if await self._pose_once(tenant, job_id, problem):
+            if await self._change_once(tenant, job_id, problem):
                 self.supervisor.nudge()
                 return
         raise ReplyError(409, "Better schedules come in faster than the problem can be changed; try again.")
 
-    async def _pose_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
-        """False where an incumbent came in between, which the start of the other problem would have to be made from."""
-        job, best = await self.ask(lambda: self._best_for(tenant, job_id, problem))
-        start = await self._think(lambda: self.desk.carry(tenant, problem, job.method, job.objective, best))
+    async def _change_once(self, tenant: str, job_id: str, problem: Problem) -> bool:
+        """Return False if an incumbent has come in since, from which the new problem would have to start."""
+        job, best = await self.query(lambda: self._best_for(tenant, job_id, problem))
+        initial = await self._find_first(
+            lambda: self.first_schedules.find_after_change(tenant, problem, job.method, job.objective, best)
+        )
         try:
-            await self.ask(
-                lambda: self.jobs.pose(tenant, job_id, problem, start, seen=job.last_seq, queue=self.settings.queue)
+            await self.query(
+                lambda: self.jobs.change_problem(
+                    tenant, job_id, problem, initial, seen=job.last_seq, queue=self.settings.queue
+                )
             )
         except StaleError:
             return False
@@ -165,17 +180,17 @@ class Service:
             raise self._full() from None
         except ConflictError as error:
             raise ReplyError(409, str(error)) from None
-        INCUMBENTS.inc(start.best.schedule is not None)
+        INCUMBENTS.inc(initial.best.schedule is not None)
         return True
 
     def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
-        """A job, and its last schedule re-timed for other costs. Raises `ReplyError` where they are not costs of the
-        same thing."""
+        """The job, and its last schedule re-timed for other costs. Raises `ReplyError` (409) if they are of
+        another shape."""
         job = self.jobs.job(tenant, job_id)
         if job is None:
             raise LookupError(job_id)
         if is_cancelled(job):
-            raise ReplyError(409, GONE_ON)
+            raise ReplyError(409, CANCELLED_DETAIL)
         if shape(Problem.from_json(job.problem)) != shape(problem):
             raise ReplyError(
                 409,
@@ -185,11 +200,11 @@ class Service:
         return job, Programs.model_validate_json(last.programs).schedule(problem, last.method) if last else None
 
     def _full(self) -> ReplyError:
-        return ReplyError(429, f"{self.settings.queue} jobs are waiting already.", SHORTLY)
+        return ReplyError(429, f"{self.settings.queue} jobs are waiting already.", RETRY_SOON)
 
 
 def _given(file: ScheduleFile | None, problem: Problem) -> Schedule | None:
-    """A client's own schedule, read for the problem."""
+    """The client's own schedule, read for the problem."""
     if file is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Answers without a job: is a schedule valid, how long does it take, which method is best, is a schedule known."""
+"""Answers without a job: check, simulate and compare schedules, and look one up in the cache."""
 
 from __future__ import annotations
 
@@ -14,41 +14,39 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Items, Record
 from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check, timed_ops
 from optpipe_cache import Hit
-from optpipe_server.first import LARGE, size
-from optpipe_server.http import examples, shapes
-from optpipe_server.http.asked import Ask
-from optpipe_server.http.bodies import MOST_STAGES, Posed, parse
-from optpipe_server.http.comparisons import Comparisons
+from optpipe_server.first_schedules import LARGE, size
+from optpipe_server.http import examples, schemas
+from optpipe_server.http.bodies import MOST_STAGES, ProblemBody, parse
+from optpipe_server.http.compare_processes import CompareProcesses
+from optpipe_server.http.context import Context
 from optpipe_server.http.docs import body, replies
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import text, uses
 
 router = APIRouter(prefix="/v1", tags=["tools"])
 
-MOST_WRONG = 50  # sentences
-MOST_OPS = 10_000  # of a timeline, the first ones
+MOST_WRONG = 50  # sentences in a reply
+MOST_OPS = 10_000  # in a reply, the first ones
 LONGEST_COMPARED_S = 60.0
 
 
-class Given(Posed):
-    """A problem and a schedule document, whatever problem that was made for."""
+class ScheduleBody(ProblemBody):
+    """A problem, and a schedule document, which may have been made for another problem."""
 
     schedule: ScheduleFile
 
     def read(self) -> Schedule:
-        """The schedule, for the problem or the placement of it that the schedule has. Raises `InputError`."""
+        """Return the schedule for the problem, or for the schedule's placement of it. Raises `InputError`."""
         file = self.schedule
         placed = file.placement.apply(self.problem) if file.placement else self.problem
         if len(placed.stages) > MOST_STAGES:
-            raise InputError(
-                f"schedule.placement makes {len(placed.stages)} stages: the service takes up to {MOST_STAGES}"
-            )
+            raise InputError(f"schedule.placement makes {len(placed.stages)} stages: expected up to {MOST_STAGES} here")
         return Schedule.parse(
             placed, (device.program for device in file.devices), file.links, file.method, file.placement
         )
 
 
-class Compared(Posed):
+class CompareBody(ProblemBody):
     """`POST /v1/compare`."""
 
     methods: (
@@ -60,35 +58,34 @@ class Compared(Posed):
     )
 
 
-class Wanted(Posed):
+class LookupBody(ProblemBody):
     """`POST /v1/cache/lookup`."""
 
     objective: Objective = "makespan"
 
 
-class Checked(Record):
-    """Whether a schedule runs and fits; `wrong` is one sentence for each fault, `devices` is null where no memory can
-    be counted."""
+class CheckReply(Record):
+    """Whether a schedule is valid. `wrong` has a sentence per fault; `devices` is null if memory cannot be computed."""
 
     valid: bool
     wrong: list[str]
-    devices: list[shapes.DeviceUse] | None
+    devices: list[schemas.DeviceUse] | None
 
 
-class Simulated(Record):
-    """A schedule by nominal times, whether its memory suffices or not; `ops` are the first ones by start, `ops_total`
+class SimulationReply(Record):
+    """A schedule by nominal times, even if memory does not suffice; `ops` are the first by start, `ops_total`
     counts all."""
 
     makespan_ms: float
     span_ms: float
-    bubble: float  # the share of the makespan in which devices do not compute
+    bubble: float  # share of the makespan in which devices do not compute
     ops: list[TimedOp]
     ops_total: int
-    devices: list[shapes.DeviceUse]
+    devices: list[schemas.DeviceUse]
 
 
-class Row(Record):
-    """One method: its schedule's figures, and why it does not fit or is not for the problem."""
+class CompareRow(Record):
+    """One method: the figures of its schedule, and why it does not fit or does not apply to the problem."""
 
     method: str
     placements: str
@@ -105,16 +102,16 @@ class Row(Record):
     reason: str | None
 
 
-class Table(Record):
-    """Those that fit, the shortest first, then the others; what `optpipe compare --json` prints."""
+class CompareReply(Record):
+    """The rows that fit, the shortest first, then the others: what `optpipe compare --json` prints."""
 
     problem: str
     k: list[float | None]
-    rows: list[Row]
+    rows: list[CompareRow]
 
 
-class Known(Record):
-    """A schedule from the cache, checked on this problem; `distance` is 0 where it was solved for it (`exact`)."""
+class CacheHit(Record):
+    """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`)."""
 
     exact: bool
     distance: float
@@ -125,15 +122,15 @@ class Known(Record):
     schedule: ScheduleFile
 
 
-class Found(Record):
-    """Null where nothing near is known."""
+class LookupReply(Record):
+    """`hit` is null if no similar problem is known."""
 
-    hit: Known | None
+    hit: CacheHit | None
 
 
-def _comparisons(request: Request) -> Comparisons:
-    found: Comparisons = request.app.state.comparisons
-    return found
+def _compare_processes(request: Request) -> CompareProcesses:
+    processes: CompareProcesses = request.app.state.compare_processes
+    return processes
 
 
 _BOTH = {"problem": examples.PROBLEM, "schedule": examples.SCHEDULE}
@@ -172,34 +169,35 @@ _KNOWN = {
 }
 
 
-@router.post("/check", openapi_extra=body(Given, _BOTH), responses=replies(200, Checked, _CHECKED, 422))
-async def check_schedule(request: Request, asked: Ask) -> Response:
-    """Whether a schedule is one of the problem: its ops in an order that runs, and no device with more memory than it
-    has."""
+@router.post("/check", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, CheckReply, _CHECKED, 422))
+async def check_schedule(request: Request, context: Context) -> Response:
+    """Whether a schedule is valid: its ops can run in their order, and no device needs more memory than it has."""
     sent = await request.body()
-    return _json(await asked.service.checks.compute(lambda: text(_checked(parse(Given, sent, "check")))))
+    return _json(await context.service.checks.run(lambda: text(_checked(parse(ScheduleBody, sent, "check")))))
 
 
-def _checked(given: Given) -> dict[str, Any]:
-    schedule = given.read()
+def _checked(sent: ScheduleBody) -> dict[str, Any]:
+    schedule = sent.read()
     wrong = check(schedule.problem, schedule)
     try:
         devices = uses(certify(schedule.problem, schedule))
-    except ScheduleError:  # of other stages or micro-batches, as `wrong` says
+    except ScheduleError:  # for other stages or micro-batches, as `wrong` tells
         devices = None
     return {"valid": not wrong, "wrong": wrong[:MOST_WRONG], "devices": devices}
 
 
-@router.post("/simulate", openapi_extra=body(Given, _BOTH), responses=replies(200, Simulated, _SIMULATED, 422))
-async def simulate_schedule(request: Request, asked: Ask) -> Response:
-    """When each op runs, by nominal times, and what each device holds at most."""
+@router.post(
+    "/simulate", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, SimulationReply, _SIMULATED, 422)
+)
+async def simulate_schedule(request: Request, context: Context) -> Response:
+    """When each op runs, by nominal times, and the most memory that each device holds."""
     sent = await request.body()
-    return _json(await asked.service.checks.compute(lambda: text(_simulated(parse(Given, sent, "simulate")))))
+    return _json(await context.service.checks.run(lambda: text(_simulated(parse(ScheduleBody, sent, "simulate")))))
 
 
-def _simulated(given: Given) -> dict[str, Any]:
+def _simulated(sent: ScheduleBody) -> dict[str, Any]:
     try:
-        schedule = given.read()
+        schedule = sent.read()
         ops = timed_ops(schedule)
         return {
             "makespan_ms": schedule.makespan_ms,
@@ -215,45 +213,46 @@ def _simulated(given: Given) -> dict[str, Any]:
 
 @router.post(
     "/compare",
-    openapi_extra=body(Compared, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
-    responses=replies(200, Table, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
+    openapi_extra=body(CompareBody, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
+    responses=replies(200, CompareReply, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
 )
 async def compare_methods(
-    request: Request, asked: Ask, comparisons: Annotated[Comparisons, Depends(_comparisons)]
+    request: Request, context: Context, processes: Annotated[CompareProcesses, Depends(_compare_processes)]
 ) -> Response:
-    """Every published schedule, every heuristic and the solver's answer (or the methods named) on one problem. It takes
-    up to twice the time limit and some seconds, and ends when the client hangs up."""
+    """Compare every published schedule, every heuristic and the solver's answer, or the methods given, on one problem.
+
+    It takes up to twice the time limit and some seconds, and ends if the client disconnects.
+    """
     sent = await request.body()
-    wanted = await asked.service.checks.compute(lambda: _comparable(parse(Compared, sent, "compare")))
-    return _json(await comparisons.compared(request, wanted.problem, wanted.methods or (), wanted.time_limit_s))
+    compare = await context.service.checks.run(lambda: _comparable(parse(CompareBody, sent, "compare")))
+    return _json(await processes.run(request, compare.problem, compare.methods or (), compare.time_limit_s))
 
 
-def _comparable(wanted: Compared) -> Compared:
-    if (parts := size(wanted.problem)) > LARGE:
+def _comparable(compare: CompareBody) -> CompareBody:
+    if (parts := size(compare.problem)) > LARGE:
         raise InputError(
-            f"compare: problem has {parts} parts of activations, over stages and micro-batches: up to {LARGE} are "
-            "compared here"
+            f"compare: problem has {parts} activation parts, over stages and micro-batches: expected up to {LARGE} here"
         )
-    return wanted
+    return compare
 
 
 @router.post(
     "/cache/lookup",
-    openapi_extra=body(Wanted, {"problem": examples.PROBLEM, "objective": "makespan"}),
-    responses=replies(200, Found, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
+    openapi_extra=body(LookupBody, {"problem": examples.PROBLEM, "objective": "makespan"}),
+    responses=replies(200, LookupReply, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
 )
-async def look_up(request: Request, asked: Ask) -> Response:
-    """The cached schedule of this problem, or of the nearest one that is valid on it."""
+async def look_up(request: Request, context: Context) -> Response:
+    """The cached schedule of this problem, or of the most similar one whose schedule is valid for it."""
     sent = await request.body()
-    return _json(await asked.service.checks.compute(lambda: _looked_up(asked, parse(Wanted, sent, "lookup"))))
+    return _json(await context.service.checks.run(lambda: _looked_up(context, parse(LookupBody, sent, "lookup"))))
 
 
-def _looked_up(asked: Ask, wanted: Wanted) -> str:
+def _looked_up(context: Context, lookup: LookupBody) -> str:
     try:
-        hit = asked.service.caches.of(asked.tenant).lookup(wanted.problem, wanted.objective)
-    except InputError as error:  # the file's fault, not the question's
+        hit = context.service.caches.of(context.tenant).lookup(lookup.problem, lookup.objective)
+    except InputError as error:  # not the client's mistake
         raise ReplyError(503, f"The cache cannot be used: {error}", {"Retry-After": "60"}) from None
-    return f'{{"hit":{_known(wanted.problem, hit) if hit else "null"}}}'
+    return f'{{"hit":{_known(lookup.problem, hit) if hit else "null"}}}'
 
 
 def _known(problem: Problem, hit: Hit) -> str:

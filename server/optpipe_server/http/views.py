@@ -1,4 +1,4 @@
-"""How jobs and incumbents look from outside: JSON text, into which problems and programs go as the database has
+"""How jobs and incumbents look in replies: as JSON text, with problems and programs inserted as the database has
 them."""
 
 from __future__ import annotations
@@ -13,43 +13,16 @@ from sqlalchemy import Row
 from optpipe.evaluate.memory import Certificate
 from optpipe_server.database.tables import OPEN
 
-_SHOWN = (
-    *(
-        "id",
-        "version",
-        "state",
-        "reason",
-        "problem_name",
-        "problem_sha256",
-        "problem_version",
-        "method",
-        "objective",
-        "time_limit_s",
-    ),
-    *(
-        "gap_limit",
-        "priority",
-        "status",
-        "lower_bound_ms",
-        "gap",
-        "attempt",
-        "crashes",
-        "created_at",
-        "started_at",
-        "ended_at",
-    ),
+# fmt: off
+_JOB_FIELDS = (
+    "id", "version", "state", "reason", "problem_name", "problem_sha256", "problem_version", "method", "objective",
+    "time_limit_s", "gap_limit", "priority", "status", "lower_bound_ms", "gap", "attempt", "crashes", "created_at",
+    "started_at", "ended_at",
 )
-_FOUND = (
-    "seq",
-    "source",
-    "method",
-    "makespan_ms",
-    "span_ms",
-    "problem_version",
-    "problem_sha256",
-    "attempt",
-    "found_at",
+_INCUMBENT_FIELDS = (
+    "seq", "source", "method", "makespan_ms", "span_ms", "problem_version", "problem_sha256", "attempt", "found_at",
 )
+# fmt: on
 
 
 def text(value: Any) -> str:
@@ -65,17 +38,17 @@ def job_url(job_id: str) -> str:
 
 
 def etag(number: int) -> str:
-    """Of a job's version, or of an incumbent's number."""
+    """The ETag of a job's version, or of an incumbent's number."""
     return f'"{number}"'
 
 
 def cursor(number: int) -> str:
-    """Where a list goes on, in letters that nobody counts with."""
+    """Where a list of jobs goes on, as an opaque text."""
     return urlsafe_b64encode(str(number).encode()).rstrip(b"=").decode()
 
 
 def from_cursor(given: str) -> int:
-    """Raises `ValueError` for what `cursor` has not made."""
+    """Return the number in a cursor. Raises `ValueError` for a text that `cursor` has not made."""
     number = int(urlsafe_b64decode(given + "=" * (-len(given) % 4)))
     if given != cursor(number) or not 0 < number < 2**53:
         raise ValueError(given)
@@ -83,26 +56,27 @@ def from_cursor(given: str) -> int:
 
 
 def job_view(job: Row[Any]) -> dict[str, Any]:
-    """A job without its best schedule. `spent_s` grows without a new version while the job runs, and is told when it
-    does not."""
-    shown = {name: getattr(job, name) for name in _SHOWN}
+    """A job without its best schedule.
+
+    `spent_s` is null while the job runs, because it grows then without a new version.
+    """
+    shown = {name: getattr(job, name) for name in _JOB_FIELDS}
     return {**shown, "spent_s": None if job.state == "running" else job.spent_s, "url": job_url(job.id)}
 
 
 def job_text(job: Row[Any], best: str | None) -> str:
-    """A job with `best`, the text of its best incumbent."""
+    """A job with the text of its best incumbent, or None."""
     return f'{text(job_view(job))[:-1]},"best":{best or "null"}}}'
 
 
 def incumbent_view(incumbent: Row[Any]) -> dict[str, Any]:
-    """An incumbent in short, with the address of the whole: all that never changes of it."""
-    shown = {name: getattr(incumbent, name) for name in _FOUND}
+    """An incumbent in short form, with its address: all of it that never changes."""
+    shown = {name: getattr(incumbent, name) for name in _INCUMBENT_FIELDS}
     return {**shown, "url": f"{job_url(incumbent.job)}/incumbents/{incumbent.seq}"}
 
 
 def incumbent_text(incumbent: Row[Any]) -> str:
-    """An incumbent with its schedule as a document of `optpipe.schedule/2`, without the nominal times, which follow
-    from the rest."""
+    """An incumbent with its schedule as a document of `optpipe.schedule/2`, without the times of ops."""
     written = json.loads(incumbent.programs)
     devices = ",".join(_object({"program": _words(ops)}) for ops in written["programs"])
     links = {link: _words(ops) for link, ops in written["links"].items()}
@@ -120,17 +94,17 @@ def incumbent_text(incumbent: Row[Any]) -> str:
 
 
 def _words(ops: str) -> str:
-    """Ops between spaces as a JSON list of texts; ops have nothing in them that JSON would write otherwise."""
+    """Ops separated by spaces, as a JSON list of texts. Ops have no characters that JSON would escape."""
     return '["' + ops.replace(" ", '","') + '"]' if ops else "[]"
 
 
 def _object(parts: Mapping[str, str]) -> str:
-    """Texts of JSON values by name as one object."""
+    """JSON texts by name, as one JSON object."""
     return "{" + ",".join(f"{text(name)}:{value}" for name, value in parts.items()) + "}"
 
 
 def adoption_view(incumbent: Row[Any]) -> dict[str, Any]:
-    """What the training said of an incumbent, measured beside predicted."""
+    """An adoption, with predicted and measured times."""
     return {
         "seq": incumbent.seq,
         "step": incumbent.step,
@@ -142,9 +116,9 @@ def adoption_view(incumbent: Row[Any]) -> dict[str, Any]:
 
 
 def listed_view(incumbent: Row[Any]) -> dict[str, Any]:
-    """An incumbent in short with what the training said of it, which may come late."""
-    said = {name: getattr(incumbent, name) for name in ("step", "measured_iteration_ms", "adopted_at")}
-    return {**incumbent_view(incumbent), "adoption": said if incumbent.step is not None else None}
+    """An incumbent in short form with its adoption, which may be recorded later."""
+    adoption = {name: getattr(incumbent, name) for name in ("step", "measured_iteration_ms", "adopted_at")}
+    return {**incumbent_view(incumbent), "adoption": adoption if incumbent.step is not None else None}
 
 
 def log_view(lines: Sequence[Row[Any]]) -> list[dict[str, Any]]:
@@ -152,7 +126,7 @@ def log_view(lines: Sequence[Row[Any]]) -> list[dict[str, Any]]:
 
 
 def uses(certificate: Certificate) -> list[dict[str, Any]]:
-    """The most bytes that each device, and its host memory, holds, and what it may hold."""
+    """The most bytes that each device and its host memory hold, and their limits."""
     return [
         {
             "peak_bytes": device.bytes,
@@ -172,11 +146,11 @@ def event(name: str, data: Mapping[str, Any], number: int | None = None) -> byte
 
 
 def end_event(job: Row[Any], last: Row[Any] | None) -> bytes:
-    """The last event of a job: the job, and its best incumbent in short. Who comes back after it finds nothing more."""
+    """The last event of a job: the job, and its best incumbent in short form. Its id is that of the last incumbent."""
     best = incumbent_view(last) if last is not None and is_best(job, last) else None
     return event("end", {**job_view(job), "best": best}, job.last_seq)
 
 
 def is_best(job: Row[Any], last: Row[Any]) -> bool:
-    """Whether the last incumbent is one for the problem that counts."""
+    """Whether the last incumbent is one for the job's current problem."""
     return last.seq == job.last_seq and bool(last.problem_version == job.problem_version)

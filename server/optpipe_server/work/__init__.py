@@ -1,9 +1,12 @@
-"""Who solves: the supervisor, which claims jobs and follows one child process a solve, and the reaper of those whose
-supervisor is gone."""
+"""Solves jobs: claims them, runs one solver process per job, and keeps its limits.
+
+`Supervisor` claims jobs and starts a `Solve` thread for each. `heartbeat` renews the leases, `Reaper` frees the jobs of
+lost workers, `worker` is the process of `optpipe worker`.
+"""
 
 from __future__ import annotations
 
 from optpipe_server.work.reaper import Reaper
-from optpipe_server.work.supervisor import Supervisor, own_name
+from optpipe_server.work.supervisor import Supervisor, default_worker_name
 
-__all__ = ["Reaper", "Supervisor", "own_name"]
+__all__ = ["Reaper", "Supervisor", "default_worker_name"]

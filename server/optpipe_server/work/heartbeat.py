@@ -1,6 +1,7 @@
-"""Two threads beside those that solve: one keeps the leases and hears what clients want, one watches clocks and memory.
+"""Two threads beside those that solve.
 
-They are two because the first one waits for the database, which may take its time or be away, and the second one never
+`Heartbeat` renews the leases and reads what clients have requested. `Watchdog` ends searches that are late or hold too
+much memory. They are two because the first waits for the database, which may be slow or away, and the second never
 does.
 """
 
@@ -14,27 +15,27 @@ import structlog
 
 from optpipe_server.database import Leases
 from optpipe_server.database.leases import Claim
-from optpipe_server.work.patience import AWAY, said
+from optpipe_server.work.retry import DATABASE_AWAY, first_line
 from optpipe_server.work.solve import Solve
 
 log = structlog.get_logger("optpipe.work")
 
-ORDERS_S = 0.5  # between two looks at what clients want
+CHANGES_S = 0.5  # between two queries for the clients' requests
 WATCH_S = 0.1
-HUNG_S = 60.0  # a solve that has not ended its search so long after it was late is let go
+STUCK_S = 60.0  # a solve that has not ended its search so long after it was late loses its lease
 
 Running = Callable[[], Collection[Solve]]
 
 
 class Heartbeat(threading.Thread):
-    """Renews the leases of all that runs every `every_s` seconds, and passes on the orders more often."""
+    """Renews the leases of all running jobs every `every_s` seconds, and reads the clients' requests more often."""
 
     def __init__(self, leases: Leases, running: Running, every_s: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._leases, self._running, self._every_s = leases, running, every_s
         self._stopping = threading.Event()
-        self._beat = 0.0  # monotonic clock: the last one
-        self.turned = self.reached = time.monotonic()  # when it last came round, and when the database last answered
+        self._beat = 0.0  # monotonic clock
+        self.last_round = self.last_answer = time.monotonic()
 
     def stop(self, timeout_s: float) -> None:
         self._stopping.set()
@@ -42,13 +43,13 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         away = False
-        while not self._stopping.wait(min(ORDERS_S, self._every_s)):
-            self.turned = time.monotonic()
+        while not self._stopping.wait(min(CHANGES_S, self._every_s)):
+            self.last_round = time.monotonic()
             try:
                 self._look()
-            except AWAY as error:
+            except DATABASE_AWAY as error:
                 if not away:
-                    log.warning("no heartbeat: the database is away", error=said(error))
+                    log.warning("leases cannot be renewed: the database is away", error=first_line(error))
                 away = True
             except Exception:
                 log.exception("a heartbeat failed")
@@ -56,9 +57,9 @@ class Heartbeat(threading.Thread):
                 away = False
 
     def held(self) -> dict[Solve, Claim]:
-        """What runs and does not hang: whose leases are kept."""
+        """Return the solves that are not stuck, with their claims: their leases are kept."""
         now = time.monotonic()
-        return {solve: claim for solve in self._running() if (claim := solve.claim) and now < solve.until + HUNG_S}
+        return {solve: claim for solve in self._running() if (claim := solve.claim) and now < solve.until + STUCK_S}
 
     def _look(self) -> None:
         began, held = time.monotonic(), self.held()
@@ -66,22 +67,22 @@ class Heartbeat(threading.Thread):
             return
         lost: set[str] = set()
         if began - self._beat >= self._every_s:
-            lost = self._leases.beat([(claim, solve.spent_s) for solve, claim in held.items()])
+            lost = self._leases.renew([(claim, solve.spent_s) for solve, claim in held.items()])
             self._beat = began
-        orders = self._leases.orders({claim.job_id: claim.attempt for claim in held.values()})
-        self.reached = time.monotonic()
+        changes = self._leases.requested_changes({claim.job_id: claim.attempt for claim in held.values()})
+        self.last_answer = time.monotonic()
         for solve, claim in held.items():
-            solve.hear(claim, None if claim.job_id in lost else orders.get(claim.job_id))
+            solve.apply_changes(claim, None if claim.job_id in lost else changes.get(claim.job_id))
 
 
-class Watch(threading.Thread):
+class Watchdog(threading.Thread):
     """Ends searches that are late or hold too much memory."""
 
     def __init__(self, running: Running) -> None:
         super().__init__(name="watch", daemon=True)
         self._running = running
         self._stopping = threading.Event()
-        self.turned = time.monotonic()
+        self.last_round = time.monotonic()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -89,7 +90,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping.wait(WATCH_S):
-            self.turned = time.monotonic()
+            self.last_round = time.monotonic()
             for solve in self._running():
                 try:
                     solve.watch()

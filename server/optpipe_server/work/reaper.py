@@ -1,4 +1,4 @@
-"""`Reaper`: finds the jobs whose worker is gone. Any process may run one, and any number of them at a time."""
+"""`Reaper`: frees the jobs whose worker is gone. Several processes may run one at the same time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import structlog
 
 from optpipe_server import metrics
 from optpipe_server.database import Database, reap
-from optpipe_server.work.patience import AWAY, said
+from optpipe_server.work.retry import DATABASE_AWAY, first_line
 
 log = structlog.get_logger("optpipe.work")
 
@@ -18,11 +18,12 @@ STOPPING_S = 2.0
 
 
 class Reaper:
-    """A thread that looks every `every_s` seconds, whoever else works or hangs in its process, for all but the jobs
-    that are `held` there.
+    """A thread that looks for expired leases every `every_s` seconds, except those of the jobs `held` by its own
+    process.
 
-    In the one process of a SQLite file it is started before the supervisor: whatever runs then is a process's that has
-    ended.
+    For a SQLite file, which one process has, start it before the supervisor: jobs that are running then belong to a
+    process
+    that has ended.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Reaper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Does not wait for a database that hangs."""
+        """Stop the thread, without waiting for a database that hangs."""
         self._stopping.set()
         self._thread.join(STOPPING_S)
 
@@ -47,12 +48,12 @@ class Reaper:
             try:
                 self._reap()
             except Exception:
-                log.exception("a look for lost jobs failed")
+                log.exception("looking for lost jobs failed")
 
     def _reap(self, everything: bool = False) -> None:
         try:
             for job_id in reap(self._database, everything, self._held()):
                 metrics.REAPED.inc()
                 log.warning("its worker is gone", job=job_id)
-        except AWAY as error:
-            log.warning("the database is away", error=said(error))
+        except DATABASE_AWAY as error:
+            log.warning("the database is away", error=first_line(error))

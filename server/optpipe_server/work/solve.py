@@ -1,5 +1,7 @@
-"""One solve: the searches for one claimed job, from its best schedule to its end. Each is a child process
-(`optpipe.improve`)."""
+"""`Solve`: the searches for one claimed job, from its best schedule to its end.
+
+Each search is a child process that `optpipe.improve` runs and whose schedules it verifies.
+"""
 
 from __future__ import annotations
 
@@ -21,119 +23,121 @@ from optpipe.process import family
 from optpipe.process.niceness import NICER
 from optpipe.schedule import Found
 from optpipe_server import metrics
-from optpipe_server.caches import Caches
 from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED
-from optpipe_server.database.leases import Claim, LostError, Orders
+from optpipe_server.database.leases import Claim, LostError, RequestedChanges
 from optpipe_server.database.tables import State
-from optpipe_server.work.patience import AWAY, patiently
-from optpipe_server.work.room import Anything, Room, room, told_mib
+from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.work.memory_limit import MemoryLimit, Unlimited, memory_limit, solver_memory_mib
+from optpipe_server.work.retry import DATABASE_AWAY, retry_while_away
 
 log = structlog.get_logger("optpipe.work")
 
-FIRST_TO_GO = 500  # added to what the kernel holds against a process when memory is out
-# a search that still runs so long after its time is ended with all its family: its own clock and `improve`'s have
-# failed
+FIRST_TO_GO = 500  # added to the kernel's score of whom to kill when memory is out
+# A search that still runs so long after its time is ended with its process family: its own time limit and the one of
+# `improve` have failed.
 LATE_S = 5.0
 
-_NOT_RUNNING = float("inf")  # when a search began, or is to be over
+_NOT_RUNNING = float("inf")  # stands for a time when no search runs
 
-Why = Literal["cancelled", "changed", "settled", "crashed", "late", "stopping", "lost"]  # a search was ended
+Why = Literal["cancelled", "changed", "settled", "crashed", "late", "stopping", "lost"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Crew:
+class SolveEnvironment:
     """What all solves of a supervisor share."""
 
     leases: Leases
-    caches: Caches
-    memory_mib: int | None  # of each
-    groups: Path | None  # where the kernel keeps them within it (`cgroup`)
+    caches: TenantCaches
+    memory_mib: int | None  # for each
+    groups: Path | None  # folder of the cgroups (see `cgroup`)
     stopping: threading.Event
 
 
 class Solve:
-    """A claimed job in the hands of one thread, which runs `run`. Others tell it by `end`, from any thread."""
+    """A claimed job that one thread works on, in `run`. Other threads end its search by `end`."""
 
-    def __init__(self, crew: Crew, claim: Claim, threads: int) -> None:
-        self._crew, self._leases, self._threads = crew, crew.leases, threads
-        self._lock = threading.Lock()  # over the three below
+    def __init__(self, environment: SolveEnvironment, claim: Claim, threads: int) -> None:
+        self._environment, self._leases, self._threads = environment, environment.leases, threads
+        self._lock = threading.Lock()  # guards the three fields below
         self._search: Search | None = None
         self._why: Why | None = None
-        self._told = ""  # what was wrong, where a search was ended because something was
-        self._room: Room = Anything()
-        self.until = _NOT_RUNNING  # monotonic clock: a search that still runs then is late
-        self.claim: Claim | None  # None while the attempt changes, so that nobody takes the old one for lost
-        self._take(claim)
+        self._message = ""  # what was wrong, if that ended the search
+        self._memory_limit: MemoryLimit = Unlimited()
+        self.until = _NOT_RUNNING  # by the monotonic clock; a search that still runs then is late
+        self.claim: Claim | None  # None while the attempt changes: the old one is not lost
+        self._continue_from(claim)
 
-    def _take(self, claim: Claim) -> None:
-        """Where the job goes on."""
+    def _continue_from(self, claim: Claim) -> None:
+        """Set the state in which the job goes on."""
         self._best = Result("unknown", objective=claim.objective, lower_bound_ms=claim.lower_bound_ms)
         if claim.best is not None and claim.best_version == claim.problem_version:
             self._best = merged(self._best, replace(self._best, schedule=claim.best, method=claim.best.method))
         self._before_s, self._began = claim.spent_s, _NOT_RUNNING
         self._log = log.bind(job=claim.job_id, attempt=claim.attempt)
         with self._lock:
-            if self._why in ("changed", "settled", "crashed", "late"):  # which says nothing of what comes now
-                self._why, self._told = None, ""
+            if self._why in ("changed", "settled", "crashed", "late"):  # reasons that concern the former search only
+                self._why, self._message = None, ""
             self.claim = self._held = claim
 
     @property
     def spent_s(self) -> float:
-        """Of the job's time."""
+        """Seconds of the job's time limit that are spent."""
         return self._before_s + max(0.0, time.monotonic() - self._began)
 
-    def end(self, why: Why, told: str = "", of: Search | Claim | None = None) -> None:
-        """Ends the search that runs, or would be next, unless it is none `of` that search or claim; the first reason
-        counts."""
+    def end(self, why: Why, message: str = "", of: Search | Claim | None = None) -> None:
+        """End the current search, or the next one if none runs. The first reason counts.
+
+        With `of`, do so only if that search or claim is still the current one.
+        """
         with self._lock:
             search = self._search
             if of is not None and of is not search and of is not self.claim:
                 return
             if self._why is None or why == "lost":
-                self._why, self._told = why, told
+                self._why, self._message = why, message
         if search is not None:
             search.cancel()
             family.end(search.family)
 
     def watch(self) -> None:
-        """Ends a search that is late or holds too much; called often."""
+        """End the search if it is late or holds too much memory; called often."""
         search = self._search
         if search is None:
             return
         if time.monotonic() > self.until:
             self.end("late", of=search)
-        elif told := self._room.exceeded(search.family):
-            self.end("crashed", told, of=search)
+        elif message := self._memory_limit.exceeded(search.family):
+            self.end("crashed", message, of=search)
 
-    def hear(self, claim: Claim, orders: Orders | None) -> None:
-        """What the client wants of the claim, as it was asked for; None where that is another worker's.
+    def apply_changes(self, claim: Claim, changes: RequestedChanges | None) -> None:
+        """Do what the client has requested for this claim; None means that another worker has the job.
 
-        More time is no reason to end a search: it goes on when it has ended.
+        More time does not end a search: the job goes on with it once the search has ended.
         """
-        if orders is None:
+        if changes is None:
             self.end("lost", of=claim)
-        elif orders.cancelled:
+        elif changes.cancelled:
             self.end("cancelled", of=claim)
-        elif orders.problem_version != claim.problem_version:
+        elif changes.problem_version != claim.problem_version:
             self.end("changed", of=claim)
 
     def run(self) -> None:
-        """Until the job is over, another's, or given back."""
+        """Work until the job is over, another worker's, or given back."""
         try:
-            while self._goes_on(self._searched()):
+            while self._continues(self._search_once()):
                 pass
         except LostError:
             metrics.LOST.inc()
-            self._log.warning("the job is another's, or purged")
-        except AWAY:  # while stopping: the lease runs out, and the job waits again
+            self._log.warning("the job is another worker's, or was purged")
+        except DATABASE_AWAY:  # while stopping: the lease expires, and the job waits again
             self._log.warning("the job could not be given back")
-        except Exception:  # the lease runs out, too: another attempt may have more luck, and some later one is the last
+        except Exception:  # the lease expires, too: another attempt follows, until the job has lost too many workers
             self._log.exception("the solve failed")
 
-    def _searched(self) -> Result:
-        """The end of one search from where the job is; every better schedule is committed as it comes."""
+    def _search_once(self) -> Result:
+        """Run one search and commit every better schedule as it comes; return its last result."""
         claim, last = self._held, Result("unknown", objective=self._held.objective)
         if claim.time_limit_s <= claim.spent_s or self._settled():
             return last
@@ -144,25 +148,25 @@ class Solve:
                     if text != last.failure:
                         self._note(claim, text)
                 noted = len(last.notes)
-                self._keep(claim, last)
-        except InputError as error:  # such as a method that is none, or none for this problem
+                self._commit(claim, last)
+        except InputError as error:  # for example an unknown method
             return replace(last, reason=str(error))
         except OSError as error:
             return replace(last, failure=f"the solver could not be started: {error.strerror or error}")
         finally:
-            self._after()
+            self._end_search()
         metrics.REJECTED.inc(last.rejected)
         if last.rejected:
-            self._note(claim, f"rejected, of what the solver wrote: {last.rejected}")
+            self._note(claim, f"rejected schedules and frames of the solver: {last.rejected}")
         return last
 
     def _begin(self, claim: Claim) -> Iterator[Result]:
-        """A search in a process that has its limits before it is asked; none where there is a reason not to."""
+        """Start a search whose process has its limits before it gets the request; none if there is a reason not to."""
         with self._lock:
-            if self._why is not None or self._crew.stopping.is_set():
+            if self._why is not None or self._environment.stopping.is_set():
                 return iter(())
             remaining_s = claim.time_limit_s - claim.spent_s
-            self._room = room(self._crew.memory_mib, self._crew.groups)
+            self._memory_limit = memory_limit(self._environment.memory_mib, self._environment.groups)
             self._began = time.monotonic()
             self.until = self._began + remaining_s + LATE_S
             self._search = improve(
@@ -173,38 +177,40 @@ class Solve:
                 objective=claim.objective,
                 warm_start=claim.best,
                 seed=claim.attempt - 1,
-                memory_mib=told_mib(self._crew.memory_mib),
+                memory_mib=solver_memory_mib(self._environment.memory_mib),
                 gap=claim.gap,
                 admit=self._admit,
             )
             return self._search
 
     def _admit(self, pid: int) -> None:
-        """The solver's process before it is asked: requests go before it, and if the machine's memory is out, it is the
-        one to end."""
+        """Set the limits of the solver's process before it gets the request.
+
+        The service's own requests go before it, and the kernel ends it first if the machine's memory is out.
+        """
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER))
         with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w") as file:
             file.write(str(FIRST_TO_GO))
-        self._room.admit(pid)
+        self._memory_limit.admit(pid)
 
-    def _after(self) -> None:
-        """No process of the search is left."""
+    def _end_search(self) -> None:
+        """Make sure that no process of the search is left."""
         self._before_s, self._began, self.until = self.spent_s, _NOT_RUNNING, _NOT_RUNNING
         with self._lock:
             search, self._search = self._search, None
         if search is not None:
             search.cancel()
             family.end(search.family)
-        room, self._room = self._room, Anything()
-        if told := room.close():
-            self.end("crashed", told)
+        limit, self._memory_limit = self._memory_limit, Unlimited()
+        if message := limit.close():
+            self.end("crashed", message)
 
-    def _keep(self, claim: Claim, result: Result) -> None:
-        """Commits the result if it is better, and ends the search if nothing is left to search for."""
+    def _commit(self, claim: Claim, result: Result) -> None:
+        """Commit the result if it is better, and end the search if the gap is reached."""
         before, self._best = self._best, merged(self._best, result)
         if self._best.schedule is not before.schedule:
-            if self._patiently(partial(self._leases.append, claim, self._best)):
+            if self._retry(partial(self._leases.append, claim, self._best)):
                 metrics.INCUMBENTS.inc()
                 self._log.info(
                     "incumbent", method=self._best.method, value_ms=self._best.objective_ms, gap=self._best.gap
@@ -215,33 +221,33 @@ class Solve:
             self.end("settled")
 
     def _note(self, claim: Claim, text: str) -> None:
-        self._patiently(partial(self._leases.note, claim, text, "warning"))
+        self._retry(partial(self._leases.note, claim, text, "warning"))
 
     def _settled(self) -> bool:
-        """Whether nothing is left to search for."""
+        """Return whether the gap is small enough to end the search."""
         gap = self._best.gap
         return gap is not None and gap <= self._held.gap
 
-    def _goes_on(self, last: Result) -> bool:
-        """What becomes of the job after a search; False where it is no more this worker's."""
+    def _continues(self, last: Result) -> bool:
+        """Decide what becomes of the job after a search; False if this worker is done with it."""
         with self._lock:
-            why, told = self._why, self._told
+            why, message = self._why, self._message
         if why == "late":
-            self._log.warning("a search that did not end was ended")
+            self._log.warning("a search was late and was ended")
         if why == "lost":
             raise LostError(self._held.job_id)
         best = merged(self._best, last)
         if best.status not in ("optimal", "infeasible") and not self._settled():
             if why == "cancelled":
                 return self._finish("cancelled", replace(best, reason=CANCELLED))
-            if self._crew.stopping.is_set():
+            if self._environment.stopping.is_set():
                 self._leases.give_back(self._held, self.spent_s)
                 self._log.info("given back")
                 return False
-            failure = told if why == "crashed" else last.failure if why is None else None
+            failure = message if why == "crashed" else last.failure if why is None else None
             if failure is not None:
                 self._log.warning("the solver failed", error=failure)
-                if self._once_more(failure):
+                if self._retry_after_crash(failure):
                     return True
                 best = replace(best, reason=best.reason or failure)
         state: State = (
@@ -249,37 +255,39 @@ class Solve:
         )
         return self._finish(state, best)
 
-    def _once_more(self, failure: str) -> bool:
+    def _retry_after_crash(self, failure: str) -> bool:
         metrics.CRASHES.inc()
         held, self.claim = self._held, None
-        again = self._patiently(partial(self._leases.crashed, held, failure, self.spent_s))
+        again = self._retry(partial(self._leases.record_crash, held, failure, self.spent_s))
         if again is None:
             self.claim = held
             return False
-        self._take(again)
+        self._continue_from(again)
         return True
 
     def _finish(self, state: State, best: Result) -> bool:
-        """The job's end; True where it goes on because of another problem or more time."""
+        """End the job; True if it goes on because of another problem or more time."""
         claim = self._held
-        if not self._patiently(partial(self._leases.finish, claim, state, best, self.spent_s)):
-            self._take(self._patiently(partial(self._leases.again, claim, self.spent_s)))
+        if not self._retry(partial(self._leases.finish, claim, state, best, self.spent_s)):
+            self._continue_from(self._retry(partial(self._leases.reload, claim, self.spent_s)))
             return True
         self._log.info("ended", state=state, value_ms=best.objective_ms, gap=best.gap, spent_s=round(self.spent_s, 3))
         metrics.SOLVES.labels(state).observe(self.spent_s)
         if best.gap is not None:
             metrics.GAP.observe(best.gap)
-        self._remember(claim, best)
+        self._add_to_cache(claim, best)
         return False
 
-    def _remember(self, claim: Claim, best: Result) -> None:
+    def _add_to_cache(self, claim: Claim, best: Result) -> None:
         if best.schedule is None:
             return
         try:
             status: Found = "optimal" if best.status == "optimal" else "feasible"
-            self._crew.caches.of(claim.tenant).add(best.schedule, status, best.lower_bound_ms, claim.objective)
-        except (OptPipeError, *AWAY) as error:
+            self._environment.caches.of(claim.tenant).add(
+                best.schedule, status, best.lower_bound_ms, claim.objective, verified=True
+            )
+        except (OptPipeError, *DATABASE_AWAY) as error:
             self._log.warning("its schedule was not cached", error=str(error))
 
-    def _patiently(self, call: Callable[[], T]) -> T:
-        return patiently(call, self._crew.stopping)
+    def _retry(self, call: Callable[[], T]) -> T:
+        return retry_while_away(call, self._environment.stopping)

@@ -1,4 +1,4 @@
-"""`Supervisor`: claims jobs as places are free, and follows one child process a solve. It is threads of one process."""
+"""`Supervisor`: claims jobs while it has free slots, and runs a `Solve` thread for each."""
 
 from __future__ import annotations
 
@@ -10,78 +10,81 @@ import time
 import structlog
 
 from optpipe.process import family
-from optpipe_server.caches import Caches
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
 from optpipe_server.settings import Settings
-from optpipe_server.work.cgroup import delegated
-from optpipe_server.work.heartbeat import Heartbeat, Watch
-from optpipe_server.work.patience import AWAY, said
-from optpipe_server.work.solve import Crew, Solve
-from optpipe_server.work.threads import Threads
+from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.work.cgroup import delegated_group
+from optpipe_server.work.heartbeat import Heartbeat, Watchdog
+from optpipe_server.work.retry import DATABASE_AWAY, first_line
+from optpipe_server.work.solve import Solve, SolveEnvironment
+from optpipe_server.work.thread_budget import ThreadBudget
 
 log = structlog.get_logger("optpipe.work")
 
-LOOK_S = 0.5  # between two looks for a job that waits, where nobody nudges
-STOPPING_S = 5.0  # for the solves to hand their jobs back
-HANGS_S = (
-    60.0  # a thread that has not come round for so long; the database may take some ten seconds to say that it is away
-)
-AWAY_S = 5.0  # the database has not answered for so long
+LOOK_S = 0.5  # between two looks for a waiting job, unless `nudge` is called
+STOPPING_S = 5.0  # for the solves to give their jobs back
+# A thread that has made no round for so long hangs; the database may take ten seconds to report that it is away.
+HANGS_S = 60.0
+AWAY_S = 5.0  # the database counts as away if it has not answered for so long
 
 
-def own_name() -> str:
-    """What this process is called where nobody gave it a name."""
+def default_worker_name() -> str:
+    """Return the name of this process as a worker, by host and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"[:128]
 
 
 class Supervisor:
-    """`settings.solves` places for jobs. Children end with `stop`, and with this process however it ends.
+    """Solves up to `settings.solves` jobs at a time. Its children end with `stop`, and with this process however that
+    ends.
 
-    `name` is what the database and the logs call this worker; no other process may have the same.
+    Parameters
+    ----------
+    name
+        What the database and the logs call this worker. No other process may have the same name.
     """
 
-    def __init__(self, settings: Settings, database: Database, caches: Caches, name: str) -> None:
+    def __init__(self, settings: Settings, database: Database, caches: TenantCaches, name: str) -> None:
         self._settings, self._name = settings, name
         self._leases = Leases(database, name, settings.lease_s)
-        self._threads = Threads(settings.threads, settings.solves)
+        self._threads = ThreadBudget(settings.threads, settings.solves)
         self._solves: dict[Solve, threading.Thread] = {}
-        self._lock = threading.Lock()  # over the solves
-        self._news = threading.Event()  # a job may wait, or a place is free
+        self._lock = threading.Lock()  # guards `_solves`
+        self._wake = threading.Event()  # set when a job may wait or a slot is free
         self._stopping = threading.Event()
-        groups = delegated() if settings.memory_mib is not None else None
-        self._crew = Crew(self._leases, caches, settings.memory_mib, groups, self._stopping)
+        groups = delegated_group() if settings.memory_mib is not None else None
+        self._environment = SolveEnvironment(self._leases, caches, settings.memory_mib, groups, self._stopping)
         self._claims = threading.Thread(target=self._claim_all, name="claims", daemon=True)
         self._heartbeat = Heartbeat(self._leases, self.running, settings.heartbeat_s)
-        self._watch = Watch(self.running)
-        self._turned = self._reached = (
-            time.monotonic()
-        )  # when claims last came round, and when the database last answered them
+        self._watchdog = Watchdog(self.running)
+        self._last_round = self._last_answer = time.monotonic()  # of the claiming thread, and of the database to it
 
     def start(self) -> None:
         if self._settings.solves:
             self._kill_on_exit = family.KillOnExit()
-            for thread in (self._claims, self._heartbeat, self._watch):
+            for thread in (self._claims, self._heartbeat, self._watchdog):
                 thread.start()
 
     def nudge(self) -> None:
-        """A job waits: look now."""
-        self._news.set()
+        """Look for a waiting job now."""
+        self._wake.set()
 
     def running(self) -> list[Solve]:
         with self._lock:
             return list(self._solves)
 
     def held(self) -> list[str]:
-        """The jobs whose leases are kept here, which are not abandoned though they may have run out: after a machine's
-        sleep, all have."""
+        """Return the ids of the jobs whose leases are kept here.
+
+        They are not abandoned even if their leases have expired, as all have after the machine was suspended.
+        """
         return [claim.job_id for claim in self._heartbeat.held().values()]
 
     def health(self) -> dict[str, str | int]:
-        """Whether its threads come round, whether they reach the database, and how many jobs they have."""
+        """Report whether the threads run, whether they reach the database, and how many jobs they have."""
         now = time.monotonic()
-        turns = min(self._turned, self._heartbeat.turned, self._watch.turned) > now - HANGS_S
-        reached = max(self._reached, self._heartbeat.reached) > now - AWAY_S
+        turns = min(self._last_round, self._heartbeat.last_round, self._watchdog.last_round) > now - HANGS_S
+        reached = max(self._last_answer, self._heartbeat.last_answer) > now - AWAY_S
         return {
             "status": "ok" if turns else "hangs",
             "database": "ok" if reached else "away",
@@ -89,12 +92,12 @@ class Supervisor:
         }
 
     def stop(self) -> None:
-        """Gives all jobs back, their children ended; where the database is away, their leases run out instead."""
+        """End all children and give the jobs back; if the database is away, their leases expire instead."""
         if not self._settings.solves:
             return
         until = time.monotonic() + STOPPING_S
         self._stopping.set()
-        self._news.set()
+        self._wake.set()
         self._claims.join(STOPPING_S)
         with self._lock:
             solves = dict(self._solves)
@@ -103,38 +106,38 @@ class Supervisor:
         for thread in solves.values():
             thread.join(max(0.0, until - time.monotonic()))
         self._heartbeat.stop(max(0.0, until - time.monotonic()))
-        self._watch.stop()
+        self._watchdog.stop()
         self._kill_on_exit.cancel()
 
     def _claim_all(self) -> None:
         away = False
         while not self._stopping.is_set():
-            self._turned = time.monotonic()
-            self._news.clear()
+            self._last_round = time.monotonic()
+            self._wake.clear()
             try:
                 self._claim_some()
-            except AWAY as error:
+            except DATABASE_AWAY as error:
                 if not away:
-                    log.warning("no claims: the database is away", error=said(error))
+                    log.warning("jobs cannot be claimed: the database is away", error=first_line(error))
                 away = True
             except Exception:
                 log.exception("a claim failed")
             else:
                 away = False
-            self._news.wait(LOOK_S)
+            self._wake.wait(LOOK_S)
 
     def _claim_some(self) -> None:
-        """As many jobs as there are free places, or as wait."""
+        """Claim as many jobs as there are free slots, or as wait."""
         while len(self._solves) < self._settings.solves and not self._stopping.is_set():
             claim = self._leases.claim()
-            self._reached = time.monotonic()
+            self._last_answer = time.monotonic()
             if claim is None:
                 return
             self._solve(claim)
 
     def _solve(self, claim: Claim) -> None:
         threads = self._threads.take()
-        solve = Solve(self._crew, claim, threads)
+        solve = Solve(self._environment, claim, threads)
 
         def over() -> None:
             self._threads.give_back(threads)
@@ -146,7 +149,7 @@ class Supervisor:
                 solve.run()
             finally:
                 over()
-                self._news.set()
+                self._wake.set()
 
         thread = threading.Thread(target=run, name=f"solve {claim.number}", daemon=True)
         log.info(
@@ -161,7 +164,7 @@ class Supervisor:
             self._solves[solve] = thread
         try:
             thread.start()
-        except RuntimeError:  # the system gives no more threads now
+        except RuntimeError:  # the system has no more threads now
             over()
             self._leases.give_back(claim, claim.spent_s)
             raise

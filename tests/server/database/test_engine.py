@@ -124,9 +124,7 @@ def test_a_file_has_one_process(tmp_path: Path, sqlite_url: str) -> None:
     database = Database(sqlite_url)
     (tmp_path / "link").symlink_to(tmp_path / "service.sqlite")
     for url in (sqlite_url, f"sqlite:///{tmp_path / 'link'}"):
-        with pytest.raises(
-            InputError, match="another process has it; several processes can share a PostgreSQL database"
-        ):
+        with pytest.raises(InputError, match="another process has it; processes can share a PostgreSQL database"):
             Database(url)
     ended = subprocess.run([sys.executable, "-c", OPEN, sqlite_url], capture_output=True, text=True)
     assert "another process has it" in ended.stderr
@@ -144,7 +142,7 @@ def test_a_new_file_is_the_users_alone(tmp_path: Path, sqlite_url: str) -> None:
 
 def test_beside_the_process_that_has_it(sqlite_url: str) -> None:
     database = Database(sqlite_url)
-    beside = Database(sqlite_url, beside=True)
+    beside = Database(sqlite_url, secondary=True)
     job_id = submit(beside)
     assert row(database, job_id).id == job_id
     beside.close()
@@ -152,8 +150,8 @@ def test_beside_the_process_that_has_it(sqlite_url: str) -> None:
         Database(sqlite_url)
     with database.write() as db:
         db.execute(text("delete from alembic_version"))
-    with pytest.raises(InputError, match="of an older release; end it first"):
-        Database(sqlite_url, beside=True)
+    with pytest.raises(InputError, match="of an older release uses it; end that first"):
+        Database(sqlite_url, secondary=True)
     database.close()
 
 
@@ -299,7 +297,7 @@ def test_what_goes_together_is_written_as_a_whole_or_not_at_all(database: Databa
     job_id = submit(database)
 
     def write(*numbers: int) -> None:
-        with database.write() as db, database.together(db):
+        with database.write() as db, database.pipelined(db):
             for number in numbers:
                 db.execute(insert(adoptions), {"job": job_id, "seq": 60 // number, "step": number, "adopted_at": "now"})
 
@@ -320,7 +318,7 @@ def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, pos
     def die() -> None:
         with database.write() as db:
             end_connection_of(db, postgres)
-            with database.together(db):
+            with database.pipelined(db):
                 db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
                 db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
 
@@ -347,7 +345,7 @@ def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, tmp_pat
             words = re.findall(r"^\S+ \S+\t([FB])\t", trace.read(), re.MULTILINE)
         return sum(before + after == "FB" for before, after in pairwise(words))
 
-    assert trips_of(lambda: Jobs(database).shown(A, job_id)) == 1
+    assert trips_of(lambda: Jobs(database).job_with_last_incumbent(A, job_id)) == 1
     assert trips_of(lambda: submit(database)) == 5, (
         "its beginning, its turn, the queue's length, all that is written, its end"
     )
@@ -368,7 +366,7 @@ def test_what_fails_together_leaves_no_connection_behind(postgres: Postgres, pos
     def die() -> None:
         with database.write() as db:
             end_connection_of(db, postgres)
-            with database.together(db):
+            with database.pipelined(db):
                 db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=99.0))
 
     others = [threading.Thread(target=hold) for _ in range(4)]
@@ -421,7 +419,7 @@ def test_who_waits_for_an_answer_is_cut_off(postgres_url: str) -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     while not failed.wait(0.05):
-        database.cut()
+        database.abort_connections()
     thread.join()
     submit(database)
     database.close()

@@ -226,7 +226,7 @@ def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url:
         for write in (
             lambda: submit(database),
             lambda: Leases(database, "w").append(claim, found(FAST)),
-            lambda: Leases(database, "w").beat([(claim, 1.0)]),
+            lambda: Leases(database, "w").renew([(claim, 1.0)]),
             lambda: Keys(database).create("a", ["read"]),
             lambda: Jobs(database).job(A, job_id),
         ):

@@ -7,7 +7,7 @@ from support.chain import chain, gpipe, one_by_one
 from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 
 from optpipe.anytime import Result
-from optpipe_server.database import Database, Jobs, Leases, NewJob, Start
+from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
@@ -51,8 +51,8 @@ def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
 
 
 def test_what_is_proven_before_any_worker_is_over(jobs: Jobs) -> None:
-    best, _ = jobs.add(A, NewJob(PROBLEM), Start(found(FAST, FAST.makespan_ms), "cache"), queue=0)
-    none, _ = jobs.add(A, NewJob(PROBLEM), Start(Result("infeasible", reason="device 0 needs\0more")), queue=0)
+    best, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(found(FAST, FAST.makespan_ms), "cache"), queue=0)
+    none, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(Result("infeasible", reason="device 0 needs\0more")), queue=0)
     done, infeasible = jobs.job(A, best), jobs.job(A, none)
     assert done is not None
     assert infeasible is not None
@@ -110,7 +110,7 @@ def test_another_tenant_sees_and_does_nothing(jobs: Jobs, database: Database) ->
     for asked in (
         lambda: jobs.cancel("b", job_id),
         lambda: jobs.extend("b", job_id, 1e3, 2),
-        lambda: jobs.pose("b", job_id, SLOWER, Start(), seen=1, queue=9),
+        lambda: jobs.change_problem("b", job_id, SLOWER, InitialResult(), seen=1, queue=9),
         lambda: jobs.adopt("b", job_id, 1, 1, None),
         lambda: jobs.purge("b", job_id),
     ):
@@ -168,7 +168,7 @@ def test_cancel(jobs: Jobs, database: Database, state: str) -> None:
     assert job.last_seq == 1, "the best is kept"
     if state == "running":
         assert claim is not None
-        assert leases.orders({job_id: claim.attempt})[job_id].cancelled
+        assert leases.requested_changes({job_id: claim.attempt})[job_id].cancelled
         assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0), (
             "the end came first, and that is what is told"
         )
@@ -196,9 +196,9 @@ def test_a_cancel_that_came_too_late_does_not_keep_another_problem_away(jobs: Jo
     assert claim is not None
     jobs.cancel(A, job_id)
     with pytest.raises(ConflictError, match="The job is cancelled"):
-        jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
+        jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
     leases.finish(claim, "done", found(SLOW), 1.0)  # its proof came before it had heard
-    jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
+    jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=1, queue=9)
     assert (row(database, job_id).state, row(database, job_id).cancel_requested) == ("queued", False)
 
 
@@ -209,7 +209,7 @@ def test_more_time_while_it_runs_goes_on(jobs: Jobs, database: Database) -> None
     assert claim is not None
     jobs.extend(A, job_id, 20.0, row(database, job_id).version)
     assert not leases.finish(claim, "done", found(SLOW), 10.0), "there is time left"
-    again = leases.again(claim, 10.0)
+    again = leases.reload(claim, 10.0)
     assert (again.time_limit_s, again.spent_s, again.attempt) == (20.0, 10.0, 1)
     assert leases.finish(again, "done", found(SLOW), 20.0)
     assert row(database, job_id).spent_s == 20.0
@@ -226,7 +226,7 @@ def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
         leases.finish(claim, "failed", Result("unknown", reason="it broke"), 9.0)
         assert row(database, job_id).reason == "it broke"
     seen = row(database, job_id).last_seq
-    jobs.pose(A, job_id, SLOWER, Start(found(one_by_one(SLOWER)), "carried"), seen=seen, queue=1)
+    jobs.change_problem(A, job_id, SLOWER, InitialResult(found(one_by_one(SLOWER)), "carried"), seen=seen, queue=1)
     job = row(database, job_id)
     assert (job.state, job.problem_version, job.problem_sha256) == (
         "running" if state == "running" else "queued",
@@ -239,11 +239,11 @@ def test_another_problem(jobs: Jobs, database: Database, state: str) -> None:
     ]
     if state == "running":
         assert claim is not None
-        leases.beat([(claim, 8.0)])
+        leases.renew([(claim, 8.0)])
         assert row(database, job_id).spent_s == 0.0, "what was spent on the other problem does not count for this one"
         assert not leases.append(claim, found(FAST))
         assert not leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 9.0)
-        claim = leases.again(claim, 9.0)
+        claim = leases.reload(claim, 9.0)
     else:
         claim = leases.claim()
     assert claim is not None
@@ -258,10 +258,10 @@ def test_another_problem_without_a_schedule_goes_on_from_the_last_one(jobs: Jobs
     leases = Leases(database, "w")
     claim = leases.claim()
     assert claim is not None
-    jobs.pose(A, job_id, SLOWER, Start(), seen=1, queue=1)
+    jobs.change_problem(A, job_id, SLOWER, InitialResult(), seen=1, queue=1)
     job = row(database, job_id)
     assert (job.status, job.lower_bound_ms, job.gap, job.last_seq) == ("unknown", None, None, 1)
-    claim = leases.again(claim, 5.0)
+    claim = leases.reload(claim, 5.0)
     assert (claim.best_version, claim.lower_bound_ms) == (1, None)
     assert claim.best is not None
     assert claim.best.makespan_ms == pytest.approx(2 * SLOW.makespan_ms), "re-timed"
@@ -274,10 +274,12 @@ def test_another_problem_that_needs_no_worker_takes_the_job_from_its_worker(jobs
     leases = Leases(database, "w")
     claim = leases.claim()
     assert claim is not None
-    jobs.pose(A, job_id, SLOWER, Start(found(gpipe(SLOWER), gpipe(SLOWER).makespan_ms)), seen=1, queue=0)
+    jobs.change_problem(
+        A, job_id, SLOWER, InitialResult(found(gpipe(SLOWER), gpipe(SLOWER).makespan_ms)), seen=1, queue=0
+    )
     assert (row(database, job_id).state, row(database, job_id).status) == ("done", "optimal")
-    assert leases.beat([(claim, 1.0)]) == {job_id}
-    assert leases.orders({job_id: claim.attempt}) == {}
+    assert leases.renew([(claim, 1.0)]) == {job_id}
+    assert leases.requested_changes({job_id: claim.attempt}) == {}
 
 
 def test_another_problem_is_refused(jobs: Jobs, database: Database) -> None:
@@ -299,7 +301,7 @@ def test_another_problem_is_refused(jobs: Jobs, database: Database) -> None:
     for job_id, error, seen in refused:
         before = row(database, job_id)
         with pytest.raises(error):
-            jobs.pose(A, job_id, SLOWER, start(), seen=seen, queue=1)
+            jobs.change_problem(A, job_id, SLOWER, start(), seen=seen, queue=1)
         assert row(database, job_id) == before
 
 
@@ -332,7 +334,7 @@ def test_purge_takes_all_of_it_and_nothing_else(jobs: Jobs, database: Database) 
         [],
         None,
     )
-    assert leases.beat([(claim, 1.0)]) == {job_id}
+    assert leases.renew([(claim, 1.0)]) == {job_id}
     assert jobs.job(A, other) is not None
     assert len(jobs.incumbents(other)) == 1
 

@@ -72,7 +72,7 @@ def test_a_revoked_key_opens_nothing_and_no_one_is_let_in_without(database: Data
     keys.revoke(key_id)
     assert keys.list() == before
     assert keys.any(), "a service that asked for keys does not open when the last one goes"
-    with pytest.raises(InputError, match="id = 'nobody': no key has it"):
+    with pytest.raises(InputError, match="id = 'nobody': no key has this id"):
         keys.revoke("nobody")
     with pytest.raises(InputError, match="id: this is a whole key") as refused:
         keys.revoke(key)
@@ -105,8 +105,8 @@ def test_a_key_is_compared_in_constant_time_also_where_there_is_none(
         ("x" * 65, ["read"], "tenant = 'xxx"),
         ("a b", ["read"], "tenant = 'a b'"),
         ("a\n", ["read"], "tenant = "),
-        ("a", ["write"], "scope = 'write': submit, read, admin would be right"),
-        ("a", [], "scope: a key without any"),
+        ("a", ["write"], "scope = 'write': expected submit, read, admin"),
+        ("a", [], "scope: a key needs at least one"),
     ],
 )
 def test_a_name_or_scope_that_there_is_not_is_refused(
@@ -139,4 +139,4 @@ def test_the_commands_work_beside_a_running_service(
     assert Keys(database).check(key.strip()) is None
     code, out, error = optpipe("revoke", "nobody")
     assert (code, out) == (2, "")
-    assert error == "error: id = 'nobody': no key has it; `optpipe keys list` shows those there are\n"
+    assert error == "error: id = 'nobody': no key has this id; `optpipe keys list` shows them\n"

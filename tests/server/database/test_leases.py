@@ -12,7 +12,7 @@ from support.chain import chain
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
 
 from optpipe.anytime import Result
-from optpipe_server.database import Database, Jobs, Leases, Start, reap
+from optpipe_server.database import Database, InitialResult, Jobs, Leases, reap
 from optpipe_server.database.engine import clock_s
 from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim, LostError
 from optpipe_server.database.tables import jobs
@@ -59,13 +59,13 @@ def test_a_claim_says_all_that_a_search_needs(database: Database) -> None:
 WRITES: dict[str, Callable[[Leases, Claim], object]] = {
     "append": lambda leases, claim: leases.append(claim, found(FAST)),
     "note": lambda leases, claim: leases.note(claim, "still here"),
-    "again": lambda leases, claim: leases.again(claim, 1.0),
-    "crashed": lambda leases, claim: leases.crashed(claim, "signal 9", 1.0),
+    "again": lambda leases, claim: leases.reload(claim, 1.0),
+    "crashed": lambda leases, claim: leases.record_crash(claim, "signal 9", 1.0),
     "finish": lambda leases, claim: leases.finish(claim, "done", found(FAST), 1.0),
     "give_back": lambda leases, claim: leases.give_back(claim, 1.0),
 }
 LOSSES: dict[str, Callable[[Database, Leases, Claim], object]] = {
-    "another attempt": lambda database, leases, claim: leases.crashed(claim, "signal 9", 1.0),
+    "another attempt": lambda database, leases, claim: leases.record_crash(claim, "signal 9", 1.0),
     "given back": lambda database, leases, claim: leases.give_back(claim, 1.0),
     "over": lambda database, leases, claim: leases.finish(claim, "done", found(SLOW), 1.0),
     "reaped": lambda database, leases, claim: (expire(database, claim.job_id), reap(database)),
@@ -93,8 +93,8 @@ def test_a_lost_lease_writes_nothing(database: Database, loss: str) -> None:
         with pytest.raises(LostError):
             write(leases, claim)
         assert everything() == before, name
-    assert leases.beat([(claim, 9.0)]) == {job_id}
-    assert leases.orders({job_id: claim.attempt}) == {}
+    assert leases.renew([(claim, 9.0)]) == {job_id}
+    assert leases.requested_changes({job_id: claim.attempt}) == {}
     assert everything() == before
 
 
@@ -122,7 +122,7 @@ def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
     _, claim = claimed(database)
     assert reap(database) == [], "a lease that has not ended"
     expire(database, job_id)
-    assert Leases(database, "w").beat([(claim, 2.5)]) == set(), "late, but nobody has taken it"
+    assert Leases(database, "w").renew([(claim, 2.5)]) == set(), "late, but nobody has taken it"
     assert (reap(database), row(database, job_id).spent_s) == ([], 2.5)
 
 
@@ -150,7 +150,7 @@ def test_a_reaped_job_goes_on_where_it_was(database: Database) -> None:
     job_id = submit(database)
     leases, claim = claimed(database)
     leases.append(claim, found(FAST, 2.0))
-    leases.beat([(claim, 7.0)])
+    leases.renew([(claim, 7.0)])
     expire(database, job_id)
     assert reap(database) == [job_id]
     _, again = claimed(database, "x")
@@ -177,7 +177,7 @@ def test_a_job_that_takes_its_workers_down_ends(database: Database, schedule: ob
 def test_the_schedule_of_another_problem_is_none(database: Database) -> None:
     """A job whose present problem has no schedule has failed when it is given up."""
     job_id = submit(database)
-    Jobs(database).pose(A, job_id, chain(scale=2.0), Start(), seen=1, queue=9)
+    Jobs(database).change_problem(A, job_id, chain(scale=2.0), InitialResult(), seen=1, queue=9)
     for _ in range(MOST_LOSSES + 1):
         claimed(database)
         expire(database, job_id)
@@ -198,11 +198,11 @@ def test_a_crash_is_retried_once_from_the_best(database: Database) -> None:
     job_id = submit(database)
     leases, first = claimed(database)
     leases.append(first, found(FAST))
-    second = leases.crashed(first, "the solver ended with signal 9", 3.0)
+    second = leases.record_crash(first, "the solver ended with signal 9", 3.0)
     assert second is not None
     assert (second.attempt, second.best, second.spent_s, second.crashes) == (2, FAST, 3.0, 1)
-    assert leases.beat([(second, 4.0)]) == set()
-    assert leases.crashed(second, "the solver ended with signal 9", 5.0) is None
+    assert leases.renew([(second, 4.0)]) == set()
+    assert leases.record_crash(second, "the solver ended with signal 9", 5.0) is None
     assert leases.finish(second, "failed", Result("unknown", reason="signal 9"), 5.0)
     job = row(database, job_id)
     assert (job.state, job.status, job.reason, job.spent_s) == ("done", "feasible", "signal 9", 5.0), (

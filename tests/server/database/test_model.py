@@ -29,7 +29,7 @@ from support.postgres import Postgres
 from optpipe.anytime import Result
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_server.database import Database, Jobs, Leases, NewJob, Start, reap
+from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError
 from optpipe_server.database.leases import MOST_CRASHES, Claim, LostError
 from optpipe_server.database.tables import OPEN
@@ -73,8 +73,8 @@ class Model(RuleBasedStateMachine):
     def queued(self, tenant: str) -> int:
         return sum(job.tenant == tenant and job.state == "queued" for job in self.known.values())
 
-    def start(self, problem: Problem, given: tuple[int, float] | None) -> Start:
-        return Start(result_of(SCHEDULES[problem.sha256][given[0]], given[1])) if given else Start()
+    def start(self, problem: Problem, given: tuple[int, float] | None) -> InitialResult:
+        return InitialResult(result_of(SCHEDULES[problem.sha256][given[0]], given[1])) if given else InitialResult()
 
     def holds(self, claim: Claim, worker: str) -> Known | None:
         job = self.known.get(claim.job_id)
@@ -137,11 +137,11 @@ class Model(RuleBasedStateMachine):
         return claim
 
     @rule(claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
-    def beat(self, claim: Claim, worker: str, spent: float) -> None:
+    def renew(self, claim: Claim, worker: str, spent: float) -> None:
         job = self.known.get(claim.job_id)
         mine = job is not None and job.state == "running" and job.attempt == claim.attempt
-        assert self.workers[worker].beat([(claim, spent)]) == (set() if mine else {claim.job_id})
-        orders = self.workers[worker].orders({claim.job_id: claim.attempt})
+        assert self.workers[worker].renew([(claim, spent)]) == (set() if mine else {claim.job_id})
+        orders = self.workers[worker].requested_changes({claim.job_id: claim.attempt})
         assert {*orders} == ({claim.job_id} if mine else set())
         if mine:
             assert job is not None
@@ -164,10 +164,10 @@ class Model(RuleBasedStateMachine):
             job.add(result)
 
     @rule(target=claims, claim=claims, worker=st.sampled_from(["v", "w"]), spent=st.floats(0, 9))
-    def again(self, claim: Claim, worker: str, spent: float) -> object:
+    def reload(self, claim: Claim, worker: str, spent: float) -> object:
         job = self.holds(claim, worker)
         try:
-            new = self.workers[worker].again(claim, spent)
+            new = self.workers[worker].reload(claim, spent)
         except LostError:
             assert job is None
             return multiple()
@@ -180,7 +180,7 @@ class Model(RuleBasedStateMachine):
     def crash(self, claim: Claim, worker: str, spent: float) -> object:
         job = self.holds(claim, worker)
         try:
-            new = self.workers[worker].crashed(claim, "signal 9", spent)
+            new = self.workers[worker].record_crash(claim, "signal 9", spent)
         except LostError:
             assert job is None
             return claim
@@ -283,14 +283,14 @@ class Model(RuleBasedStateMachine):
             job.changes += 1
 
     @rule(job_id=ids, problem=st.sampled_from(PROBLEMS), given=starts, stale=st.booleans())
-    def pose(self, job_id: str, problem: Problem, given: tuple[int, float] | None, stale: bool) -> None:
+    def change_problem(self, job_id: str, problem: Problem, given: tuple[int, float] | None, stale: bool) -> None:
         job = self.known.get(job_id)
         if job is None:
             return
         start = self.start(problem, given)
         seen = len(job.incumbents) - stale
         try:
-            self.jobs.pose(job.tenant, job_id, problem, start, seen=seen, queue=QUEUE)
+            self.jobs.change_problem(job.tenant, job_id, problem, start, seen=seen, queue=QUEUE)
         except ConflictError:
             assert job.state == "cancelled" or (job.cancel and job.state in OPEN)
             return

@@ -15,7 +15,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, start, submit
 
-from optpipe_server.database import Database, Jobs, Leases, NewJob, Start, reap
+from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
 from optpipe_server.database.leases import LostError
 
@@ -164,8 +164,8 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
                 match chance.randrange(4):
                     case 0:
                         posed = chance.choice([PROBLEM, SLOWER])
-                        best = chance.choice([Start(), Start(found(one_by_one(posed)), "carried")])
-                        jobs.pose(A, job.id, posed, best, seen=job.last_seq, queue=9)
+                        best = chance.choice([InitialResult(), InitialResult(found(one_by_one(posed)), "carried")])
+                        jobs.change_problem(A, job.id, posed, best, seen=job.last_seq, queue=9)
                     case 1:
                         jobs.extend(A, job.id, job.time_limit_s + 1, job.version)
                     case 2:
@@ -179,12 +179,12 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
             claim = leases.claim()
             with suppress(*refused):
                 while claim:
-                    leases.beat([(claim, claim.spent_s + 0.1)])
+                    leases.renew([(claim, claim.spent_s + 0.1)])
                     if not leases.append(claim, found(chance.choice([gpipe, one_by_one])(claim.problem))):
-                        claim = leases.again(claim, 0.1)
+                        claim = leases.reload(claim, 0.1)
                     match chance.randrange(4):
                         case 0:
-                            claim = leases.crashed(claim, "signal 9", 0.1) or claim
+                            claim = leases.record_crash(claim, "signal 9", 0.1) or claim
                         case 1:
                             leases.give_back(claim, 0.2)
                         case 2:

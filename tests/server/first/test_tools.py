@@ -20,9 +20,9 @@ from support.service import running, settings_in, use_fake_solver
 from optpipe.model.placement import rechunk
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile, certify, check
-from optpipe_server.http import comparisons, tools, turns
+from optpipe_server.http import compare_processes, compute_queue, tools
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 from optpipe_server.settings import LOCAL
 from optpipe_solver.systems import generate
 
@@ -185,11 +185,11 @@ def test_methods_are_compared(client: httpx.Client) -> None:
 
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Comparisons by `support.odd_comparing`; the file has the processes of the one that hangs, once it does. None of
-    them is left."""
+    """`/v1/compare` with `support.odd_compare_process`. The file lists the processes of the request that hangs; none is
+    left afterwards."""
     log = tmp_path / "log"
-    monkeypatch.setattr(comparisons, "COMPARING", "support.odd_comparing")
-    monkeypatch.setenv("ODD_COMPARING_LOG", str(log))
+    monkeypatch.setattr(compare_processes, "MODULE", "support.odd_compare_process")
+    monkeypatch.setenv("ODD_COMPARE_LOG", str(log))
     yield log
     assert started_with(str(log)) == []
 
@@ -209,7 +209,7 @@ def test_a_comparison_that_fails_is_no_error_of_the_service(client: httpx.Client
 
 
 def test_a_comparison_ends_in_time(client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparisons, "SLACK_S", 1.0)
+    monkeypatch.setattr(compare_processes, "EXTRA_S", 1.0)
     reply = client.post("/v1/compare", json={"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 0.1})
     assert "not done" in refused(reply, 503)
     assert started_with(str(odd)) == []
@@ -218,7 +218,7 @@ def test_a_comparison_ends_in_time(client: httpx.Client, odd: Path, monkeypatch:
 def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
     client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparisons, "AT_ONCE", 1)
+    monkeypatch.setattr(compare_processes, "AT_ONCE", 1)
     sent = {"problem": AMPLE.to_dict(), "methods": ["hangs"], "time_limit_s": 60.0}
     with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
         content = json.dumps(sent).encode()
@@ -232,12 +232,12 @@ def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
         assert "run already" in refused(full, 503)
         assert int(full.headers["Retry-After"]) > 60
     until(lambda: all(over(int(pid)) for pid in odd.read_text().split()))
-    monkeypatch.setattr(comparisons, "COMPARING", "support.fake_comparing")
+    monkeypatch.setattr(compare_processes, "MODULE", "support.fake_compare_process")
     until(lambda: client.post("/v1/compare", json=sent).status_code == 200)
 
 
 def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MOST_WAITING", 2)
+    monkeypatch.setattr(compute_queue, "MOST_WAITING", 2)
     running, most, go_on = [0], [0], threading.Event()
 
     def thought() -> None:
@@ -247,8 +247,8 @@ def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: py
         running[0] -= 1
 
     async def all_at_once() -> list[Any]:
-        waiting = turns.Turns()
-        asked = [asyncio.create_task(waiting.compute(thought)) for _ in range(5)]
+        waiting = compute_queue.ComputeQueue()
+        asked = [asyncio.create_task(waiting.run(thought)) for _ in range(5)]
         await asyncio.sleep(0.2)
         go_on.set()
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -260,7 +260,7 @@ def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: py
 
 
 def test_the_examples_of_the_description_are_answered(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparisons, "COMPARING", "support.fake_comparing")
+    monkeypatch.setattr(compare_processes, "MODULE", "support.fake_compare_process")
     described = client.get("/openapi.json").json()["paths"]
     for path in ("/v1/check", "/v1/simulate", "/v1/compare", "/v1/cache/lookup"):
         example = described[path]["post"]["requestBody"]["content"]["application/json"]["example"]

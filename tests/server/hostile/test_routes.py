@@ -11,8 +11,8 @@ import pytest
 from support.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
 from optpipe_server.database.keys import SCOPES, Keys
-from optpipe_server.http import guard
-from optpipe_server.serve import Server
+from optpipe_server.http import auth
+from optpipe_server.http.server import Server
 
 GUARDED = [call for call in CALLS if call.scope]
 OF_JOB = [call for call in CALLS if call.of_job]
@@ -57,8 +57,8 @@ def name(call: Call) -> str:
 def test_every_route_is_listed(shared: tuple[str, Server]) -> None:
     listed = {(call.method, call.path): call.scope for call in CALLS}
     assert set(routes(shared[1].config.app)) == set(listed)
-    table = {(method, path): scope for path, methods in guard.ROUTES.items() for method, scope in methods.items()}
-    assert table | {("GET", path): None for path in guard.WITHOUT_KEY} == listed
+    table = {(method, path): scope for path, methods in auth.ROUTES.items() for method, scope in methods.items()}
+    assert table | {("GET", path): None for path in auth.WITHOUT_KEY} == listed
 
 
 def test_its_own_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], httpx.Client], keys: Keys) -> None:
@@ -112,9 +112,9 @@ def test_another_scope_opens_nothing(call: Call, anybody: httpx.Client, keys: Ke
 @pytest.mark.parametrize(
     ("asked", "status", "detail", "allow"),
     [
-        ("GET /v1", 404, "There is no such route; GET /openapi.json describes those there are.", None),
-        ("PUT /v1/jobs", 405, "The route does not have this method; GET, POST would be right.", "GET, POST"),
-        ("POST /healthz", 405, "The route does not have this method; GET would be right.", "GET"),
+        ("GET /v1", 404, "There is no such route; GET /openapi.json describes all routes.", None),
+        ("PUT /v1/jobs", 405, "The route does not have this method; expected GET, POST.", "GET, POST"),
+        ("POST /healthz", 405, "The route does not have this method; expected GET.", "GET"),
         ("GET /v1/jobs?limit=0", 422, "limit = '0': input should be greater than or equal to 1", None),
         (
             "GET /v1/jobs?cursor=" + "1" * 99,

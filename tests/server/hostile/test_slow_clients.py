@@ -17,7 +17,7 @@ from support.requests import PROBLEM
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server.http import connections
-from optpipe_server.serve import Server
+from optpipe_server.http.server import Server
 
 HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HALVES = {
@@ -184,7 +184,7 @@ def test_who_does_not_read_is_ended(
     server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pipelined requests whose replies nobody takes: they would be held for good."""
-    monkeypatch.setattr(connections, "TAKEN_S", 0.5)
+    monkeypatch.setattr(connections, "READ_S", 0.5)
     client = connect()
     client.settimeout(10)
     with pytest.raises(ConnectionError):

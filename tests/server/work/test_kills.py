@@ -36,7 +36,7 @@ rounds = pytest.mark.parametrize("rounds", [1, pytest.param(200, marks=[pytest.m
 def beside(database_url: str, tmp_path: Path) -> Iterator[Work]:
     """A client's view of the database, beside the worker's process."""
     writer = Database(database_url)
-    database = Database(database_url, beside=True)
+    database = Database(database_url, secondary=True)
     writer.close()  # and with it SQLite's lock
     yield Work(database, tmp_path)
     database.close()

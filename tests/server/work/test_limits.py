@@ -20,9 +20,9 @@ from support.work import Work, problem, sound, until
 from optpipe import anytime
 from optpipe.process import family
 from optpipe_server.work import solve
-from optpipe_server.work.cgroup import OWN, Group, delegated
-from optpipe_server.work.room import Kept, resident_bytes
-from optpipe_server.work.threads import Threads
+from optpipe_server.work.cgroup import OWN, Group, delegated_group
+from optpipe_server.work.memory_limit import CgroupLimit, resident_bytes
+from optpipe_server.work.thread_budget import ThreadBudget
 
 NEVER_S = 1000.0
 
@@ -91,12 +91,12 @@ def test_a_family_is_ended_however_it_hides() -> None:
 
 
 def test_threads_are_shared_out() -> None:
-    threads = Threads(8, 3)
+    threads = ThreadBudget(8, 3)
     first = threads.take()
     assert (first, threads.take(), threads.take()) == (6, 1, 1)
     threads.give_back(first)
     assert threads.take() == 6
-    few = Threads(2, 4)
+    few = ThreadBudget(2, 4)
     assert [few.take() for _ in range(4)] == [1, 1, 1, 1]
 
 
@@ -138,12 +138,12 @@ def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
-    groups = delegated(kernel.mounts, kernel.cgroup)
+    groups = delegated_group(kernel.mounts, kernel.cgroup)
     assert groups == kernel.own
     assert (kernel.own / OWN / "cgroup.procs").read_text() == str(os.getpid())
     assert (kernel.own / "cgroup.subtree_control").read_text() == "+memory +pids"
-    room = Kept(100, groups)
-    room.admit(4711)
+    limit = CgroupLimit(100, groups)
+    limit.admit(4711)
     (group,) = [folder for folder in kernel.own.iterdir() if folder.is_dir() and folder.name != OWN]
     limits = {
         name: (group / name).read_text()
@@ -157,7 +157,7 @@ def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(
         "cgroup.procs": "4711",
     }
     (group / "memory.events").write_text("low 0\noom_kill 3\n")
-    assert room.close() == "the solver needed more memory than memory_mib, which is 100"
+    assert limit.close() == "the solver needed more memory than memory_mib, which is 100"
     assert not group.exists()
 
 
@@ -174,7 +174,7 @@ def test_where_nothing_is_delegated_memory_is_watched(
 ) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
     (kernel.root / file).write_text(text)
-    assert delegated(kernel.mounts, kernel.cgroup) is None
+    assert delegated_group(kernel.mounts, kernel.cgroup) is None
 
 
 def test_a_solver_within_its_group_is_there_before_it_is_asked(
@@ -188,7 +188,9 @@ def test_a_solver_within_its_group_is_there_before_it_is_asked(
     )
     file = tmp_path / "pid"
     job_id = local.submit("pid", problem(name=str(file)), time_limit_s=30.0)
-    monkeypatch.setattr("optpipe_server.work.supervisor.delegated", lambda: delegated(kernel.mounts, kernel.cgroup))
+    monkeypatch.setattr(
+        "optpipe_server.work.supervisor.delegated_group", lambda: delegated_group(kernel.mounts, kernel.cgroup)
+    )
     with local.supervisor(memory_mib=500):
         local.found(job_id)
         assert [pid for pid, _ in admitted] == [int(file.read_text())]

@@ -15,7 +15,7 @@ from support.work import PATIENCE_S, Work, problem, sound, until
 
 from optpipe import Result, anytime
 from optpipe_server import metrics
-from optpipe_server.database import Leases, Start
+from optpipe_server.database import InitialResult, Leases
 from optpipe_server.database.jobs import StaleError
 from optpipe_server.settings import LOCAL
 
@@ -73,7 +73,9 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
         work.found(drifting)
         while work.job(drifting).problem_version == 1 and work.job(drifting).state == "running":
             with suppress(StaleError):  # or another one
-                work.jobs.pose(LOCAL, drifting, problem(3.0), Start(), seen=work.job(drifting).last_seq, queue=10)
+                work.jobs.change_problem(
+                    LOCAL, drifting, problem(3.0), InitialResult(), seen=work.job(drifting).last_seq, queue=10
+                )
         job = work.ended(drifting)
         assert (job.state, job.status, job.problem_version, job.problem_sha256) == (
             "done",
@@ -91,7 +93,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
 def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work) -> None:
     schedule = gpipe(problem())
     near = Result("feasible", schedule, lower_bound_ms=0.96 * schedule.makespan_ms)
-    reached, given = work.submit("bound", gap=0.1), work.submit("hang", gap=0.1, start=Start(near))
+    reached, given = work.submit("bound", gap=0.1), work.submit("hang", gap=0.1, start=InitialResult(near))
     with work.supervisor():
         for job_id in (reached, given):
             job = work.ended(job_id)
@@ -127,7 +129,7 @@ def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None
         "endless line": ("done", 2),
     }
     assert {
-        method: sum("rejected, of what" in line for line in local.lines(job_id)) for method, job_id in ids.items()
+        method: sum("rejected schedules" in line for line in local.lines(job_id)) for method, job_id in ids.items()
     } == {method: max(1, job.crashes) for method, job in ends.items()}
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
     assert (
@@ -176,7 +178,7 @@ def test_what_another_attempt_has_taken_is_let_go(work: Work) -> None:
         (solve,) = supervisor.running()
         leases = Leases(work.database, "worker")
         assert solve.claim is not None
-        assert leases.crashed(solve.claim, "somebody else says so", 1.0) is not None
+        assert leases.record_crash(solve.claim, "somebody else says so", 1.0) is not None
         until(lambda: solve not in supervisor.running())
         assert work.job(job_id).last_seq == 1
     sound(work.database)

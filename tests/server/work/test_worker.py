@@ -18,10 +18,10 @@ from support.postgres import Postgres
 from support.work import Work, problem, sound, until
 
 from optpipe import InputError
-from optpipe_server.database import Database, Jobs, NewJob, Start
+from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.work import Reaper
-from optpipe_server.worker import work as run
+from optpipe_server.work.worker import work as run
 
 OPTPIPE = [sys.executable, "-m", "optpipe_cli"]
 
@@ -72,7 +72,7 @@ def started(url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str
 def test_the_command_works_and_ends_when_told(postgres_url: str, tmp_path: Path) -> None:
     database = Database(postgres_url)
     jobs = Jobs(database)
-    job_id, _ = jobs.add(LOCAL, NewJob(problem()), Start(), queue=10)
+    job_id, _ = jobs.add(LOCAL, NewJob(problem()), InitialResult(), queue=10)
     with started(postgres_url, tmp_path) as (process, url):
         until(lambda: jobs.job(LOCAL, job_id).status == "optimal")  # type: ignore[union-attr]
         client = httpx.Client(base_url=url, timeout=20, trust_env=False)

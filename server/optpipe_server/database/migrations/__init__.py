@@ -12,20 +12,24 @@ from sqlalchemy import Connection, text
 
 from optpipe.errors import InputError
 
-_LOCK = 0x6F70_7470_6970_65  # of PostgreSQL, while a process migrates
+_LOCK = 0x6F70_7470_6970_65  # advisory lock of PostgreSQL, held while a process migrates
 
 
 def upgrade(connection: Connection, only_check: bool = False) -> None:
-    """Brings the tables up to date inside the connection's transaction, or only sees that they are.
+    """Bring the tables up to date in the connection's transaction.
 
-    Raises `InputError` for tables of a newer release, and, where they are only to be checked, of an older one.
+    Parameters
+    ----------
+    only_check
+        Change nothing; raise if they are not up to date.
+
+    Raises
+    ------
+    InputError
+        If the tables are those of a newer release, or with `only_check` of an older one.
     """
     if connection.dialect.name == "postgresql":
-        for name in (
-            "statement_timeout",
-            "lock_timeout",
-            "idle_in_transaction_session_timeout",
-        ):  # it may take its time
+        for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
             connection.execute(text(f"set local {name} = 0"))
         connection.execute(text("select pg_advisory_xact_lock(:number)"), {"number": _LOCK})
     config = Config()
@@ -40,5 +44,5 @@ def upgrade(connection: Connection, only_check: bool = False) -> None:
             f"database: its tables have revision {current!r}, which this release does not know; a newer one made them"
         )
     if only_check:
-        raise InputError("database: the process that has it is of an older release; end it first")
+        raise InputError("database: a process of an older release uses it; end that first")
     command.upgrade(config, "head")

@@ -1,4 +1,4 @@
-"""Alembic runs this; the connection and its transaction are the caller's."""
+"""Run by Alembic; the connection and its transaction are the caller's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,232 @@
+"""`Cache`: solved schedules, one per problem and objective; which one is kept, and which one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from optpipe.errors import InputError, ScheduleError, input_error
+from optpipe.evaluate.objective import Objective
+from optpipe.model.problem import Problem
+from optpipe.model.records import Record, TotalMs
+from optpipe.process.protocol import Programs
+from optpipe.schedule import Found, Schedule, check
+from optpipe_cache.features import Features, distance, features, shape
+from optpipe_cache.storage import FileStorage, Storage, StoredRow
+
+MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
+MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
+
+
+class Entry(Record):
+    """A solved schedule as it is stored and exported: a line of JSON of the format `optpipe.cache/1`."""
+
+    format: Literal["optpipe.cache/1"] = "optpipe.cache/1"
+    problem: Problem
+    objective: Objective
+    objective_ms: TotalMs
+    status: Found
+    lower_bound_ms: TotalMs | None = None
+    method: str
+    programs: Programs
+
+    def schedule(self, problem: Problem | None = None) -> Schedule:
+        """Return its schedule, for `problem` if one is given. Raises `InputError` if an op cannot be read."""
+        return self.programs.schedule(problem or self.problem, self.method)
+
+    def beats(self, other: Entry) -> bool:
+        """Return whether it is shorter, or as short with a better bound."""
+        return (self.objective_ms, -(self.lower_bound_ms or 0.0)) < (other.objective_ms, -(other.lower_bound_ms or 0.0))
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A schedule found for a problem, and verified on exactly that problem.
+
+    Attributes
+    ----------
+    distance
+        By `optpipe_cache.distance`; 0 if `exact`.
+    exact
+        Whether it was solved for this very problem.
+    status, lower_bound_ms
+        `optimal` and a bound only if `exact`.
+    entry
+        What it was solved for.
+    """
+
+    schedule: Schedule
+    distance: float  # see `optpipe_cache.distance`; 0 where `exact`
+    exact: bool  # solved for this very problem
+    status: Found  # `optimal` only where exact
+    lower_bound_ms: float | None  # only where exact
+    entry: Entry  # what it was solved for
+
+
+def default_path() -> Path:
+    """Return `$OPTPIPE_CACHE`, else `optpipe/schedules.sqlite` in the user's cache folder."""
+    if path := os.environ.get("OPTPIPE_CACHE"):
+        return Path(path)
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise InputError("the cache has no path: this user has no home folder, and OPTPIPE_CACHE is not set") from None
+    return folder / "optpipe" / "schedules.sqlite"
+
+
+class Cache:
+    """Solved schedules in a storage, or in the file of a path, which threads and processes can share.
+
+    Raises what its storage raises: `InputError` if a file cannot be opened or is not a cache.
+    """
+
+    def __init__(self, storage: Storage | str | Path) -> None:
+        self._storage: Storage = FileStorage(storage) if isinstance(storage, str | Path) else storage
+
+    def add(
+        self,
+        schedule: Schedule,
+        status: Found,
+        lower_bound_ms: float | None = None,
+        objective: Objective = "makespan",
+        *,
+        verified: bool = False,
+    ) -> bool:
+        """Store a schedule unless a better one of its problem is there; return whether it was stored.
+
+        Parameters
+        ----------
+        lower_bound_ms
+            A bound on the objective. `optimal` needs one that proves it: a user who finds such an entry searches no
+            more.
+        verified
+            The caller has called `check` on this schedule, so it is not checked again.
+
+        Raises
+        ------
+        ScheduleError
+            If the schedule is not valid.
+        InputError
+            If the bound is above the schedule's own length, or `optimal` is not proven.
+        """
+        if not verified and (wrong := check(schedule.problem, schedule)):
+            raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
+        value = schedule.makespan_ms if objective == "makespan" else schedule.span_ms
+        if lower_bound_ms is not None and lower_bound_ms > value * (1 + 1e-9) + 1e-9:
+            raise InputError(
+                f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not "
+                "above it"
+            )
+        if status == "optimal" and (lower_bound_ms is None or value > lower_bound_ms * (1 + 1e-9) + 1e-9):
+            raise InputError(
+                f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is "
+                f"{value} ms"
+            )
+        try:
+            entry = Entry(
+                problem=schedule.problem,
+                objective=objective,
+                objective_ms=value,
+                status=status,
+                lower_bound_ms=lower_bound_ms,
+                method=schedule.method,
+                programs=Programs.of(replace(schedule, placement=None)),  # for `problem` as it is
+            )
+        except ValidationError as error:
+            raise input_error(error, "cache") from None
+        return self._store(entry)
+
+    def _store(self, entry: Entry) -> bool:
+        problem, text = entry.problem, entry.model_dump_json(exclude_none=True)
+        found_by = problem.sha256, entry.objective, shape(problem), json.dumps(features(problem))
+        while True:  # until no other process has changed the entry in between
+            stored = self._storage.entry(problem.sha256, entry.objective)
+            known = _read(stored)
+            if known and not entry.beats(known) and _valid_schedule(known, problem):
+                return False
+            if self._storage.swap(StoredRow(*found_by, datetime.now(UTC).isoformat(), text), stored):
+                return True
+
+    def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
+        """Return the best known schedule, verified on this problem; None if there is none.
+
+        It is the schedule of this very problem, else that of the most similar problem of the same shape whose schedule
+        is
+        valid.
+        """
+        entry = _read(self._storage.entry(problem.sha256, objective))
+        if entry and (schedule := _valid_schedule(entry, problem)):
+            return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
+        wanted = features(problem)
+        others = (
+            (_distance(wanted, text), sha256) for sha256, text in self._storage.similar(shape(problem), objective)
+        )
+        nearest = sorted((far, sha256) for far, sha256 in others if far is not None and sha256 != problem.sha256)
+        for far, sha256 in nearest[:MOST_TRIED]:
+            entry = _read(self._storage.entry(sha256, objective))
+            if entry and (schedule := _valid_schedule(entry, problem)):
+                return Hit(schedule, far, False, "feasible", None, entry)
+        return None
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, newest first."""
+        return [entry for text in self._storage.entries() if (entry := _read(text))]
+
+    def export_lines(self) -> Iterator[str]:
+        """Yield every entry as a line of JSON, for `import_lines` of another cache."""
+        return (entry.model_dump_json(exclude_none=True) for entry in self.entries())
+
+    def import_lines(self, lines: Iterable[str | bytes]) -> int:
+        """Add exported entries, each verified, and stored only if it is better; return how many were.
+
+        Raises `InputError` or `ScheduleError` with the line's number.
+        """
+        added = 0
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = Entry.model_validate_json(line)
+                added += self.add(entry.schedule(), entry.status, entry.lower_bound_ms, entry.objective)
+            except ValidationError as error:
+                raise input_error(error, f"line {number}") from None
+            except (InputError, ScheduleError) as error:
+                raise type(error)(f"line {number}: {error}") from None
+        return added
+
+    def prune(self, keep: int) -> int:
+        """Delete all but the `keep` newest entries; return how many were deleted."""
+        if keep < 0:
+            raise InputError(f"keep = {keep}: must not be negative")
+        return self._storage.prune(min(keep, MOST_KEPT))
+
+
+def _read(text: str | None) -> Entry | None:
+    """The entry in a stored text; None if it is damaged or of an older release."""
+    try:
+        return Entry.model_validate_json(text) if text is not None else None
+    except ValidationError:
+        return None
+
+
+def _distance(wanted: Features, text: str) -> float | None:
+    """The distance to an entry's features; None if they are damaged."""
+    try:
+        return distance(wanted, json.loads(text))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:
+    try:
+        schedule = entry.schedule(problem)
+    except InputError:
+        return None
+    return None if check(problem, schedule) else schedule

@@ -1,0 +1,135 @@
+"""`optpipe bench milp`: the effect of each practical step in OptPipe, section 4.1."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe.errors import InputError
+from optpipe_cli.output import Json, print_json
+
+if TYPE_CHECKING:
+    from optpipe.model.problem import Problem
+    from optpipe_solver.milp.switches import Switches
+
+SIZES = ((2, 4), (3, 6), (4, 8))  # devices, micro-batches
+COLUMNS = ("size", "switches", "solver", "variables", "rows", "non-zeros", "seconds", "ms", "bound", "gap")
+
+
+def milp(
+    problem: Annotated[Path, typer.Argument(help="Problem file; smaller ones are cut from it.")],
+    time_limit: Annotated[float, typer.Option(help="Seconds for each.", min=0.01)] = 60.0,
+    solver: Annotated[str, typer.Option(help="highs, gurobi, pulp or pulp:NAME.")] = "highs",
+    json: Json = False,
+) -> None:
+    """Solve OptPipe's MILP with each practical step of section 4.1 alone, and with all: the model's size, and how far a
+    solver gets."""
+    from optpipe.model.problem import Problem
+
+    whole = Problem.load(problem)
+    if whole.routes is not None or whole.layers is not None:
+        raise InputError(
+            "routes, layers: a problem without either was expected, so that smaller ones can be cut from it"
+        )
+    if not json:
+        typer.echo(_line(dict(zip(COLUMNS, COLUMNS, strict=True))))
+    rows = []
+    for devices, microbatches in SIZES:
+        if devices <= len(whole.devices) and microbatches <= whole.microbatches:
+            part = _cut(whole, devices, microbatches)
+            for name, switches in _steps().items():
+                row = {"size": f"{devices}x{microbatches}", "switches": name} | _solved(
+                    part, switches, solver, time_limit
+                )
+                rows.append(row)
+                if not json:
+                    typer.echo(_line(row))
+    if not rows:
+        raise InputError(f"devices × microbatches: {SIZES[0][0]} × {SIZES[0][1]} at least were expected")
+    if json:
+        print_json(rows)
+
+
+def _steps() -> dict[str, Switches]:
+    from optpipe_solver.milp.switches import ALL, PLAIN
+
+    return {
+        "none": PLAIN,
+        "order of entry": replace(PLAIN, order="entry"),
+        "fixed order": replace(PLAIN, order="stages"),
+        "one variable a pair": replace(PLAIN, one_per_pair=True),
+        "no determined ones": replace(PLAIN, determined=True),
+        "triangles": replace(PLAIN, triangles="all"),
+        "triangles, lazy": replace(PLAIN, triangles="lazy"),
+        "warm start": replace(PLAIN, warm_start=True),
+        "tight big-M": replace(PLAIN, tight=True),
+        "workload": replace(PLAIN, workload=True),
+        "all of the paper": replace(ALL, workload=False),
+        "all, triangles lazy": replace(ALL, triangles="lazy"),
+        "all": ALL,
+    }
+
+
+def _cut(problem: Problem, devices: int, microbatches: int) -> Problem:
+    """The problem's first devices with their stages, for fewer micro-batches."""
+    content = problem.model_dump(mode="json", exclude_none=True)
+    content |= {
+        "devices": content["devices"][:devices],
+        "stages": [s for s in content["stages"] if s["device"] < devices],
+    }
+    return type(problem).from_dict(content | {"microbatches": microbatches})
+
+
+def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float) -> dict[str, Any]:
+    """The size of a model with its cuts, and how far a solver gets with it on one thread.
+
+    AdaOffload's schedule is the warm start. `solver` is the one that solved it: HiGHS if another has no licence for the
+    size.
+    """
+    from optpipe_solver.heuristics import STREAMS
+    from optpipe_solver.milp.backend import minimize
+    from optpipe_solver.milp.model import Model, serial_ms
+    from optpipe_solver.milp.start import assignment
+    from optpipe_solver.milp.task import Limits, Task
+
+    warm = next(STREAMS["adaoffload"](problem, "makespan")) if switches.warm_start else None
+    began = time.monotonic()
+    model = Model(problem, "makespan", warm.makespan_ms if warm else serial_ms(problem), switches)
+    found, bounds = [math.inf], [0.0]
+    used = minimize(
+        solver,
+        Task(
+            model.rows,
+            model.C,
+            assignment(model.variables, warm) if warm else {},
+            Limits(began + time_limit, threads=1, seed=0),
+            lambda x: found.append(float(x[model.C]) / model.scale),
+            lambda bound: bounds.append(bound / model.scale),
+            model.violated,
+        ),
+        lambda text: typer.echo(text, err=True),
+    )
+    seconds = time.monotonic() - began
+    best, bound = min(found), max(bounds)
+    return {
+        "solver": used,
+        "variables": len(model.rows.lower),
+        "rows": len(model.rows.at_least),
+        "non-zeros": model.rows.entries,
+        "seconds": seconds,
+        "ms": best if best < math.inf else None,
+        "bound": bound,
+        "gap": max(0.0, 1 - bound / best) if best < math.inf else None,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    *figures, gap = ("–" if row[column] is None else row[column] for column in COLUMNS[3:])
+    shown = [f"{x if isinstance(x, str | int) else f'{x:.5g}':>10}" for x in figures]
+    shown.append(f"{gap if isinstance(gap, str) else f'{gap:.1%}':>8}")
+    return f"{row['size']:6}{row['switches']:22}{row['solver']:12}{''.join(shown)}"

@@ -1,0 +1,160 @@
+"""`optpipe check`, `optpipe simulate` and `optpipe show`: commands for schedule files."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe_cli.output import Json, print_json, require_writable
+
+if TYPE_CHECKING:
+    from optpipe.model.problem import Problem
+    from optpipe.schedule import Schedule, ScheduleFile
+
+ProblemFile = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A problem file.")]
+ScheduleFilePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A schedule file.")]
+
+
+def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
+    """Tell everything that is wrong with a schedule for a problem; exit code 1, or 0 if it runs and fits."""
+    from optpipe.schedule import certify
+    from optpipe.schedule import check as complaints
+
+    what, file, found = _read(problem, schedule)
+    wrong = _misplaced(file, what) + complaints(what, found)
+    wrong = wrong or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
+    if json:
+        content = {"valid": not wrong, "complaints": wrong}
+        if not wrong:
+            certificate = certify(what, found)
+            content |= {
+                "makespan_ms": found.makespan_ms,
+                "peak_bytes": [peak.bytes for peak in certificate.device],
+                "host_peak_bytes": [peak.bytes for peak in certificate.host],
+            }
+        print_json(content)
+    elif wrong:
+        for complaint in wrong:
+            typer.echo(complaint)
+    else:
+        typer.echo(
+            f"valid: it runs in {found.makespan_ms:.6g} ms and fits the memory of all {len(what.devices)} devices"
+        )
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
+    """A complaint if the file's placement does not make the file's problem from the given one."""
+    if file.placement is None or file.problem.sha256 == placed.sha256:
+        return []
+    difference = _difference(placed.to_dict() | {"name": ""}, file.problem.to_dict() | {"name": ""})
+    return [f"placement = {file.placement}: does not make the problem in the file of this one: {difference}"]
+
+
+def _difference(here: Any, there: Any, place: str = "") -> str | None:
+    """The first place in which two JSON values differ, with both values."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        steps = [(f"{place}.{name}".lstrip("."), here.get(name), there.get(name)) for name in {**here, **there}]
+    elif isinstance(here, list) and isinstance(there, list):
+        steps = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip_longest(here, there))]
+    else:
+        return None if here == there else f"{place} = {here}, in the file {there}"
+    return next(filter(None, (_difference(one, other, deeper) for deeper, one, other in steps)), None)
+
+
+def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
+    """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
+    claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
+    wrong = [
+        f"{name} = {said:.9g}: the programs take {true:.9g}"
+        for name, said, true in claims
+        if said is not None and abs(said - true) > 1e-6 * (1 + true)
+    ]
+    if file.lower_bound_ms is not None and file.lower_bound_ms > schedule.makespan_ms * (1 + 1e-9) + 1e-6:
+        wrong.append(f"lower_bound_ms = {file.lower_bound_ms:.9g}: above the makespan {schedule.makespan_ms:.9g}")
+    if file.status == "optimal" and (
+        file.lower_bound_ms is None or schedule.makespan_ms > file.lower_bound_ms * (1 + 1e-9) + 1e-6
+    ):
+        wrong.append(f"status = 'optimal': lower_bound_ms = {file.lower_bound_ms} does not prove it")
+    return wrong
+
+
+def simulate(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
+    """Compute the times of a schedule for a problem."""
+    from optpipe.schedule import simulate as times
+    from optpipe.schedule import timed_ops
+
+    what, _, found = _read(problem, schedule)
+    timeline = times(what, found)
+    content = {"makespan_ms": timeline.makespan_ms, "span_ms": timeline.span_ms, "bubble": timeline.bubble}
+    if json:
+        print_json({**content, "ops": timed_ops(found)})
+    else:
+        typer.echo(
+            f"makespan {timeline.makespan_ms:.6g} ms, span {timeline.span_ms:.6g} ms, bubble {timeline.bubble:.1%}"
+        )
+
+
+def show(
+    schedule: ScheduleFilePath,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the picture here.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture alone here.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto here.")] = None,
+    json: Json = False,
+) -> None:
+    """Show a schedule in the terminal, or write it as a page, a picture or a trace."""
+    from optpipe.model.problem import write_file
+    from optpipe.schedule import ScheduleFile, timed_ops
+    from optpipe.show.page import page
+    from optpipe.show.svg import gantt
+    from optpipe.show.trace import trace as trace_text
+
+    for path in (html, svg, trace):
+        require_writable(path)
+    file = ScheduleFile.load(schedule)
+    found = file.schedule()
+    if html:
+        write_file(html, page(found, file.lower_bound_ms))
+    if svg:
+        write_file(svg, gantt(found))
+    if trace:
+        write_file(trace, trace_text(found))
+    if json:
+        print_json(
+            {
+                "makespan_ms": found.makespan_ms,
+                "span_ms": found.span_ms,
+                "method": found.method,
+                "ops": timed_ops(found),
+            }
+        )
+    elif not (html or svg or trace):
+        from rich.console import Console
+
+        from optpipe.show.terminal import chart
+
+        console = Console()
+        console.print(chart(found, console.width - 22))
+        console.print(
+            f"makespan {found.makespan_ms:.6g} ms, bubble {found.timeline.bubble:.1%}, by "
+            f"{found.method or 'no named method'}"
+        )
+
+
+def _read(problem: Path, schedule: Path) -> tuple[Problem, ScheduleFile, Schedule]:
+    """The problem, the file, and its schedule for that problem, which may differ from the file's.
+
+    If the file has a placement, the problem is returned with that placement, unless it is the file's problem already.
+    """
+    from optpipe.model.problem import Problem
+    from optpipe.schedule import Schedule, ScheduleFile
+
+    what, file = Problem.load(problem), ScheduleFile.load(schedule)
+    own = file.schedule()
+    if file.placement and what.sha256 != file.problem.sha256:
+        what = file.placement.apply(what)
+    return what, file, Schedule(what, own.programs, own.links, own.method)

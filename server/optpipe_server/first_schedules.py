@@ -1,0 +1,197 @@
+"""`FirstSchedules`: the best schedule that is known of a problem before any worker searches.
+
+It comes from the cache, from the client, or from a process that makes first schedules. Schedules of that process are
+verified here; its bounds, and its word that a problem is infeasible, are taken as they are.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import replace
+
+import structlog
+
+from optpipe.anytime import Result, merged
+from optpipe.errors import InputError, OptPipeError
+from optpipe.evaluate.jit import compile_at_once
+from optpipe.evaluate.objective import Objective
+from optpipe.model.problem import Problem
+from optpipe.model.records import Device, Stage
+from optpipe.process.protocol import Programs, Request
+from optpipe.schedule import Schedule, check
+from optpipe_server.database import InitialResult
+from optpipe_server.database.tables import Source
+from optpipe_server.first_schedule_process import Answer, FirstScheduleProcess
+from optpipe_server.metrics import CACHE, REJECTED
+from optpipe_server.settings import Settings
+from optpipe_server.tenant_caches import TenantCaches
+
+log = structlog.get_logger("optpipe.server")
+
+PUBLISHED_S = 0.2  # for the published schedules of a problem that is too large for list scheduling
+LARGE = 2**16  # activation parts: a problem this large takes seconds, so it gets a process of its own
+MOST_LARGE = 4  # large problems that are handled or wait at a time
+CHECK_S_PER_PART = 5e-6  # to read and verify a schedule here, per activation part
+
+
+class FirstSchedules:
+    """Finds the first schedules of submissions; thread-safe.
+
+    Its processes end with `close`, and with this process however that ends.
+    """
+
+    def __init__(self, settings: Settings, caches: TenantCaches) -> None:
+        self._settings, self._caches = settings, caches
+        self._idle: queue.Queue[FirstScheduleProcess] = queue.Queue()
+        self._processes = [FirstScheduleProcess() for _ in range(max(1, settings.first_schedule_processes))]
+        for process in self._processes:
+            self._idle.put(process)
+        self._one_large = threading.Lock()  # held while a large problem is handled
+        self._large_slots = threading.Semaphore(MOST_LARGE)  # for the one that is handled and those that wait
+        self._lock = threading.Lock()  # guards the two fields below
+        self._large: FirstScheduleProcess | None = None
+        self._closed = False
+        _warm_up()
+
+    def close(self) -> None:
+        """End the processes. Whoever waits for one gets what is known without it."""
+        with self._lock:
+            self._closed, large = True, self._large
+        for process in (*self._processes, *([large] if large else [])):
+            process.close()
+
+    def find(
+        self, tenant: str, problem: Problem, method: str, objective: Objective, warm_start: Schedule | None
+    ) -> InitialResult:
+        """Return the best that can be found within `first_schedule_s`.
+
+        Raises
+        ------
+        InputError
+            If the method is unknown or does not apply to this problem.
+        """
+        return self._find(tenant, problem, method, objective, warm_start, "warm_start")
+
+    def find_after_change(
+        self, tenant: str, problem: Problem, method: str, objective: Objective, best: Schedule | None
+    ) -> InitialResult:
+        """`find` for a job whose costs have changed: `best`, made for the former costs, is kept if still valid."""
+        return self._find(tenant, problem, method, objective, best, "carried")
+
+    def _find(
+        self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source
+    ) -> InitialResult:
+        limit_s = self._settings.first_schedule_s
+        deadline = time.monotonic() + max(limit_s / 2, limit_s - CHECK_S_PER_PART * size(problem))
+        initial = InitialResult(self._cached(tenant, problem, objective), "cache")
+        # Another method may be unknown, which the process tells.
+        if initial.best.status == "optimal" and method == "auto":
+            return initial
+        to_repair = None
+        if given is not None:
+            retimed = replace(given, problem=problem, placement=None)
+            if check(problem, retimed):
+                to_repair = Programs.of(retimed)
+            else:
+                valid = Result("feasible", retimed, objective, method=retimed.method)
+                initial = _better(initial, InitialResult(valid, source))
+        request = Request(
+            problem=problem, method=method, objective=objective, time_limit_s=PUBLISHED_S, warm_start=to_repair
+        )
+        return _better(initial, InitialResult(self._made(request, deadline), "heuristic"))
+
+    def _cached(self, tenant: str, problem: Problem, objective: Objective) -> Result:
+        try:
+            hit = self._caches.of(tenant).lookup(problem, objective)
+        except InputError as error:
+            log.warning("the cache cannot be used", why=str(error))
+            CACHE.labels("failed").inc()
+            return Result("unknown", objective=objective)
+        CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
+        if hit is None:
+            return Result("unknown", objective=objective)
+        return Result(hit.status, hit.schedule, objective, hit.lower_bound_ms, hit.schedule.method)
+
+    def _made(self, request: Request, deadline: float) -> Result:
+        """What a process finds; `unknown` if none is free in time."""
+        if size(request.problem) > LARGE:
+            return self._made_for_large(request, deadline)
+        try:
+            process = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return _verified(request, Answer())
+        try:
+            answer = process.request(request, deadline)
+        finally:
+            process.ensure_running()  # so that it is ready for the next submission if it had to be ended
+            self._idle.put(process)
+        return _verified(request, answer)
+
+    def _made_for_large(self, request: Request, deadline: float) -> Result:
+        """Use a process of its own, one at a time: each takes this process seconds to verify, and much memory.
+
+        A few may wait. More would take the threads of submissions with small problems.
+        """
+        if not self._large_slots.acquire(blocking=False):
+            return _verified(request, Answer())
+        try:
+            return self._made_alone(request, deadline)
+        finally:
+            self._large_slots.release()
+
+    def _made_alone(self, request: Request, deadline: float) -> Result:
+        if not self._one_large.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return _verified(request, Answer())
+        try:
+            with self._lock:
+                process = self._large = None if self._closed else FirstScheduleProcess()
+            try:
+                return _verified(request, process.request(request, deadline) if process else Answer())
+            finally:
+                if process:
+                    process.close()
+        finally:
+            self._one_large.release()
+
+
+def size(problem: Problem) -> int:
+    """Count the activation parts: time and memory to make or verify a schedule grow with them."""
+    return sum(stage.offload_parts for stage in problem.stages) * problem.microbatches
+
+
+def _better(known: InitialResult, new: InitialResult) -> InitialResult:
+    best = merged(known.best, new.best)
+    return InitialResult(best, known.source if best.schedule is known.best.schedule else new.source)
+
+
+def _verified(request: Request, answer: Answer) -> Result:
+    """The last valid schedule of an answer, with its bound."""
+    known = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
+    for frame in reversed(answer.incumbents):
+        try:
+            schedule = frame.schedule.model_copy(update={"placement": None}).schedule(request.problem, frame.method)
+            wrong = check(request.problem, schedule)
+        except OptPipeError as error:
+            wrong = [str(error)]
+        if not wrong:
+            return replace(known, status="feasible", schedule=schedule, method=frame.method)
+        log.warning("a first schedule was rejected", method=frame.method, why=wrong[0])
+        REJECTED.inc()
+    return replace(known, status="infeasible", reason=answer.infeasible) if answer.infeasible else known
+
+
+def _warm_up() -> None:
+    """Load and compile what verifying needs, so that no submission waits for it."""
+    compile_at_once()
+    stage = Stage(
+        device=0,
+        forward_ms=1.0,
+        backward_input_ms=1.0,
+        backward_weight_ms=1.0,
+        activation_bytes=1,
+        saved_for_weight_bytes=0,
+    )
+    problem = Problem(microbatches=1, devices=(Device(activation_budget_bytes=1),), stages=(stage,))
+    assert not check(problem, Schedule.parse(problem, [["0F0", "0BW0"]]))

@@ -1,0 +1,165 @@
+"""`JobUpdates`: tells event streams and waiting requests what has changed in their jobs.
+
+It polls the database, since workers in other processes write to it, and what is stored there cannot be missed, even
+while the database was away. One query per poll asks for all jobs; a job that has changed is read once for all of its
+subscribers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio.to_thread
+import structlog
+from sqlalchemy import Row
+
+from optpipe_server.database import Jobs
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.views import end_event, event, incumbent_view, over
+
+log = structlog.get_logger("optpipe.updates")
+
+POLL_S = 0.05
+POLL_WHEN_AWAY_S = 0.5  # while the database is away
+FIRST_READ_S = 10.0  # how long a new subscriber waits for the job to be read
+
+
+class Topic:
+    """A job that somebody follows: its last state read, and its incumbents as events; the first has number 1."""
+
+    def __init__(self) -> None:
+        self.version = 0  # 0: not read yet
+        self.job: Row[Any] | None = None
+        self.events: list[bytes] = []
+        self.last: Row[Any] | None = None  # incumbent
+        self.end = b""  # the last event, of a job that is over
+        self.subscribers = 0
+        self.closing = False
+        self._changed = asyncio.Event()
+
+    @property
+    def gone(self) -> bool:
+        """Whether the job has been purged."""
+        return self.version > 0 and self.job is None
+
+    @property
+    def over(self) -> bool:
+        return self.gone or (self.job is not None and over(self.job))
+
+    def update(self, job: Row[Any] | None, incumbents: Sequence[Row[Any]]) -> None:
+        """Set what was read: the job, or None if it is gone, and its incumbents that are new."""
+        self.last = incumbents[-1] if incumbents else self.last
+        self.events += [event("incumbent", incumbent_view(incumbent), incumbent.seq) for incumbent in incumbents]
+        self.end = end_event(job, self.last) if job is not None and over(job) else b""
+        self.job, self.version = job, job.version if job is not None else self.version + 1
+
+    def tell(self) -> None:
+        """Wake all tasks that wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def change(self, timeout_s: float) -> bool:
+        """Wait for a change; return whether there was one within the time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def until(self, ready: Callable[[Topic], bool], timeout_s: float) -> bool:
+        """Wait until `ready` holds; return whether it does within the time, False if the service ends."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self.closing:
+            if ready(self):
+                return True
+            if not await self.change(max(0.0, deadline - loop.time())):
+                return ready(self)
+        return False
+
+
+class JobUpdates:
+    """The topics of one process; used from its event loop only."""
+
+    def __init__(self, jobs: Jobs, most: int) -> None:
+        self._jobs, self._most = jobs, most
+        self._topics: dict[str, Topic] = {}
+        self._subscribers = 0
+        self._subscribed = asyncio.Event()  # set when there is a new subscriber
+        self._limiter = anyio.CapacityLimiter(1)  # a thread of its own, which no other query can keep busy
+        self.closing = False
+
+    def close(self) -> None:
+        """End all waits for good."""
+        self.closing = True
+        self._subscribed.set()
+        for topic in self._topics.values():
+            topic.closing = True
+            topic.tell()
+
+    @asynccontextmanager
+    async def subscribe(self, job_id: str, version: int) -> AsyncIterator[Topic]:
+        """Yield the job's topic, at least as new as `version`.
+
+        Raises `ReplyError` (503) if there are too many subscribers, the database is away, or the service is about to
+        end.
+        """
+        if self.closing:
+            raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
+        if self._subscribers >= self._most:
+            raise ReplyError(503, f"{self._most} clients follow jobs already.", {"Retry-After": "5"})
+        topic = self._topics.setdefault(job_id, Topic())
+        topic.subscribers += 1
+        self._subscribers += 1
+        try:
+            if topic.version < version:
+                self._subscribed.set()
+                if not await topic.until(lambda topic: topic.gone or topic.version >= version, FIRST_READ_S):
+                    raise ReplyError(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
+            yield topic
+        finally:
+            self._subscribers -= 1
+            topic.subscribers -= 1
+            if topic.subscribers == 0:
+                self._topics.pop(job_id, None)
+
+    async def run(self) -> None:
+        """Poll while there are subscribers, until `close`."""
+        away = False
+        while not self.closing:
+            self._subscribed.clear()
+            try:
+                await self._poll()
+                if away:
+                    log.info("the database is back")
+                away = False
+            except Exception as error:  # whatever it is, subscribers keep waiting until it is over
+                if not away:
+                    log.warning(
+                        "jobs cannot be followed: the database is away",
+                        error=str(getattr(error, "orig", None) or error),
+                    )
+                away = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_WHEN_AWAY_S if away else POLL_S if self._topics else None):
+                    await self._subscribed.wait()
+
+    async def _poll(self) -> None:
+        topics = {job_id: topic for job_id, topic in self._topics.items() if not topic.gone}
+        if not topics:
+            return
+        for topic in await anyio.to_thread.run_sync(self._read, topics, limiter=self._limiter):
+            topic.tell()
+
+    def _read(self, topics: Mapping[str, Topic]) -> list[Topic]:
+        """Read the topics that have changed, and return them. Nothing else changes a topic, and events are only
+        appended."""
+        versions = self._jobs.versions(list(topics))
+        changed = [job_id for job_id, topic in topics.items() if versions.get(job_id) != topic.version]
+        for job_id in changed:
+            topics[job_id].update(*self._jobs.updates(job_id, len(topics[job_id].events)))
+        return [topics[job_id] for job_id in changed]

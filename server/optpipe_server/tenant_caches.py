@@ -1,0 +1,29 @@
+"""`TenantCaches`: which cache of solved schedules a tenant uses."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from optpipe_cache import Cache
+from optpipe_server.database import Database
+from optpipe_server.database.cache_storage import TableStorage
+from optpipe_server.settings import LOCAL, Settings
+
+ALL = ""  # the tenant of schedules that all tenants share
+
+
+class TenantCaches:
+    """The user's own cache file if the service has no keys, else rows of the database per tenant."""
+
+    def __init__(self, settings: Settings, database: Database) -> None:
+        self._settings, self._database = settings, database
+
+    def of(self, tenant: str) -> Cache:
+        """Return the tenant's cache, with `shared_cache` that of all. Raises `InputError` if the file is unusable."""
+        if tenant == LOCAL:
+            return self._file
+        return Cache(TableStorage(self._database, ALL if self._settings.shared_cache else tenant))
+
+    @cached_property
+    def _file(self) -> Cache:
+        return Cache(self._settings.cache)

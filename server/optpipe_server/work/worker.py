@@ -1,0 +1,138 @@
+"""The process of `optpipe worker`: a supervisor on any machine that reaches the database."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import structlog
+from prometheus_client import make_wsgi_app
+
+from optpipe.errors import InputError
+from optpipe_server.database import AwayError, Database
+from optpipe_server.metrics import REGISTRY
+from optpipe_server.settings import Settings
+from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.work import Reaper, Supervisor
+
+log = structlog.get_logger("optpipe.work")
+
+RETRY_S = 2.0  # between attempts to reach a database that is not there at the start
+POLL_S = 0.1  # how soon a signal is seen
+
+Ended = Callable[[], bool]
+
+
+def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics_port: int | None = None) -> None:
+    """Solve jobs until SIGTERM or SIGINT, then give them back. Waits for a database that is away, at any time.
+
+    Parameters
+    ----------
+    name
+        The worker's name in the database and the logs.
+    metrics_host, metrics_port
+        Where `/metrics` and `/healthz` are answered; nowhere if the port is None.
+
+    Raises
+    ------
+    InputError
+        If the database is SQLite, whose only process is `optpipe serve`, or a setting is wrong.
+    """
+    if settings.database.startswith("sqlite"):
+        raise InputError(
+            f"database = {settings.database!r}: a worker shares it with other processes, and SQLite has one that "
+            "writes, `optpipe serve`; "
+            "postgresql://USER:PASSWORD@HOST/NAME would be right"
+        )
+    if settings.solves < 1:
+        raise InputError(f"solves = {settings.solves}: must be 1 or more")
+    with _told_to_end() as ended:
+        database = _opened(settings.database, ended)
+        if database is None:
+            return
+        supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
+        reaper = Reaper(database, supervisor.held)
+        with closing(database), _answering(supervisor, metrics_host, metrics_port):
+            reaper.start()
+            supervisor.start()
+            log.info("works", worker=name, solves=settings.solves, threads=settings.threads)
+            while not ended():
+                time.sleep(POLL_S)
+            supervisor.stop()
+            reaper.stop()
+        log.info("ended", worker=name)
+
+
+@contextmanager
+def _told_to_end() -> Iterator[Ended]:
+    """Yield whether a signal has come. An ignored signal, such as SIGINT of a background job, stays ignored."""
+    came: list[int] = []
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _opened(url: str, ended: Ended) -> Database | None:
+    """Open the database as soon as it is there; None if the process is told to end first."""
+    while not ended():
+        try:
+            return Database(url)
+        except AwayError as error:
+            log.warning("waiting for the database", error=str(error))
+        until = time.monotonic() + RETRY_S
+        while not ended() and time.monotonic() < until:
+            time.sleep(POLL_S)
+    return None
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    timeout = 5  # s, for clients that connect and send nothing
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def _answering(supervisor: Supervisor, host: str, port: int | None) -> Iterator[None]:
+    """Answer `/metrics` and `/healthz` on that port, if there is one."""
+    if port is None:
+        yield
+        return
+    metrics = make_wsgi_app(REGISTRY)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["PATH_INFO"] != "/healthz":
+            return metrics(environ, start_response)
+        health = supervisor.health()
+        start_response(
+            "200 OK" if health["status"] == "ok" else "503 Service Unavailable", [("Content-Type", "application/json")]
+        )
+        return [json.dumps(health).encode()]
+
+    try:
+        server = make_server(host, port, answer, _Server, _Quiet)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"metrics_host = {host!r}, metrics_port = {port}: {why or error}") from None
+    with server:
+        threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+        log.info("metrics", port=server.server_port)
+        yield
+        server.shutdown()

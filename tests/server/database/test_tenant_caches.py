@@ -1,0 +1,50 @@
+"""Whose solved schedules a tenant finds, on both databases."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from support.chain import chain, gpipe, one_by_one
+
+from optpipe_cache import Cache
+from optpipe_server import Settings
+from optpipe_server.database import Database
+from optpipe_server.settings import LOCAL
+from optpipe_server.tenant_caches import TenantCaches
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tenants_find_their_own_schedules_unless_they_share(database: Database, tmp_path: Path, shared: bool) -> None:
+    caches = TenantCaches(Settings(cache=tmp_path / "mine", shared_cache=shared), database)
+    caches.of("a").add(gpipe(chain()), "feasible")
+    assert (caches.of("b").lookup(chain()) is not None) == shared
+    assert (caches.of("b").lookup(chain(scale=2.0)) is not None) == shared
+    assert caches.of("a").lookup(chain()) is not None
+    assert caches.of(LOCAL).lookup(chain()) is None, "the user's own file"
+    caches.of(LOCAL).add(gpipe(chain(m=3, memory=3)), "feasible")
+    assert len(Cache(tmp_path / "mine").entries()) == 1
+    assert caches.of("a").lookup(chain(m=3, memory=3)) is None
+
+
+def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
+    caches = TenantCaches(Settings(cache=tmp_path / "mine"), database)
+    ready = threading.Barrier(8)
+    kept: list[bool] = []
+
+    def add(k: int) -> None:
+        ready.wait(60)
+        for bound in range(k, 40, 8):
+            schedule = gpipe(chain()) if k % 2 else one_by_one(chain())
+            kept.append(caches.of("a").add(schedule, "feasible", bound / 8))
+
+    threads = [threading.Thread(target=add, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [entry] = caches.of("a").entries()
+    assert (entry.method, entry.lower_bound_ms) == ("gpipe", 39 / 8)
+    assert len(kept) == 40
+    assert any(kept)

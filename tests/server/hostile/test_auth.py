@@ -1,0 +1,290 @@
+"""The guard alone, before an app that answers everything: who is let in, as whom, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from sqlalchemy.exc import OperationalError
+from support.requests import bearer
+
+from optpipe_server.database import Database
+from optpipe_server.database.keys import SCOPES, Keys
+from optpipe_server.http import auth, limits, replies
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Iterator[Keys]:
+    database = Database(f"sqlite:///{tmp_path / 'keys.sqlite'}")
+    yield Keys(database)
+    database.close()
+
+
+@pytest.fixture
+def app(keys: Keys) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    async def everything(request: Request) -> dict[str, Any]:
+        caller = getattr(request.state, "caller", None)
+        body = (await request.body()).decode()
+        return {"tenant": caller and caller.tenant, "scopes": sorted(caller.scopes) if caller else [], "body": body}
+
+    replies.install(app)
+    auth.install(app, keys)
+    return app
+
+
+class Local:
+    """A client in the app's own process, which says where it is from."""
+
+    def __init__(self, app: FastAPI, run: Callable[..., Any]) -> None:
+        self._app, self._run = app, run
+
+    def ask(self, method: str, path: str, headers: Any = None, content: Any = None, peer: str = "127.0.0.1") -> Any:
+        async def asked() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app, client=(peer, 50000))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.request(method, path, headers=headers, content=content)
+
+        return self._run(asked())
+
+    def get(self, path: str, headers: Any = None, peer: str = "127.0.0.1") -> Any:
+        return self.ask("GET", path, headers, peer=peer)
+
+    def post(self, path: str, headers: Any = None, content: Any = None) -> Any:
+        return self.ask("POST", path, headers, content)
+
+
+@pytest.fixture
+def client(app: FastAPI) -> Iterator[Local]:
+    with asyncio.Runner() as runner:
+        yield Local(app, runner.run)
+
+
+def test_without_keys_this_machine_may_do_everything(client: Local) -> None:
+    for host, peer in (
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1:8000", "127.0.0.2"),
+        ("[::1]:8000", "::1"),
+        ("LOCALHOST:1", "127.0.0.1"),
+    ):
+        assert client.get("/v1/jobs", {"Host": host}, peer).json() == {
+            "tenant": "local",
+            "scopes": sorted(SCOPES),
+            "body": "",
+        }
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "127.0.0.1.evil.example",
+        "[::2]",
+        "x[",
+    ],
+)
+def test_without_keys_no_page_of_another_name_reads_anything(client: Local, host: str) -> None:
+    """DNS rebinding: the page's own name leads to 127.0.0.1, and the browser says that name."""
+    reply = client.get("/v1/jobs", {"Host": host})
+    assert reply.status_code == 403
+    assert reply.json()["detail"].startswith("Host:")
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:3000", "https://localhost", "null", ""])
+def test_without_keys_no_page_of_another_origin_sends_anything(client: Local, origin: str) -> None:
+    assert client.post("/v1/jobs/x/cancel", {"Origin": origin}).status_code == 403
+    assert client.get("/v1/jobs", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}).status_code == 200
+
+
+def test_without_keys_no_other_machine_is_answered(client: Local) -> None:
+    assert client.get("/v1/jobs", peer="10.0.0.9").status_code == 403
+    assert client.get("/healthz", peer="10.0.0.9").status_code == 200
+
+
+def test_with_a_key_any_host_and_machine_is_answered(client: Local, keys: Keys) -> None:
+    key = keys.create("lab", ["read"])
+    reply = client.get("/v1/jobs", bearer(key) | {"Host": "optpipe.example"}, "10.0.0.9")
+    assert reply.json() == {"tenant": "lab", "scopes": ["read"], "body": ""}
+
+
+def test_once_there_is_a_key_one_is_wanted(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
+    assert client.get("/v1/jobs").status_code == 200
+    key = keys.create("lab", ["read"])
+    reply = client.get("/v1/jobs")
+    assert reply.status_code == 401
+    assert reply.headers["www-authenticate"] == 'Bearer realm="optpipe"'
+    assert reply.headers["content-type"] == "application/problem+json"
+    keys.revoke(key.split("_")[1])
+    assert client.get("/v1/jobs").status_code == 401  # a service that had keys does not open
+
+
+def test_whoever_comes_while_it_is_not_known_whether_there_are_keys_waits_for_that(app: FastAPI, keys: Keys) -> None:
+    keys.create("acme", ["read"])
+    known = keys.any
+    asked = threading.Event()
+
+    def slowly() -> bool:
+        asked.set()
+        time.sleep(0.2)
+        return known()
+
+    keys.any = slowly  # type: ignore[method-assign]
+
+    async def both() -> list[int]:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            first = asyncio.create_task(client.get("/v1/jobs"))
+            await asyncio.to_thread(asked.wait)
+            return [(await client.get("/v1/jobs")).status_code, (await first).status_code]
+
+    assert asyncio.run(both()) == [401, 401]
+
+
+def test_nobody_passes_without_a_key_because_the_database_was_away(client: Local, keys: Keys) -> None:
+    keys.create("acme", ["read"])
+    known = keys.any
+
+    def away() -> bool:
+        keys.any = known  # type: ignore[method-assign]
+        raise OperationalError("", None, Exception("away"))
+
+    keys.any = away  # type: ignore[method-assign]
+    assert [client.get("/v1/jobs").status_code for _ in range(2)] == [503, 401]
+
+
+def test_a_wrong_key_is_refused_where_none_is_wanted(client: Local) -> None:
+    """Whoever sends a key takes the service for one that knows it."""
+    assert client.get("/v1/jobs", headers=bearer("op_0_0")).status_code == 401
+
+
+def test_malformed_keys(client: Local, keys: Keys) -> None:
+    right = keys.create("lab", SCOPES)
+    _, key_id, secret = right.split("_")
+    for sent in (
+        f"Bearer {right[:-1]}",
+        f"Bearer {right}0",
+        f"Bearer {right} {right}",
+        f"Bearer {right}, Bearer {right}",
+        f"Bearer {right.upper()}",
+        f"Bearer op_{key_id}_",
+        f"Bearer op_{key_id}'--_{secret}",
+        f"Basic {right}",
+        f"{right}",
+        "",
+        "Bearer",
+        "Bearer " + "x" * 5000,
+        b"Bearer \xff\x00",
+    ):
+        reply = client.get("/v1/jobs", {"Authorization": sent})
+        assert reply.status_code == 401, sent
+        assert secret not in reply.text
+    assert client.get("/v1/jobs", [("Authorization", f"Bearer {right}")] * 2).status_code == 401
+    assert client.get("/v1/jobs", {"Authorization": f"bEARER  {right}"}).status_code == 200
+
+
+def test_a_revoked_key_ends_within_seconds(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = keys.create("lab", ["read"])
+    asked = []
+    check = keys.check
+    monkeypatch.setattr(keys, "check", lambda text: asked.append(text) or check(text))
+    clock = [100.0]
+    monkeypatch.setattr(auth.time, "monotonic", lambda: clock[0])
+    for _ in range(5):
+        assert client.get("/v1/jobs", headers=bearer(key)).status_code == 200
+    assert len(asked) == 1  # the others were remembered
+    keys.revoke(key.split("_")[1])
+    clock[0] += auth.REMEMBERED_S
+    assert client.get("/v1/jobs", headers=bearer(key)).status_code == 401
+
+
+def test_only_so_many_keys_are_remembered(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MOST_REMEMBERED", 2)
+    for key in [keys.create("lab", ["read"]) for _ in range(4)]:
+        for _ in range(2):
+            assert client.get("/v1/jobs", headers=bearer(key)).status_code == 200
+
+
+def test_a_scope_opens_its_routes_only(client: Local, keys: Keys) -> None:
+    for scope in SCOPES:
+        key = keys.create("lab", [scope])
+        for path, methods in auth.ROUTES.items():
+            for method, wanted in methods.items():
+                reply = client.ask(method, path.replace("{", "").replace("}", ""), bearer(key))
+                assert reply.status_code == (200 if scope == wanted else 403), (scope, method, path)
+                if scope != wanted:
+                    assert f'scope="{wanted}"' in reply.headers["www-authenticate"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/v1",
+        "/v1/jobs/",
+        "/v1/jobs/x/other",
+        "/healthz/",
+        "//healthz",
+        "/healthz%0A",
+        "/docs",
+        "/v1/jobs/x/log%0A",
+    ],
+)
+def test_what_is_not_listed_is_not_there(client: Local, keys: Keys, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the app would answer it."""
+    monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
+    assert client.get(path).status_code == 404
+    keys.create("lab", SCOPES)
+    assert client.get(path).status_code == 401
+
+
+def test_another_method_is_not_there(client: Local) -> None:
+    reply = client.ask("DELETE", "/v1/jobs")
+    assert reply.status_code == 405
+    assert reply.headers["allow"] == "GET, POST"
+
+
+def test_two_routes_are_open(client: Local, keys: Keys) -> None:
+    keys.create("lab", SCOPES)
+    assert auth.WITHOUT_KEY == ("/healthz", "/readyz")
+    for path in auth.WITHOUT_KEY:
+        assert client.get(path).json()["tenant"] is None
+        assert client.post(path).status_code == 401
+
+
+def test_replies_are_kept_by_nobody(client: Local) -> None:
+    for path in ("/healthz", "/v1/jobs", "/none"):
+        headers = client.get(path).headers
+        assert headers["cache-control"] == "no-store"
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_bodies(client: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LONGEST_BODY", 10)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"0123456789"
+        yield b"a"
+
+    json = {"Content-Type": "application/json; charset=utf-8"}
+    assert client.post("/v1/jobs", content=b"0123456789", headers=json).json()["body"] == "0123456789"
+    assert client.post("/v1/jobs", content=b"0123456789a", headers=json).status_code == 413
+    assert client.post("/v1/jobs", content=chunks(), headers=json).status_code == 413
+    assert client.post("/v1/jobs", content=b"x" * 9, headers={**json, "Content-Length": "9" * 30}).status_code == 413
+    assert client.post("/v1/jobs", content=b"x", headers={**json, "Content-Length": "1e3"}).status_code == 400
+    assert client.post("/v1/jobs", content=b"x", headers={**json, "Content-Encoding": "gzip"}).status_code == 415
+    for kind in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        assert client.post("/v1/jobs", content=b"x", headers=kind).status_code == 415
+    assert client.post("/v1/jobs/x/cancel").status_code == 200  # there is none

@@ -1,0 +1,27 @@
+"""A comparison that does what its first method says; `ODD_COMPARE_LOG` hears of its processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from optpipe.process.protocol import read_request
+
+
+def main() -> None:
+    what = read_request().method.split()[0]
+    if what == "hangs":
+        other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        Path(os.environ["ODD_COMPARE_LOG"]).write_text(f"{os.getpid()} {other.pid}")
+        time.sleep(60)
+    if what == "crashes":
+        sys.exit("boom")
+    if what == "babbles":
+        print("{half a")
+
+
+if __name__ == "__main__":
+    main()

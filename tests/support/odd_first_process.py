@@ -1,0 +1,95 @@
+"""A maker of first schedules that does what the method of the request says, mostly wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Bound, End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
+from optpipe.schedule import Schedule
+from support.chain import chain, gpipe, one_by_one
+
+
+def main() -> None:
+    for request in requests():
+        assert not isinstance(request, ValidationError)
+        noted(os.getpid(), request.method)
+        behave(request.method, request.problem)
+        if request.method != "unknown":
+            write_frame(End())
+        if request.method == "talks on":
+            write_frame(Bound(method="odd", lower_bound_ms=7.0))
+            found(gpipe(request.problem))
+            write_frame(End())
+
+
+def noted(pid: int, what: str) -> None:
+    with Path(os.environ["ODD_FIRST_PROCESS_LOG"]).open("a") as log:
+        log.write(f"{pid} {what}\n")
+
+
+def found(schedule: Schedule, method: str = "odd") -> None:
+    write_frame(Incumbent(method=method, schedule=Programs.of(schedule)))
+
+
+def raw(*lines: bytes) -> None:
+    for line in lines:
+        sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def behave(method: str, problem: Problem) -> None:
+    if method in ("good", "auto", "talks on"):
+        found(one_by_one(problem))
+    elif method == "unknown":
+        write_frame(Refused(reason="method = 'unknown': there are others"))
+    elif method == "infeasible":
+        write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"))
+    elif method == "infeasible, but":
+        found(one_by_one(problem))
+        write_frame(Infeasible(reason="not really"))
+    elif method == "greedy":  # needs more memory than there is
+        found(gpipe(problem))
+    elif method == "first good, then greedy":
+        found(one_by_one(problem))
+        found(gpipe(problem))
+    elif method == "stranger":
+        found(one_by_one(chain(m=problem.microbatches + 1)))
+    elif method == "babbler":
+        write_frame(Incumbent(method="odd", schedule=Programs(programs=("0F0 what?", "1F0"))))
+    elif method == "boaster":  # a bound that its own schedule disproves
+        write_frame(Bound(method="odd", lower_bound_ms=1e6))
+        found(one_by_one(problem))
+    elif method == "garbage":
+        raw(b'{"type": "incumbent"}\n')
+    elif method == "not JSON":
+        raw(b"\x00\xff{{{\n" * 100)
+    elif method == "half a frame":
+        raw(b'{"type": "bou')
+        os._exit(0)
+    elif method == "gigabyte":
+        raw(*[b"x" * 2**20] * 2**10)
+    elif method == "endless":
+        while True:
+            write_frame(Bound(method="odd", lower_bound_ms=1.0))
+    elif method == "dies":
+        os._exit(7)
+    elif method == "dies late":
+        found(one_by_one(problem))
+        os._exit(7)
+    elif method == "hangs":
+        found(one_by_one(problem))
+        noted(subprocess.Popen(["sleep", "60"]).pid, "sleep")
+        time.sleep(60)
+    elif method == "silent":
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
