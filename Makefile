@@ -1,56 +1,68 @@
 PYTHON ?= python3
+# Which versions are installed: `constraints-lowest.txt` for the lowest that pyproject.toml allows, empty for the newest.
+# `make clean` first where an environment of other versions exists.
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 # Ranks and solver engines share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-# What `bench-gpu` needs beside torch: fetched by `make wheels` where there is a registry, for a machine with a GPU and Python 3.12 that has none.
+# What `bench-gpu` needs beside torch: fetched by `make wheels` where there is a registry, for a machine with a GPU and
+# Python 3.12 that has none.
 GPU_NEEDS := numpy numba pydantic rich typer
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: setup check test soak demo bench wheels bench-gpu pictures clean
+.PHONY: help setup format check test soak demo bench wheels bench-gpu pictures clean
 
-setup: .venv/ready
+# The comment behind a target is its help.
+help: ## list the targets (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
 
-.venv/ready: pyproject.toml constraints.txt
+setup: .venv/ready ## make .venv with OptPipe, all extras and the tools
+
+.venv/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.[all,dev]'
 	touch $@
 
-check: setup
+format: setup ## write the code in ruff's format, and mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+check: setup ## check style, types and imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli
 	$(BIN)/lint-imports
 
 # Two at a time: a test waits as often as it computes.
-test: check
+test: check ## check, then run the whole suite
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.
-soak: setup
+soak: setup ## run the long versions of some tests
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
-demo: setup
+demo: setup ## train a small GPT on two ranks while its schedule improves
 	$(BIN)/optpipe demo
 
-bench: setup
+bench: setup ## time the simulator, the certificate and the check
 	$(BIN)/optpipe bench core
 
-wheels:
+wheels: ## fetch what bench-gpu needs on a machine without a registry
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --implementation cp --python-version 3.12 \
 		$(PLATFORMS:%=--platform %) --constraint constraints.txt --dest wheels $(GPU_NEEDS)
 
 # On the machine's own Python, whose torch is there already; ARGS are those of `optpipe bench gpu`.
-bench-gpu: $(if $(wildcard wheels),.gpu/ready)
+bench-gpu: $(if $(wildcard wheels),.gpu/ready) ## measure one GPU
 	PYTHONPATH=.:cli:runtime:.gpu $(PYTHON) -m optpipe_cli bench gpu $(ARGS)
 
 .gpu/ready: $(wildcard wheels/*.whl)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade --target .gpu wheels/*.whl
 	touch $@
 
-pictures: setup
+pictures: setup ## draw the pictures of the docs again
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/better_than_linear.py
 
-clean:
+clean: ## remove the environment and all caches
 	rm -rf .venv .gpu .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

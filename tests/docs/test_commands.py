@@ -1,0 +1,46 @@
+"""README.md and docs/commands.md: the commands, options and lines of Python that they show are there and work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from optpipe import Problem, Schedule, check
+from optpipe_cli.main import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def test_the_page_has_every_command() -> None:
+    shown = re.findall(r"^\| `optpipe (?!bench)(\w+)", PAGE, re.MULTILINE)
+    assert sorted({*shown, "bench"}) == sorted(COMMANDS.commands)
+    benches = re.findall(r"^\| `optpipe bench (\w+)`", PAGE, re.MULTILINE)
+    assert sorted(benches) == sorted(COMMANDS.commands["bench"].commands)
+
+
+@pytest.mark.parametrize("text", re.findall(r"^(?:\| `|`)?(optpipe [a-z].*)$", PAGE, re.MULTILINE))
+def test_a_command_has_the_options_that_stand_beside_it(text: str) -> None:
+    command = COMMANDS
+    for word in text.replace("`", " ").split()[1:]:
+        if word not in getattr(command, "commands", ()):
+            break
+        command = command.commands[word]
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"(?<=[ `(])--?[a-z][a-z-]*", text)) <= known
+
+
+def test_the_lines_of_python_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lines,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert "time_limit=20" in lines
+    problem = ROOT / "examples" / "problems" / "fastlink-8x16.json"
+    lines = lines.replace("time_limit=20", "time_limit=3").replace("examples/problems/fastlink-8x16.json", str(problem))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(lines, "README.md", "exec"), {})
+    assert check(Problem.load(problem), Schedule.load("schedule.json")) == []
