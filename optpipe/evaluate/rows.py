@@ -77,6 +77,11 @@ class Rows:
         """(devices + 1,) the first row of each device, and the number of rows."""
         return np.searchsorted(self.device, np.arange(devices + 1))
 
+    def of_device(self, device: int) -> slice:
+        """The rows of one device's program."""
+        begin, end = np.searchsorted(self.device, [device, device + 1]).tolist()
+        return slice(begin, end)
+
     def op(self, row: int) -> Op:
         kind, stage, microbatch, part, _ = self.table[row].tolist()
         return Op(Kind(kind), stage, microbatch, part)

@@ -96,7 +96,7 @@ def _darker(colour: str, share: float) -> str:
 def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
     """Steps (ms, bytes held from then on) of one device at nominal times."""
     timeline, effects = schedule.timeline, schedule.compiled.effects
-    own = slice(*np.searchsorted(timeline.device, [device, device + 1]))
+    own = timeline.rows.of_device(device)
     moments = np.r_[timeline.end[own], timeline.start[own]]
     amounts = np.r_[-effects.frees[own], effects.takes[own]]
     order = np.argsort(moments, kind="stable")  # what is freed at a moment counts before what is taken then

@@ -11,9 +11,8 @@ from support.ranks.calls import measured
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 
-from optpipe.evaluate.memory import held_bytes
 from optpipe.model.problem import Problem
-from optpipe.model.program import Program
+from optpipe.schedule import Schedule
 
 PROGRAMS = [
     ["0F0", "0O0", "0F1", "0D0", "0F2", "0B1", "0R0", "0W1", "0BW0", "0BW2"],
@@ -47,7 +46,8 @@ def test_a_microbatch_that_saves_more_than_was_profiled_is_named(ranks: Ranks) -
 
 
 def certified(problem: Problem) -> list[int]:
-    found: list[int] = held_bytes(problem, Program.parse(PROGRAMS[0]))[1].tolist()
+    compiled = Schedule.parse(problem, PROGRAMS).compiled
+    found: list[int] = compiled.held.after[compiled.rows.of_device(0)].tolist()
     return found
 
 

@@ -9,11 +9,10 @@ from functools import cache
 import numpy as np
 
 from optpipe.errors import ScheduleError
-from optpipe.evaluate.memory import held_bytes
 from optpipe.model.ops import HOST_LINK, OPTIMIZER, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, of_kinds
-from optpipe.schedule import Schedule, certify, check
+from optpipe.schedule import Schedule, check
 from optpipe_runtime.lowering.actions import Programs, lower_ops
 from optpipe_runtime.lowering.link_order import link_orders
 from optpipe_runtime.lowering.plan import EvictionOrder, Plan, StageMicrobatch
@@ -78,16 +77,17 @@ def lower(
     """The plan of a schedule that has passed `require_valid`; see `prepare`. Raises `ScheduleError` if it updates a
     stage that has no optimizer on the host."""
     checked_on = problem or schedule.problem
+    compiled = schedule.on(checked_on).compiled
     programs = cache(lambda d: schedule.programs[d].ops() if d < len(schedule.programs) else [])
     ops = programs(rank)
     _require_host_optimizers(ops, rank, host_updates)
     return Plan(
         schedule=schedule,
         problem=checked_on,
-        certificate=certify(checked_on, schedule),
+        certificate=compiled.certificate,
         digest=_digest(schedule, checked_on),
         actions=lower_ops(programs, rank, layout),
-        certified_bytes=tuple(held_bytes(checked_on, schedule.programs[rank])[1].tolist()) if ops else (),
+        certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
         forwards=lower_ops(lambda d: [op for op in programs(d) if op.kind == Kind.F], rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         updated=frozenset(op.stage for op in ops if op.kind == Kind.U),
