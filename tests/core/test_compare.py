@@ -30,15 +30,15 @@ def found() -> optpipe.Comparison:
     return optpipe.compare(problem(), time_limit=12)  # a busy machine finds a schedule by then, too
 
 
-def test_every_method_has_its_row_and_the_solver_one_for_the_given_stages_and_one_for_any(found):
+def test_every_method_has_one_row_and_the_solver_has_two(found):
     names = [(row.method, row.placements) for row in found.rows]
     assert sorted(names) == sorted([*((name, "all") for name in EVERY), ("auto", "keep"), ("auto", "all")])
 
 
-def test_what_fits_comes_first_the_shortest_ahead_and_nothing_is_ahead_of_the_solver(found):
+def test_the_shortest_that_fits_comes_first_and_nothing_is_ahead_of_the_solver(found):
     ranks = [0 if row.fits else 1 if row.schedule else 2 for row in found.rows]
     assert ranks == sorted(ranks)
-    assert set(ranks) == {0, 1, 2}  # without recompute_ms two systems are not for the problem
+    assert set(ranks) == {0, 1, 2}  # two methods do not apply without recompute_ms
     for rank in (0, 1):
         values = [row.makespan_ms for row, own in zip(found.rows, ranks, strict=True) if own == rank]
         assert values == sorted(values)
@@ -51,7 +51,7 @@ def test_what_fits_comes_first_the_shortest_ahead_and_nothing_is_ahead_of_the_so
     )
 
 
-def test_each_row_is_what_its_schedule_says(found):
+def test_each_row_agrees_with_its_schedule(found):
     for row in found.rows:
         if row.schedule is None:
             continue
@@ -72,14 +72,14 @@ def test_each_row_is_what_its_schedule_says(found):
         assert row.span_ms <= row.makespan_ms
 
 
-def test_what_is_proven_of_the_given_stages_holds_for_all_on_these(found):
+def test_the_solvers_bound_holds_for_every_schedule_on_the_given_stages(found):
     kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
     for row in found.rows:
         if row.fits and row.schedule.placement is None and row.method != "auto":
             assert row.lower_bound_ms >= kept.lower_bound_ms
 
 
-def test_stages_that_are_kept_are_not_for_every_system():
+def test_some_methods_do_not_apply_to_the_given_stages():
     told: list[str] = []
     rows = optpipe.compare(
         problem(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)
@@ -93,14 +93,14 @@ def test_stages_that_are_kept_are_not_for_every_system():
     )
 
 
-def test_parameters_make_another_row():
+def test_each_choice_of_parameters_has_a_row():
     rows = optpipe.compare(rechunk(problem(memory=100), 2), ["gis:group=2", "gis:group=4"]).rows
     assert all(row.fits for row in rows)
     peaks = {row.method: row.peak[1].bytes for row in rows}
     assert peaks["gis:group=2"] < peaks["gis:group=4"]
 
 
-def test_memory_that_admits_nothing_is_said_of_each():
+def test_memory_that_is_too_small_is_the_reason_of_every_row():
     rows = optpipe.compare(problem(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
     assert {row.method: row.reason for row in rows} == {
         "gpipe": "needs 40 of 4 bytes on device 0",
@@ -120,12 +120,12 @@ def test_memory_that_admits_nothing_is_said_of_each():
         ([""], r"methods: '' is not the name of a method"),
     ],
 )
-def test_what_is_no_method_is_one_sentence(methods, told):
+def test_an_unknown_method_is_one_sentence(methods, told):
     with pytest.raises(InputError, match=f"^{told}"):
         optpipe.compare(problem(), methods)
 
 
-def test_what_is_made_is_verified(monkeypatch):
+def test_every_generated_schedule_is_verified(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setattr(comparison, "GENERATOR", "support.lying_maker")
     small = chain(m=3)
@@ -143,13 +143,13 @@ def test_what_is_made_is_verified(monkeypatch):
         assert re.match(f"is no schedule: .*{re.escape(told)}", reasons[name])
 
 
-def test_host_memory_that_is_short_is_named():
+def test_host_memory_that_is_too_small_is_the_reason():
     (row,) = optpipe.compare(problem(device={"host_memory_bytes": 4}), ["po-h"]).rows
     peaks = [peak.bytes for peak in row.certificate.host]
     assert row.reason == f"needs {max(peaks)} of 4 bytes of host memory on device {peaks.index(max(peaks))}"
 
 
-def test_rows_are_ordered_whatever_comes_first():
+def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():
     small = chain(m=3)
     rows = [
         comparison.Row("none", reason="no"),
