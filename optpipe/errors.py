@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message is one sentence: the field, its value, and what would be right."""
+"""The errors that users see. Each message is one sentence: the field, its value, and what would be right."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-
-MOST_COMPLAINTS = (
-    1000  # of a file that are looked at: each takes time and memory, and hostile ones have a hundred thousand
-)
+# Beyond it only their number is reported: each takes time and memory, and a hostile file has a hundred thousand.
+MOST_COMPLAINTS = 1000
 
 
 class OptPipeError(Exception):
@@ -19,24 +17,26 @@ class OptPipeError(Exception):
 
 
 class InputError(OptPipeError, ValueError):
-    """What was handed in is not what the format or the call asks for."""
+    """An argument, a file or a request is not what the call or the format asks for."""
 
 
 class ScheduleError(OptPipeError, ValueError):
-    """A schedule that cannot be simulated: an op is missing or of another problem, or ops wait for each other
-    (`DeadlockError`)."""
+    """A schedule cannot be simulated: an op is missing or of another problem, or ops wait for each other.
+
+    The last is a `DeadlockError`.
+    """
 
 
 class SolverError(OptPipeError, RuntimeError):
-    """The solver's process failed in a way that is not the problem's fault."""
+    """The solver's process failed, and not because of the problem."""
 
 
 class FrameError(SolverError):
-    """The solver's process wrote what is no answer."""
+    """The solver's process wrote something that is not a frame of the protocol."""
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """`("stages", 2, "forward_ms")` as `stages[2].forward_ms`."""
+    """Writes `("stages", 2, "forward_ms")` as `stages[2].forward_ms`."""
     path = ""
     for key in location:
         path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else key
@@ -44,7 +44,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def input_error(error: ValidationError, what: str) -> InputError:
-    """The first of pydantic's complaints as one sentence, with the number of the others."""
+    """Makes one sentence of the first of pydantic's complaints about `what`, with the number of the others."""
     if error.error_count() > MOST_COMPLAINTS:
         return InputError(f"{what}: {error.error_count()} of its fields are wrong or missing")
     complaints = error.errors(include_url=False)
@@ -65,7 +65,7 @@ def input_error(error: ValidationError, what: str) -> InputError:
 
 
 def complained(complaint: Mapping[str, Any], field: str) -> str:
-    """One of pydantic's complaints about a value: the field, the value, and what would be right."""
+    """Makes one sentence of a complaint of pydantic: the field, its value, and what would be right."""
     return f"{field} = {_shown(complaint['input'])}: {_told(complaint)}"
 
 
@@ -74,7 +74,7 @@ def _told(complaint: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value short enough for a sentence: hostile input is not echoed back whole."""
+    """A value, cut so that hostile input is not repeated in full."""
     if isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)

@@ -1,9 +1,9 @@
-"""Robustness by simulation: a percentile of a schedule's length when op times are noisy.
+"""How long a schedule takes when op times vary: a percentile of its length, by simulation.
 
-Each timed op lasts its nominal time times 1 + jitter·z, z standard normal, cut at both ends alike so that no time is
-negative and the mean stays the nominal time. The noise belongs to an op's identity (kind, stage, micro-batch, part),
-not to its place in a program: schedules of one problem and seed are compared under the same noise. Memory is a property
-of the programs, so noise cannot break it.
+Each op takes its nominal time times 1 + jitter·z, where z is standard normal. z is cut at both ends, so that no time is
+negative and the mean stays the nominal time. The noise depends on the op (kind, stage, micro-batch, part), not on its
+place in a program. So all schedules of one problem and seed are compared under the same noise. Memory follows from the
+programs alone, so noise does not change it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from optpipe.model.ops import MARKS, TRANSFERS, Kind
 from optpipe.model.problem import Problem
 
 PERCENTILE = 95.0
-CUT = 3.0  # standard deviations
-POSITIVE = 0.99  # noise takes no more than this share of an op's time
+CUT = 3.0  # in standard deviations
+POSITIVE = 0.99  # noise shortens an op by no more than this share of its time
 MOST_SAMPLES, FEWEST_SAMPLES = 400, 50
-WORK = 2**20  # passes of a micro-batch through a stage that all samples together may have: about a second
+WORK = 2**20  # samples × passes of a micro-batch through a stage: about a second
 
 
 class Compiled(Protocol):
@@ -40,9 +40,21 @@ class Compiled(Protocol):
 
 
 def percentile_ms(schedule: Compiled, jitter: float, objective: Objective = "makespan", seed: int = 0) -> float:
-    """The 95th percentile of the objective, in ms, where op times vary by the share `jitter` (standard deviation).
+    """The 95th percentile of the objective, in ms.
 
-    Raises ScheduleError and DeadlockError as `simulate` does. For many schedules of one problem keep a `Noise`.
+    For many schedules of one problem make one `Noise` and ask it.
+
+    Parameters
+    ----------
+    jitter
+        The standard deviation of an op's time, as a share of it.
+    seed
+        Of the random numbers.
+
+    Raises
+    ------
+    ScheduleError
+        If the schedule cannot be simulated; DeadlockError if ops wait for each other.
     """
     return Noise(schedule.problem, jitter, seed).percentile_ms(schedule, objective)
 
@@ -55,7 +67,7 @@ class Noise:
     jitter
         The standard deviation of an op's time, as a share of it.
     seed
-        Which noise is drawn.
+        Of the random numbers.
     """
 
     def __init__(self, problem: Problem, jitter: float, seed: int = 0) -> None:
@@ -89,7 +101,7 @@ class Noise:
         return durations(self.problem, rows, self.problem.costs.ms[rows.kind, rows.stage, None] * factor)
 
     def _draw(self, kind: Kind) -> Floats:
-        """(S, m, parts, samples) what the times of this kind's ops are multiplied with."""
+        """(S, m, parts, samples) the factors on the nominal times of this kind's ops."""
         parts = int(self.problem.costs.parts.max()) if kind in TRANSFERS else 1
         shape = (len(self.problem.stages), self.problem.microbatches, parts, self.samples)
         cut = min(CUT, POSITIVE / self.jitter) if self.jitter else CUT
@@ -98,10 +110,10 @@ class Noise:
         return factors
 
     def times(self, schedule: Compiled) -> tuple[Floats, Floats]:
-        """(n, samples) start and end of every op of a schedule that can run, in ms."""
+        """The start and the end of every op in ms, (n, samples) each. The schedule must be free of deadlocks."""
         rows, (waits, delay) = schedule.compiled.rows, schedule.compiled.waits
         duration = self.durations_ms(rows)
-        start, end = np.zeros_like(duration), np.zeros((len(rows) + 1, self.samples))  # the last row: nothing awaited
+        start, end = np.zeros_like(duration), np.zeros((len(rows) + 1, self.samples))  # the last row is for NONE
         delayed = [bool(column.any()) for column in delay.T]
         for group in levels(waits, np.flatnonzero(~rows.second)):
             begin = start[group]

@@ -1,4 +1,4 @@
-"""`Placement`: how the model is cut into stages and which device runs each. `apply` alone turns it into stages."""
+"""`Placement`: how the model is cut into stages, and which device runs each of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, UPDATE, Items, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
-WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # routes over the devices
+WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
 NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional": "bidirectional"}
-MOST_CHUNKS = 64  # a device
-ROUNDING = 1e-9  # relative, of sums of the same times in another order
+MOST_CHUNKS = 64  # per device
+ROUNDING = 1e-9  # relative: sums of the same times in another order may differ by so much
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -52,7 +52,17 @@ class Placement(Record):
     def balanced(cls, problem: Problem, chunks: int, shape: Shape = "looped") -> Self:
         """The placement whose stages are as even as the layers allow.
 
-        Raises InputError if the placement is impossible or there are too few layers.
+        Parameters
+        ----------
+        chunks
+            Stages per device; of a bidirectional placement, per device and direction.
+        shape
+            The order in which the stages pass the devices.
+
+        Raises
+        ------
+        InputError
+            If there is no such placement, or there are too few layers.
         """
         try:
             placement = cls(chunks=chunks, shape=shape)
@@ -61,23 +71,23 @@ class Placement(Record):
         if problem.layers is None:
             return placement
         memory = [problem.devices[d].activation_budget_bytes for d in placement.order(problem)]
-        least = np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()  # of the devices that run the same layers
+        least = np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()  # of the devices that run the same stage
         if len(least) > len(problem.layers):
             raise InputError(f"chunks = {chunks}: {len(least)} stages cannot be made of {len(problem.layers)} layers")
         return placement.model_copy(update={"layers": _even_cuts(problem.layers, least)})
 
     def __str__(self) -> str:
-        """Such as `2 chunks a device, V-shaped, layers 3 4 4 5`."""
+        """Text such as `2 chunks a device, V-shaped, layers 3 4 4 5`."""
         shape = f", {NAMES[self.shape]}" if self.chunks > 1 or WAYS[self.shape] > 1 else ""
         layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""
         return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}"
 
     def order(self, problem: Problem) -> list[int]:
-        """The device of each new stage, from the order in which the problem's stages pass the devices."""
+        """The device of each new stage. The problem's own stages give the order of the devices."""
         return self.along(problem.stages[s].device for s in _only_route(problem))
 
     def along(self, devices: Iterable[int]) -> list[int]:
-        """The device of each new stage, from the device of each given stage."""
+        """The device of each new stage, given the device of each of the problem's own stages, in order."""
         row = list(dict.fromkeys(devices))
         back = row if self.shape == "looped" else row[::-1]
         return [d for c in range(self.chunks * WAYS[self.shape]) for d in (back if c % 2 else row)]
@@ -85,7 +95,7 @@ class Placement(Record):
     def apply(self, problem: Problem) -> Problem:
         """The problem with these stages instead of its own; the problem itself if they are the same.
 
-        Raises InputError if the problem has several routes or other layers.
+        Raises InputError if the problem has several routes, or if `layers` does not fit its layers.
         """
         route, order, ways = _only_route(problem), self.order(problem), WAYS[self.shape]
         row = order[: len(order) // ways]
@@ -122,7 +132,7 @@ class Placement(Record):
 
 
 def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:
-    """The same model on the same devices as `chunks` stages a device, as even as can be.
+    """The problem with `chunks` stages per device, as even as the layers allow.
 
     Raises InputError if the problem has several routes or too few layers.
     """
@@ -130,17 +140,18 @@ def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:
 
 
 def _on(problem: Problem, device: int, costs: dict[str, Any]) -> dict[str, Any]:
-    """A stage with these costs on a device; it can evict only if the device has a peer."""
-    stuck = EVICTION if problem.devices[device].peer is None else ()
-    return {"device": device, **{name: value for name, value in costs.items() if name not in stuck}}
+    """A stage with these costs on a device. Without a peer it cannot evict."""
+    dropped = EVICTION if problem.devices[device].peer is None else ()
+    return {"device": device, **{name: value for name, value in costs.items() if name not in dropped}}
 
 
 def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
-    """The fields of a stage that is one of `shares` equal pieces of all these costs.
+    """Joins stages or layers, cuts the result into `shares` equal pieces, and gives the fields of one piece.
 
-    Bytes are rounded up, so that the pieces hold no less than the whole. What can be offloaded, evicted or recomputed
-    still can; the rest of the activation stays with the checkpoint. It is offloaded in as many parts as each of `costs`
-    allows. A checkpoint is a piece's input, so a piece of one stage has the checkpoint of the whole.
+    Bytes are rounded up, so that the pieces together hold no less than `costs`. Activations of `costs` that can be
+    offloaded, evicted or recomputed still can be; the others stay on the device. The piece is offloaded in as many
+    parts as all of `costs` allow. A checkpoint is the input of a piece, so a piece of a single stage has that stage's
+    whole checkpoint.
     """
 
     def ms(values: Sequence[float | None]) -> float:
@@ -150,7 +161,7 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
         return -(-sum(value or 0 for value in values) // shares)
 
     def whole(gone: Sequence[int]) -> int:
-        """An activation that keeps no less than all of `costs` keep while these bytes are away."""
+        """The activation of a piece, so that it keeps no less than `costs` keep while the bytes in `gone` are away."""
         return size(gone) + size([sum(c.activation_bytes for c in costs) - sum(gone)])
 
     leaving, again = [c for c in costs if c.can_offload], [c for c in costs if c.can_recompute]
@@ -183,9 +194,9 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
 def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:
     """How many layers each of `len(memory)` stages gets so that the longest stage is as short as possible.
 
-    By the dynamic program of the survey of pipeline parallelism. Of the best cuts it takes the most even, by the sum of
-    squares: next to one heavy layer that no cut can help, the other stages stay alike. It avoids a stage whose
-    activation alone exceeds its device's memory, if that is possible. A layer costs the time of its F, B and W.
+    By the dynamic program of the survey of pipeline parallelism. Among the best cuts it takes the most even one, by the
+    sum of squares: next to a heavy layer, which no cut can split, the other stages stay even. If possible, no
+    activation of one stage alone exceeds its device's memory. A layer takes the time of its F, B and W.
     """
     work = np.array([c.forward_ms + c.backward_input_ms + c.backward_weight_ms for c in layers])
     held = np.array([float(c.activation_bytes) for c in layers])
@@ -193,16 +204,18 @@ def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int
     lasts = upto - upto[:, None]  # [i, j]: a stage of layers i to j - 1
     lasts[np.tril_indices(len(upto))] = np.inf  # no stage without a layer
     fits = [holds - holds[:, None] <= size for size in memory]
-    punished = 1.0 + upto[-1]  # longer than anything that fits
-    tables = [np.where(fit, lasts, lasts + punished) for fit in fits]
+    penalty = 1.0 + upto[-1]  # longer than any stage
+    tables = [np.where(fit, lasts, lasts + penalty) for fit in fits]
     heaviest, _ = _best_cuts(tables, np.maximum)
     even = [np.where(table <= heaviest * (1 + ROUNDING), table**2, np.inf) for table in tables]
     return _best_cuts(even, np.add)[1]
 
 
 def _best_cuts(tables: Sequence[Floats], join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The least `join` of one entry of each table, [i, j] followed by [j, k], from 0 to the end; and the differences j
-    - i."""
+    """The best way from 0 to the end, with one step in each table: entry [i, j], then [j, k] of the next.
+
+    Returns the least value, which `join` makes of the entries, and the length j - i of each step.
+    """
     value = np.full(len(tables[0]), np.inf)
     value[0] = 0.0
     cuts = []

@@ -15,13 +15,16 @@ from optpipe.errors import InputError, input_error
 from optpipe.model.costs import Costs
 from optpipe.model.records import Device, Index, Items, Ms, Record, Stage, StageCosts
 
-MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
-MAX_PARTS = 2**24  # the same times offload_parts: tables of that size are made even for a short schedule
+MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
+MAX_PARTS = 2**24  # stages × micro-batches × offload_parts; even a short schedule makes tables of this size
 
 
 class Problem(Record):
-    """The pipeline to schedule. Read one with `Problem.load(path)` or `Problem.from_json(text)`; both raise
-    `InputError`."""
+    """The pipeline to schedule.
+
+    `Problem.load(path)` and `Problem.from_json(text)` read one and raise InputError if a field is wrong. Times are in
+    ms, sizes in bytes.
+    """
 
     format: Literal["optpipe.problem/2"] = "optpipe.problem/2"
     name: Annotated[str, Field(max_length=200)] = ""
@@ -69,17 +72,17 @@ class Problem(Record):
                     return f"routes[{r}][{k}] = {s}: there are {len(self.stages)} stages, numbered from 0"
             if len(set(route)) < len(route):
                 k = next(k for k, s in enumerate(route) if s in route[:k])
-                return f"routes[{r}][{k}] = {route[k]}: a stage stands on a route once"
+                return f"routes[{r}][{k}] = {route[k]}: a route passes a stage once"
         on_a_route = {s for route in self.all_routes for s in route}
         for s in range(len(self.stages)):
             if s not in on_a_route:
-                return f"stages[{s}] is on no route: routes name every stage"
+                return f"stages[{s}] is on no route: each stage is on at least one"
         chosen = self.microbatch_routes
         if chosen is None:
             if len(self.all_routes) > 1:
                 return (
-                    f"microbatch_routes is missing: with {len(self.all_routes)} routes every micro-batch says "
-                    "which one it takes"
+                    f"microbatch_routes is missing: with {len(self.all_routes)} routes it says which one "
+                    "each micro-batch takes"
                 )
             return None
         if len(chosen) != self.microbatches:
@@ -120,22 +123,25 @@ class Problem(Record):
         return [s for s, stage in enumerate(self.stages) if stage.device == device]
 
     def with_memory_for(self, activations: float) -> Problem:
-        """The problem with room on every device for so many activations of all its stages, each for one micro-batch."""
+        """The problem with other budgets: each device can hold the activations of all its stages so many times.
+
+        One activation is that of one stage and one micro-batch.
+        """
         whole = [sum(self.stages[s].activation_bytes for s in self.stages_on(d)) for d in range(len(self.devices))]
         budgets = [{"activation_budget_bytes": int(activations * nbytes)} for nbytes in whole]
         return self.replace(
-            devices=[device.model_copy(update=own) for device, own in zip(self.devices, budgets, strict=True)]
+            devices=[device.model_copy(update=budget) for device, budget in zip(self.devices, budgets, strict=True)]
         )
 
     @cached_property
     def costs(self) -> Costs:
-        """The same figures as numpy arrays."""
+        """The figures as numpy arrays."""
         routes = self.microbatch_routes or [0] * self.microbatches
         return Costs.of(self.devices, self.stages, self.all_routes, routes)
 
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:
-        """Links that more than one device shares, with those devices."""
+        """The links that several devices share, with those devices."""
         members: dict[str, tuple[int, ...]] = {}
         for d, device in enumerate(self.devices):
             if device.link is not None:
@@ -143,19 +149,19 @@ class Problem(Record):
         return {link: devices for link, devices in members.items() if len(devices) > 1}
 
     def __copy__(self) -> Problem:
-        """A copy derives its arrays and its hash anew: `model_copy(update=...)` changes fields after this."""
+        """A copy without the cached arrays and hash: `model_copy(update=...)` changes its fields afterwards."""
         copied = super().__copy__()
         for name in ("costs", "shared_links", "sha256"):
             copied.__dict__.pop(name, None)
         return copied
 
     def replace(self, **changes: Any) -> Problem:
-        """The same problem with other fields, validated again."""
+        """The problem with some fields changed, validated again."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return Problem.from_dict(fields | changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The problem file's content; what is not set is left out."""
+        """The content of a problem file, without fields that are None."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def to_json(self) -> str:
@@ -163,7 +169,7 @@ class Problem(Record):
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of what is to be scheduled, in canonical JSON; the name is only a label and stays out."""
+        """The hash of the problem's canonical JSON, without the name, which is only a label."""
         content = {key: value for key, value in self.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -183,15 +189,16 @@ class Problem(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> Problem:
-        """Reads a problem file."""
+        """Reads a problem file. Raises InputError if it cannot be read or a field is wrong."""
         return cls.from_json(read_file(path), str(path))
 
     def save(self, path: str | Path) -> None:
+        """Writes a problem file, whole or not at all. Raises InputError if it cannot be written."""
         write_file(path, self.to_json() + "\n")
 
 
 def read_file(path: str | Path) -> bytes:
-    """A file's bytes; `InputError` where it cannot be read."""
+    """The bytes of a file. Raises InputError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -199,7 +206,7 @@ def read_file(path: str | Path) -> bytes:
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Writes a file, UTF-8 wherever it runs, whole or not at all; `InputError` where it cannot be written."""
+    """Writes a text file in UTF-8, whole or not at all. Raises InputError if it cannot be written."""
     final = Path(path).resolve()
     special = final.exists() and not final.is_file()  # a pipe or a terminal is written to, not replaced
     draft = final if special else final.with_name(f".{final.name}.{os.getpid()}")

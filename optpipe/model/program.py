@@ -1,4 +1,4 @@
-"""`Program`: one device's ordered list of ops, kept as an array so that 200,000 of them are cheap to pass around."""
+"""`Program`: the ordered list of one device's ops, stored as an array so that 200,000 ops are cheap to pass around."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from optpipe.errors import InputError
 from optpipe.model.ops import OP, Kind, Op, Pair, parse_item
 
-KIND, STAGE, MICROBATCH, PART, JOINED = range(5)
+KIND, STAGE, MICROBATCH, PART, JOINED = range(5)  # the columns of a program's table
 
-AT_ONCE = (
-    2000  # ops; the regular expressions let no other thread run meanwhile, which in a service is some ms for so many
-)
+# Ops that are parsed in one go. While a regular expression runs, no other thread does: some ms for so many.
+AT_ONCE = 2000
 
 _LIST = re.compile(rf"(?:{OP.pattern})(?:[+ ](?:{OP.pattern}))*")
 _PIECE = re.compile(rf"{OP.pattern}(\+?)")
@@ -37,8 +36,13 @@ def of_kinds(table: NDArray[np.int32], *kinds: Kind) -> NDArray[np.bool_]:
 
 
 class Program:
-    """An immutable list of ops and pairs. `table` has a row an op: kind, stage, micro-batch, part, and whether the next
-    row joins it."""
+    """An immutable list of ops and pairs.
+
+    Parameters
+    ----------
+    table
+        (n, 5) int32, one row an op: kind, stage, micro-batch, part, and 1 where the op makes a pair with the next row.
+    """
 
     __slots__ = ("table",)
 
@@ -49,6 +53,7 @@ class Program:
 
     @classmethod
     def of(cls, items: Iterable[Op | Pair]) -> Program:
+        """The program of these ops and pairs, in their order."""
         rows: list[tuple[int, int, int, int, int]] = []
         for item in items:
             if isinstance(item, Pair):
@@ -60,12 +65,15 @@ class Program:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Program:
-        """Reads a list of `0F3`, `0O3.1`, `0F3+4BW1`; raises `InputError` naming the entry."""
+        """Reads op texts such as `0F3`, `0O3.1` and `0F3+4BW1`. Raises InputError that quotes the wrong entry.
+
+        `B` is the input gradient and `BW` the full backward (PyTorch calls them `I` and `B`).
+        """
         texts, tables = list(texts), [np.zeros((0, 5), dtype=np.int32)]
         for begin in range(0, len(texts), AT_ONCE):
             table = _table(texts[begin : begin + AT_ONCE])
             if table is None:
-                return cls.of(parse_item(text) for text in texts)  # the slow way finds the culprit
+                return cls.of(parse_item(text) for text in texts)  # slower, but it finds the wrong entry
             tables.append(table)
         return cls(np.concatenate(tables))
 
@@ -80,18 +88,18 @@ class Program:
                 yield op
 
     def ops(self) -> list[Op]:
-        """Every op, those of pairs one after the other."""
+        """Every op; those of a pair one after the other."""
         return [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in self.table.tolist()]
 
     def text(self) -> str:
-        """All ops and pairs, a space between them."""
+        """All ops and pairs, separated by spaces."""
         return "".join(
             f"{stage}{_NAME[kind]}{microbatch}{f'.{part}' if part else ''}{'+' if joined else ' '}"
             for kind, stage, microbatch, part, joined in self.table.tolist()
         ).rstrip()
 
     def texts(self) -> list[str]:
-        """The list as text; `Program.parse` reads it back."""
+        """One text an op or pair; `Program.parse` reads them back."""
         return self.text().split()
 
     def __len__(self) -> int:
@@ -112,7 +120,7 @@ class Program:
 
 
 def _table(texts: list[str]) -> NDArray[np.int32] | None:
-    """Some rows of a program's table; None where a text is neither an op nor a pair."""
+    """The rows of these texts; None if one of them is neither an op nor a pair."""
     whole = " ".join(texts)
     if _LIST.fullmatch(whole) is None or whole.count(" ") != len(texts) - 1:
         return None
@@ -126,7 +134,15 @@ def _table(texts: list[str]) -> NDArray[np.int32] | None:
 
 
 def parse_programs(entries: Any, what: str) -> tuple[Program, ...]:
-    """Programs from lists of texts, with an `InputError` that says which one is wrong."""
+    """Reads one program from each list of texts. Raises InputError that says which of them is wrong.
+
+    Parameters
+    ----------
+    entries
+        Lists of op texts.
+    what
+        The name of the list in the message, such as `programs`.
+    """
     programs = []
     for d, texts in enumerate(entries):
         try:

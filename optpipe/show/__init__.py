@@ -1,1 +1,1 @@
-"""A schedule to look at: in the terminal, as a picture or page, as a trace for Perfetto."""
+"""Pictures of schedules: in the terminal, as SVG, as a web page, as a trace for Perfetto."""

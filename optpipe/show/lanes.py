@@ -1,4 +1,4 @@
-"""What every picture draws: blocks on each device's compute and transfer lane, and the bytes it holds over time."""
+"""What every picture draws: blocks on the compute and transfer lanes of each device, and its memory over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optpipe.model.ops import MARKS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 
-# One colour a kind, used by every picture. Forward, backward and weight gradient must be told apart in grey, too.
+# The colour of each kind in every picture. Forward, backward and weight gradient differ in grey print, too.
 COLOURS = {
     Kind.F: "#4C78C8",
     Kind.B: "#E8A33D",
@@ -40,13 +40,11 @@ NAMES = {
     Kind.U: "update on the host",
     Kind.P: "parameters in",
 }
-
-
-DARKEST = 0.42  # of a device's stages the last one's colours are mixed with so much black
+DARKEST = 0.42  # the share of black in the colours of a device's last stage
 
 
 class Block(NamedTuple):
-    """One op on a lane; times in ms. Of two that run together one takes the upper half of the lane, one the lower."""
+    """One op on a lane; times in ms. The ops of a pair take the upper and the lower half of the lane."""
 
     op: Op
     device: int
@@ -79,14 +77,14 @@ def blocks(schedule: Schedule) -> Iterator[Block]:
 
 
 def several_stages(problem: Problem) -> bool:
-    """Whether some device runs more than one, so that a legend has to say which is which."""
+    """Whether some device runs several stages, so that the legend must explain their shades."""
     return any(_depths(problem))
 
 
 def _depths(problem: Problem) -> list[float]:
-    """(S,) how dark a stage is: of a device's stages the first is not, the last one most."""
-    own = [problem.stages_on(stage.device) for stage in problem.stages]
-    return [DARKEST * stages.index(s) / max(1, len(stages) - 1) for s, stages in enumerate(own)]
+    """(S,) the share of black in each stage's colours: from 0 for a device's first stage to `DARKEST` for its last."""
+    neighbours = [problem.stages_on(stage.device) for stage in problem.stages]
+    return [DARKEST * stages.index(s) / max(1, len(stages) - 1) for s, stages in enumerate(neighbours)]
 
 
 def _darker(colour: str, share: float) -> str:
@@ -94,18 +92,18 @@ def _darker(colour: str, share: float) -> str:
 
 
 def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
-    """Steps (ms, bytes held from then on) of one device at nominal times."""
+    """What a device holds at nominal times: (ms, bytes held from then on) at each change."""
     timeline, effects = schedule.timeline, schedule.compiled.effects
-    own = timeline.rows.of_device(device)
-    moments = np.r_[timeline.end[own], timeline.start[own]]
-    amounts = np.r_[-effects.frees[own], effects.takes[own]]
-    order = np.argsort(moments, kind="stable")  # what is freed at a moment counts before what is taken then
+    rows = timeline.rows.of_device(device)
+    moments = np.r_[timeline.end[rows], timeline.start[rows]]
+    amounts = np.r_[-effects.frees[rows], effects.takes[rows]]
+    order = np.argsort(moments, kind="stable")  # at the same moment bytes are freed before others are taken
     held = np.cumsum(amounts[order])
     last = np.r_[np.diff(moments[order]) > 0, True][: len(order)]
     return list(zip(moments[order][last].tolist(), held[last].tolist(), strict=True))
 
 
 def kinds_in(schedule: Schedule) -> list[Kind]:
-    """The kinds that a legend has to name."""
+    """The kinds of op in a schedule that the legend names."""
     found = set(np.unique(schedule.compiled.rows.kind).tolist())
     return [kind for kind in COLOURS if kind in found]

@@ -1,4 +1,4 @@
-"""A schedule as one HTML page that needs nothing else: the figures, and the Gantt chart with a tooltip on every op."""
+"""A schedule as one self-contained HTML page: its figures, and the Gantt chart with a tooltip on every op."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ td, th { padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px so
 
 
 def page(schedule: Schedule, lower_bound_ms: float | None = None) -> str:
-    """The page as text."""
+    """The page as HTML text."""
     timeline, problem = schedule.timeline, schedule.problem
     certificate = schedule.compiled.certificate
     name = escape(problem.name or "schedule")
     rows = {
-        "method": escape(schedule.method or "not said"),
+        "method": escape(schedule.method or "not named"),
         "makespan": f"{timeline.makespan_ms:.6g} ms",
         "span": f"{timeline.span_ms:.6g} ms",
         "lower bound": "not known" if lower_bound_ms is None else f"{lower_bound_ms:.6g} ms",

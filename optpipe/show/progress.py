@@ -1,5 +1,6 @@
-"""How searches went: one small panel a problem, what they had over the lower bound against the time on a logarithmic
-axis, as SVG."""
+"""How searches went, as SVG: a small panel for each problem, with the best value above the bound over time.
+
+Time is on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from html import escape
 from optpipe.evaluate.objective import reaches
 
 COLUMNS, WIDTH, HEIGHT, GAP = 3, 320, 150, 24
-LEFT, TOP, BOTTOM, RIGHT = 46, 40, 24, 14  # of a panel, around its axes
-SOONEST_S = 0.1  # where the time axis begins
-LEAST = 0.05  # a panel shows at least so much above the bound
+LEFT, TOP, BOTTOM, RIGHT = 46, 40, 24, 14  # margins around the axes of a panel
+FIRST_S = 0.1  # where the time axis begins
+LEAST_SHARE = 0.05  # the value axis of a panel reaches at least so far above the bound
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One search: when it had what by whom, `(time_s, value_ms, method)` in order, the bound in the end, and when it
-    ended."""
+    """One search.
+
+    `steps` are its incumbents in order, each as (time_s, value_ms, method). `bound_ms` is the final lower bound.
+    """
 
     name: str
     steps: Sequence[tuple[float, float, str]]
@@ -28,8 +31,10 @@ class Progress:
 
 
 def chart(searches: Sequence[Progress], title: str = "") -> str:
-    """The picture. All panels have the same time axis; each has its own height, from the bound (dashed) to the first
-    schedule."""
+    """The picture as SVG text.
+
+    All panels have the same time axis. The value axis of each goes from the bound (dashed) to the first schedule.
+    """
     columns = max(1, min(COLUMNS, len(searches)))
     rows = -(-len(searches) // columns)
     width, height = GAP + columns * (WIDTH + GAP), 52 + rows * (HEIGHT + GAP)
@@ -48,16 +53,16 @@ def chart(searches: Sequence[Progress], title: str = "") -> str:
 def _panel(search: Progress, left: float, top: float, latest: float) -> Iterator[str]:
     first, last = left + LEFT, left + WIDTH - RIGHT
     high, low = top + TOP, top + HEIGHT - BOTTOM
-    decades = math.log10(latest / SOONEST_S)
+    decades = math.log10(latest / FIRST_S)
     above = [
         (time_s, value / search.bound_ms - 1.0, value, method)
         for time_s, value, method in search.steps
         if search.bound_ms > 0
     ]
-    most = max([LEAST, *(share for _, share, _, _ in above)])
+    most = max([LEAST_SHARE, *(share for _, share, _, _ in above)])
 
     def x(time_s: float) -> float:
-        return first + (last - first) * math.log10(max(SOONEST_S, time_s) / SOONEST_S) / decades
+        return first + (last - first) * math.log10(max(FIRST_S, time_s) / FIRST_S) / decades
 
     def y(share: float) -> float:
         return low - (low - high) * share / most
@@ -91,12 +96,12 @@ def _figures(search: Progress) -> str:
 
 
 def _decades(latest: float) -> list[float]:
-    """Powers of ten, and where the axis ends if there is room for it."""
-    powers = [10.0**k for k in range(round(math.log10(SOONEST_S)), math.floor(math.log10(latest)) + 1)]
+    """The labels of the time axis: powers of ten, and the end if there is room for it."""
+    powers = [10.0**k for k in range(round(math.log10(FIRST_S)), math.floor(math.log10(latest)) + 1)]
     return [*powers, latest] if latest > 2.5 * powers[-1] else powers
 
 
 def _ticks(most: float) -> list[float]:
-    """Two to four round shares above the bound."""
+    """The labels of the value axis: some round shares above the bound."""
     step = next(s * 10.0**k for k in range(-3, 6) for s in (1, 2, 5) if most / (s * 10.0**k) < 4)
     return [step * i for i in range(1, math.floor(most / step + 1e-9) + 1)]

@@ -1,4 +1,4 @@
-"""A Gantt chart as SVG: per device its compute lane, its transfers, and its memory against the limit."""
+"""A Gantt chart as SVG: compute, transfers and memory of each device, the memory with its limit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from optpipe.schedule import Schedule
 from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time, several_stages
 
 LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 74, 58, 24, 12, 26, 12
-MOST_TITLES = 20_000  # blocks with a tooltip; beyond it the file would be too large to open
+MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would be too large to open
 
 
 def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: float | None = None) -> str:
-    """The picture. `until_ms` fixes the time axis, so that two schedules can be compared by eye."""
+    """The picture as SVG text.
+
+    Parameters
+    ----------
+    title
+        By default the problem's name and the schedule's method.
+    width
+        In pixels.
+    until_ms
+        Where the time axis ends at least, so that two schedules can be compared by eye.
+    """
     horizon = max(until_ms or 0.0, schedule.makespan_ms) or 1.0
     scale = (width - LEFT - 16) / horizon
     drawn = list(blocks(schedule))
@@ -107,7 +117,7 @@ def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: f
 
 
 def bytes_text(size: float) -> str:
-    """`15.0 GB`: decimal units, as link speeds and data sheets have them."""
+    """Writes a size such as `15 GB`, in decimal units like link speeds and data sheets."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -1,5 +1,4 @@
-"""A Gantt chart in the terminal: a row a device, a coloured cell a slice of time with the last digit of the
-micro-batch."""
+"""A Gantt chart in the terminal: one row a device, whose cells show the last digit of the micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ LABEL = 12
 
 
 def chart(schedule: Schedule, width: int = 100) -> Text:
-    """`width` in characters. Where several ops share a cell, the one that holds most of it is shown."""
+    """The chart, `width` characters wide. Of several ops in one cell it shows the one that takes most of it."""
     columns = max(10, width - LABEL)
     cell = schedule.makespan_ms / columns or 1.0
     devices = len(schedule.problem.devices)

@@ -1,4 +1,4 @@
-"""Schedules, and steps that were measured, in the Trace Event format: opens in Perfetto and in chrome://tracing."""
+"""Schedules and measured steps in the Trace Event format, which Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from optpipe.show.lanes import NAMES, blocks, memory_over_time
 
 
 class Track(NamedTuple):
-    """One device: its ops with start and end, and the bytes it holds from a moment on. Times are ms."""
+    """One device.
+
+    `spans` are its ops with start and end, `held` the bytes that it holds from a moment on. Times are in ms.
+    """
 
     name: str
     spans: Iterable[tuple[Op, float, float]]
@@ -20,21 +23,24 @@ class Track(NamedTuple):
 
 
 def trace(schedule: Schedule) -> str:
-    """What is predicted, a track for each device."""
+    """The nominal timeline of a schedule as a trace document."""
     return document(tracks(schedule))
 
 
 def tracks(schedule: Schedule) -> list[Track]:
-    """A track for each device."""
+    """The nominal timeline of a schedule, one track a device."""
     spans: list[list[tuple[Op, float, float]]] = [[] for _ in schedule.problem.devices]
     for block in blocks(schedule):
         spans[block.device].append((block.op, block.start, block.end))
-    return [Track(f"device {d}", own, memory_over_time(schedule, d)) for d, own in enumerate(spans)]
+    return [Track(f"device {d}", ops, memory_over_time(schedule, d)) for d, ops in enumerate(spans)]
 
 
 def document(tracks: Iterable[Track]) -> str:
-    """One process a track, a thread for its compute and one for its transfers, a counter for its memory. Times are
-    microseconds there."""
+    """The trace as JSON text.
+
+    Each track is a process with a thread for compute, one for transfers, and a counter for memory. The format counts
+    in microseconds.
+    """
     events: list[dict[str, Any]] = []
     for pid, (name, spans, held) in enumerate(tracks):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})

@@ -1,4 +1,4 @@
-"""What a user hands to `improve` by mistake ends in one sentence that names it as he did."""
+"""A wrong argument ends in one sentence that names it as the caller did."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBLEM = chain()
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("arguments", "message"),
     [
         ({"time_limit": 0}, "improve: time_limit = 0: input should be greater than 0"),
         (
@@ -35,23 +35,23 @@ PROBLEM = chain()
         ({"warm_start": PROBLEM}, "improve: warm_start is of type Problem: a Schedule was expected"),
     ],
 )
-def test_an_argument_that_cannot_be(asked: dict[str, Any], told: str) -> None:
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(optpipe.InputError) as raised:
-        optpipe.improve(PROBLEM, **asked)
-    assert str(raised.value).startswith(told)
+        optpipe.improve(PROBLEM, **arguments)
+    assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "told"),
+    ("option", "value", "message"),
     [
         ("--time-limit", "0", "--time-limit = 0.0: input should be greater than 0"),
         ("--memory-mib", "1", "--memory-mib = 1: input should be greater than or equal to 64"),
         ("--solver", "best", "--solver = 'best': auto, highs, gurobi, pulp or pulp:NAME was expected"),
     ],
 )
-def test_an_option_that_cannot_be(option: str, value: str, told: str, tmp_path: Any) -> None:
+def test_a_wrong_option_is_named(option: str, value: str, message: str, tmp_path: Any) -> None:
     PROBLEM.save(tmp_path / "p.json")
     result = CliRunner().invoke(app, ["solve", str(tmp_path / "p.json"), option, value, "--no-cache"])
     assert isinstance(result.exception, optpipe.InputError)
-    assert str(result.exception) == told
+    assert str(result.exception) == message

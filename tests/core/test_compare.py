@@ -8,47 +8,37 @@ from pathlib import Path
 
 import pytest
 from support.chain import chain, gpipe, one_by_one
+from support.problems import pipeline, stage
 
 import optpipe
-from optpipe import Device, InputError, Problem, Stage, check, comparison
+from optpipe import InputError, Problem, check, comparison
 from optpipe.model.placement import rechunk
 from optpipe_solver.portfolio.compare_methods import EVERY
 
 TESTS = Path(__file__).parents[1]
 
 
-def pipeline(devices: int = 4, microbatches: int = 8, memory: int = 15, **changes: object) -> Problem:
-    costs = {
-        "forward_ms": 10.0,
-        "backward_input_ms": 10.0,
-        "backward_weight_ms": 8.0,
-        "activation_bytes": 5,
-        "saved_for_weight_bytes": 2,
-    }
-    offload = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
-    return Problem(
-        microbatches=microbatches,
-        p2p_ms=1.0,
-        devices=[Device(activation_budget_bytes=memory)] * devices,
-        stages=[Stage(device=d, **costs, **offload) for d in range(devices)],
-        **changes,
-    )
+COSTS = stage((10, 10, 8), (5, 2), offload=(12, 12, 5))
+
+
+def problem(memory: int = 15, **fields: object) -> Problem:
+    return pipeline(4, 8, memory, COSTS, p2p_ms=1.0, **fields)
 
 
 @pytest.fixture(scope="module")
 def found() -> optpipe.Comparison:
-    return optpipe.compare(pipeline(), time_limit=8)  # so that a busy machine finds a schedule, too
+    return optpipe.compare(problem(), time_limit=12)  # a busy machine finds a schedule by then, too
 
 
-def test_every_method_has_its_row_and_the_solver_one_for_the_given_stages_and_one_for_any(found):
+def test_every_method_has_one_row_and_the_solver_has_two(found):
     names = [(row.method, row.placements) for row in found.rows]
     assert sorted(names) == sorted([*((name, "all") for name in EVERY), ("auto", "keep"), ("auto", "all")])
 
 
-def test_what_fits_comes_first_the_shortest_ahead_and_nothing_is_ahead_of_the_solver(found):
+def test_the_shortest_that_fits_comes_first_and_nothing_is_ahead_of_the_solver(found):
     ranks = [0 if row.fits else 1 if row.schedule else 2 for row in found.rows]
     assert ranks == sorted(ranks)
-    assert set(ranks) == {0, 1, 2}  # without recompute_ms two systems are not for the problem
+    assert set(ranks) == {0, 1, 2}  # two methods do not apply without recompute_ms
     for rank in (0, 1):
         values = [row.makespan_ms for row, own in zip(found.rows, ranks, strict=True) if own == rank]
         assert values == sorted(values)
@@ -61,7 +51,7 @@ def test_what_fits_comes_first_the_shortest_ahead_and_nothing_is_ahead_of_the_so
     )
 
 
-def test_each_row_is_what_its_schedule_says(found):
+def test_each_row_agrees_with_its_schedule(found):
     for row in found.rows:
         if row.schedule is None:
             continue
@@ -82,17 +72,17 @@ def test_each_row_is_what_its_schedule_says(found):
         assert row.span_ms <= row.makespan_ms
 
 
-def test_what_is_proven_of_the_given_stages_holds_for_all_on_these(found):
+def test_the_solvers_bound_holds_for_every_schedule_on_the_given_stages(found):
     kept = next(row for row in found.rows if (row.method, row.placements) == ("auto", "keep"))
     for row in found.rows:
         if row.fits and row.schedule.placement is None and row.method != "auto":
             assert row.lower_bound_ms >= kept.lower_bound_ms
 
 
-def test_stages_that_are_kept_are_not_for_every_system():
+def test_some_methods_do_not_apply_to_the_given_stages():
     told: list[str] = []
     rows = optpipe.compare(
-        pipeline(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)
+        problem(), ["interleaved", "1f1b"], placements="keep", told=lambda row: told.append(row.method)
     ).rows
     assert told == ["interleaved", "1f1b"]
     assert [row.method for row in rows] == ["1f1b", "interleaved"]
@@ -103,15 +93,15 @@ def test_stages_that_are_kept_are_not_for_every_system():
     )
 
 
-def test_parameters_make_another_row():
-    rows = optpipe.compare(rechunk(pipeline(memory=100), 2), ["gis:group=2", "gis:group=4"]).rows
+def test_each_choice_of_parameters_has_a_row():
+    rows = optpipe.compare(rechunk(problem(memory=100), 2), ["gis:group=2", "gis:group=4"]).rows
     assert all(row.fits for row in rows)
     peaks = {row.method: row.peak[1].bytes for row in rows}
     assert peaks["gis:group=2"] < peaks["gis:group=4"]
 
 
-def test_memory_that_admits_nothing_is_said_of_each():
-    rows = optpipe.compare(pipeline(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
+def test_memory_that_is_too_small_is_the_reason_of_every_row():
+    rows = optpipe.compare(problem(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
     assert {row.method: row.reason for row in rows} == {
         "gpipe": "needs 40 of 4 bytes on device 0",
         "naive": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
@@ -130,22 +120,22 @@ def test_memory_that_admits_nothing_is_said_of_each():
         ([""], r"methods: '' is not the name of a method"),
     ],
 )
-def test_what_is_no_method_is_one_sentence(methods, told):
+def test_an_unknown_method_is_one_sentence(methods, told):
     with pytest.raises(InputError, match=f"^{told}"):
-        optpipe.compare(pipeline(), methods)
+        optpipe.compare(problem(), methods)
 
 
-def test_what_is_made_is_verified(monkeypatch):
+def test_every_generated_schedule_is_verified(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    monkeypatch.setattr(comparison, "MAKER", "support.lying_compare_solver")
-    problem = chain(m=3)
-    honest, greedy, *rest = optpipe.compare(problem, ["any"]).rows
+    monkeypatch.setattr(comparison, "GENERATOR", "support.lying_compare_solver")
+    small = chain(m=3)
+    honest, greedy, *rest = optpipe.compare(small, ["any"]).rows
     assert (honest.method, honest.makespan_ms, honest.lower_bound_ms) == (
         "honest",
-        one_by_one(problem).makespan_ms,
+        one_by_one(small).makespan_ms,
         3.0,
     )
-    assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(problem).makespan_ms)
+    assert (greedy.method, greedy.makespan_ms) == ("greedy", gpipe(small).makespan_ms)
     assert greedy.reason == "needs 3000 of 2000 bytes on device 0"
     reasons = {row.method: row.reason for row in rest}
     assert reasons["shy"] == "not for this problem"
@@ -153,26 +143,25 @@ def test_what_is_made_is_verified(monkeypatch):
         assert re.match(f"is no schedule: .*{re.escape(told)}", reasons[name])
 
 
-def test_host_memory_that_is_short_is_named():
-    problem = pipeline().replace(devices=[Device(activation_budget_bytes=15, host_memory_bytes=4)] * 4)
-    (row,) = optpipe.compare(problem, ["po-h"]).rows
+def test_host_memory_that_is_too_small_is_the_reason():
+    (row,) = optpipe.compare(problem(device={"host_memory_bytes": 4}), ["po-h"]).rows
     peaks = [peak.bytes for peak in row.certificate.host]
     assert row.reason == f"needs {max(peaks)} of 4 bytes of host memory on device {peaks.index(max(peaks))}"
 
 
-def test_rows_are_ordered_whatever_comes_first():
-    problem = chain(m=3)
+def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():
+    small = chain(m=3)
     rows = [
         comparison.Row("none", reason="no"),
-        comparison.Row("long", schedule=one_by_one(problem)),
-        comparison.Row("large", schedule=gpipe(problem), reason="needs more"),
-        comparison.Row("auto", schedule=one_by_one(problem)),
+        comparison.Row("long", schedule=one_by_one(small)),
+        comparison.Row("large", schedule=gpipe(small), reason="needs more"),
+        comparison.Row("auto", schedule=one_by_one(small)),
     ]
     for turned in (rows, rows[::-1]):
-        assert [row.method for row in comparison.Comparison.of(problem, turned).rows] == [
+        assert [row.method for row in comparison.Comparison.of(small, turned).rows] == [
             "auto",
             "long",
             "large",
             "none",
         ]
-    assert all(a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(problem, rows).rows))
+    assert all(a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(small, rows).rows))

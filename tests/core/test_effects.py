@@ -1,4 +1,4 @@
-"""The table of effects is the one memory rule: what follows from it follows a change of it."""
+"""The table of effects is the one memory rule: certificates, levels and pictures follow a change of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def held(*ops: str) -> list[int]:
 
 @pytest.fixture
 def with_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B needs a workspace beside what it needs anyway."""
+    """B also needs a workspace."""
     rule = TABLE[Kind.B]
     grown = replace(rule, takes=lambda x: rule.takes(x) + WORKSPACE, frees=lambda x: rule.frees(x) + WORKSPACE)
     monkeypatch.setitem(TABLE, Kind.B, grown)
@@ -39,29 +39,24 @@ def test_what_each_op_takes_and_frees():
     assert held("0F0", "0BW0") == [10, 10]
     assert held("0F0", "0C0", "0BW0") == [10, 10, 10]
     assert held("0F0", "0O0", "0D0", "0R0", "0BW0") == [10, 10, 10, 10, 10]
-    assert Schedule.parse(ONE, [["0F0", "0O0.1", "0D0.1", "0R0.1", "0BW0"]]).compiled.held.after.tolist() == [
-        10,
-        10,
-        7,
-        10,
-        0,
-    ]
+    one_part = Schedule.parse(ONE, [["0F0", "0O0.1", "0D0.1", "0R0.1", "0BW0"]]).compiled
+    assert one_part.held.after.tolist() == [10, 10, 7, 10, 0]
 
 
-def test_all_that_is_taken_is_freed():
+def test_every_byte_taken_is_freed():
     for program in ("0F0 0B0 0W0", "0F0 0C0 0BW0", "0F0 0O0 0O0.1 0D0 0D0.1 0R0 0R0.1 0B0 0W0"):
         effects = Schedule.parse(ONE, [program.split()]).compiled.effects
         assert effects.takes.sum() == effects.frees.sum() > 0
         assert effects.takes_on_host.sum() == effects.frees_on_host.sum()
 
 
-def test_parts_add_up_and_are_those_that_ops_move():
+def test_parts_add_up_and_transfers_move_them():
     assert Effects(ONE).parts == [[2, 3]]
-    rows = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]]).compiled
-    assert rows.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0]
+    compiled = Schedule.parse(ONE, [["0F0", "0O0", "0O0.1", "0D0", "0D0.1", "0R0", "0R0.1", "0B0", "0W0"]]).compiled
+    assert compiled.effects.takes_on_host.tolist()[1:3] == Effects(ONE).parts[0]
 
 
-def test_levels_are_what_an_activation_holds_op_by_op():
+def test_levels_say_what_an_activation_holds_op_by_op():
     effects = Effects(ONE)
     assert effects.levels(0, Kind.F, Kind.B, Kind.W) == [
         Level(Kind.F, False, 10),
@@ -86,7 +81,7 @@ def test_a_changed_rule_changes_certificate_levels_and_picture():
     assert Level(Kind.B, False, 10 + WORKSPACE) in Effects(ONE).levels(0, Kind.F, Kind.B, Kind.W)
 
 
-def test_an_effect_says_nothing_by_default():
+def test_an_effect_is_nothing_by_default():
     assert np.array_equal(Effects(ONE).takes[Kind.U], [0])
     assert Effect() == TABLE[Kind.G]
 

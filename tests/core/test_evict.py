@@ -1,4 +1,4 @@
-"""Evictions to a peer device: their times, their memory on both devices, and what is wrong with them."""
+"""Evictions to a peer device: their times, their memory on both devices, and the mistakes that `check` reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import clock
+from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules, stages
 
 from optpipe import (
@@ -29,24 +30,16 @@ from optpipe.model.placement import rechunk, together
 from optpipe.show.lanes import blocks, kinds_in
 from optpipe.show.svg import gantt
 
-STAGE = {
-    "forward_ms": 2.0,
-    "backward_input_ms": 2.0,
-    "backward_weight_ms": 1.0,
-    "activation_bytes": 10,
-    "saved_for_weight_bytes": 4,
-}
-EVICT = {"evict_ms": 1.0, "load_ms": 3.0, "evict_bytes": 8}
+TIMES = (2, 2, 1)
+PLAIN = stage(TIMES)
+EVICTING = stage(TIMES, evict=(1, 3, 8))
 
 
-def pair(m: int = 2, memory: int = 100, **changes: Any) -> Problem:
+def pair(m: int = 2, memory: int = 100, first: dict[str, Any] = EVICTING) -> Problem:
     """Two stages on two devices; the first evicts to the second."""
-    fields = {
-        "microbatches": m,
-        "devices": [{"activation_budget_bytes": memory, "peer": 1}, {"activation_budget_bytes": memory}],
-        "stages": [{"device": 0, **STAGE, **EVICT}, {"device": 1, **STAGE}],
-    }
-    return Problem.from_dict(fields | changes)
+    problem = pipeline(2, m, memory, PLAIN)
+    devices = [problem.devices[0].model_copy(update={"peer": 1}), problem.devices[1]]
+    return problem.replace(devices=devices, stages=[{"device": 0, **first}, problem.stages[1]])
 
 
 FIRST = "0F0 0E0 0D0 0F1 0L0 0BW0 0BW1"
@@ -72,11 +65,10 @@ def test_times_by_hand():
     assert schedule.makespan_ms == 15.0
 
 
-def test_room_is_made_before_the_eviction_begins_and_let_go_when_the_load_has_ended():
+def test_the_peer_takes_the_bytes_before_the_eviction_and_frees_them_after_the_load():
     late = starts(parse(pair(), second="1F0 0A0 1BW0 1F1 0V0 1BW1"))
     assert (late["0A0"], late["0E0"], late["0F1"]) == (4.0, 4.0, 5.0)
-    slow = pair(stages=[{"device": 0, **STAGE, **EVICT, "load_ms": 30.0}, {"device": 1, **STAGE}])
-    at = starts(parse(slow))
+    at = starts(parse(pair(first=stage(TIMES, evict=(1, 30, 8)))))
     assert (at["0L0"], at["0V0"], at["1BW1"], at["0BW0"]) == (5.0, 35.0, 35.0, 35.0)
 
 
@@ -94,9 +86,8 @@ def test_memory_of_both_devices_by_hand():
 
 
 def test_evictions_have_a_link_of_their_own():
-    """Offloads and evictions at one time; evictions and loads of one device one after the other, in program order."""
-    stage = {**STAGE, **EVICT, "offload_ms": 5.0, "reload_ms": 5.0, "offload_bytes": 8}
-    problem = pair(3, stages=[{"device": 0, **stage}, {"device": 1, **STAGE}])
+    """Offloads and evictions run at one time; those of one device and its loads run in program order."""
+    problem = pair(3, first=stage(TIMES, evict=(1, 3, 8), offload=(5, 5, 8)))
     first = "0F0 0O0 0F1 0E1 0F2 0E2 0D0 0D1 0D2 0R0 0L1 0L2 0BW0 0BW1 0BW2"
     at = starts(parse(problem, first, "0A1 0A2 1F0 1BW0 1F1 1BW1 1F2 1BW2 0V1 0V2"))
     assert (at["0O0"], at["0E1"], at["0E2"]) == (2.0, 4.0, 6.0)
@@ -105,7 +96,7 @@ def test_evictions_have_a_link_of_their_own():
     assert (starts(turned)["0E2"], starts(turned)["0E1"]) == (6.0, 7.0)
 
 
-def test_a_circle_through_a_peers_room_is_shown():
+def test_a_deadlock_over_an_accept_is_shown():
     stuck = parse(pair(), second="1F0 1BW0 1F1 1BW1 0A0 0V0")
     with pytest.raises(DeadlockError, match="0A0") as caught:
         simulate(pair(), stuck)
@@ -149,13 +140,12 @@ def test_a_circle_through_a_peers_room_is_shown():
         (FIRST.replace("0F1", "0F1 1A0"), SECOND, "1A0 in the program of device 0: the stage has no evict_ms"),
     ],
 )
-def test_what_is_wrong_is_said(first, second, message):
-    more = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 8, "recompute_ms": 1.0, "checkpoint_bytes": 1}
-    problem = pair(stages=[{"device": 0, **STAGE, **EVICT, **more}, {"device": 1, **STAGE}])
+def test_each_mistake_is_reported(first, second, message):
+    problem = pair(first=stage(TIMES, evict=(1, 3, 8), offload=(1, 1, 8), recompute=(1, 1)))
     assert message in check(problem, parse(problem, first, second))
 
 
-def test_what_simulate_cannot_time_is_refused():
+def test_simulate_refuses_what_it_cannot_time():
     for first, second, message in (
         (FIRST, SECOND.replace("0A0 ", ""), "0E0 in the program of device 0 has no room on the peer"),
         (FIRST.replace("0L0 ", ""), SECOND, "0V0 in the program of device 1 has no load"),
@@ -164,12 +154,9 @@ def test_what_simulate_cannot_time_is_refused():
             simulate(pair(), parse(pair(), first, second))
 
 
-def test_a_device_that_only_accepts_has_no_span_of_its_own():
-    problem = pair(
-        devices=[{"activation_budget_bytes": 100, "peer": 1}, {"activation_budget_bytes": 100}],
-        stages=[{"device": 0, **STAGE, **EVICT}],
-        microbatches=1,
-    )
+def test_a_device_that_only_accepts_has_no_span():
+    problem = pair(m=1)
+    problem = problem.replace(stages=problem.stages[:1])
     schedule = parse(problem, "0F0 0E0 0D0 0L0 0BW0", "0A0 0V0")
     assert check(problem, schedule) == []
     assert schedule.span_ms == schedule.makespan_ms == 2 + 1 + 3 + 3
@@ -193,7 +180,7 @@ def test_no_jitter_breaks_the_certificate_on_either_device(pair, random):
             assert seen.peak(seen.device_events[d]) <= certificate.device[d].bytes
 
 
-def test_files_and_pictures_know_them():
+def test_files_and_pictures_show_them():
     schedule = parse(pair())
     file = ScheduleFile.from_json(ScheduleFile.of(schedule).to_json())
     assert file.schedule() == schedule
@@ -205,7 +192,7 @@ def test_files_and_pictures_know_them():
 
 @settings(deadline=None)
 @given(st.lists(stages(0, evicting=True), min_size=1, max_size=4), st.integers(1, 4))
-def test_pieces_hold_no_less_and_leave_no_less_on_either_device(costs, shares):
+def test_the_pieces_of_a_stage_hold_and_keep_no_less_than_the_whole(costs, shares):
     piece = together(costs, shares)
     able = [stage for stage in costs if stage.can_evict]
     assert ("evict_ms" in piece) == bool(able)
@@ -222,4 +209,4 @@ def test_a_stage_evicts_only_where_its_device_has_a_peer():
     chunks = rechunk(pair(), 2)
     assert [stage.evict_bytes for stage in chunks.stages] == [4, None, 4, None]
     with pytest.raises(InputError, match=r"stages\[0\]\.evict_ms = 1\.0: its device 0 needs a peer"):
-        pair(devices=[Device(activation_budget_bytes=9)] * 2)
+        pair().replace(devices=[Device(activation_budget_bytes=9)] * 2)

@@ -1,4 +1,4 @@
-"""Processes that answer requests for weeks: their modules are not looked through again."""
+"""Processes that live for weeks keep their modules out of the garbage collector's sight."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ print(gc.get_freeze_count())
 
 
 @pytest.mark.parametrize("code", [SERVICE, MAKER], ids=["the service", "a maker"])
-def test_what_is_there_when_it_answers_has_settled(code: str, tmp_path: Path) -> None:
+def test_the_heap_is_frozen_when_the_process_answers(code: str, tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert int(told.stdout) > 50_000, "objects, most of them of modules"

@@ -1,4 +1,4 @@
-"""The percentile under noise: it agrees with an independent clock sample by sample, and the noise is an op's own."""
+"""The percentile under noise: every sample agrees with an independent clock, and the noise belongs to the op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
     noise = Noise(problem, 0.2, seed=3)
     rows = schedule.compiled.rows
     alone = rows.table.copy()
-    alone[:, JOINED] = 0  # each op's own time: the clock makes pairs of them
+    alone[:, JOINED] = 0  # the time of each op alone: the clock joins pairs itself
     ops = all_ops(schedule)
     makespans, spans = noise.lengths_ms(schedule), noise.lengths_ms(schedule, "span")
     for sample in (0, noise.samples - 1):
@@ -39,13 +39,13 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
 
 @given(problems_with_schedules(beyond=True))
 @settings(max_examples=40)
-def test_without_noise_it_is_the_nominal_time(pair):
+def test_without_noise_the_percentile_is_the_nominal_length(pair):
     _, schedule = pair
     assert percentile_ms(schedule, 0.0) == pytest.approx(schedule.makespan_ms)
     assert percentile_ms(schedule, 0.0, "span") == pytest.approx(schedule.span_ms)
 
 
-def test_one_ops_time_is_normal_and_cut():
+def test_the_time_of_an_op_is_normal_and_cut():
     problem = chain(m=40)
     rows = gpipe(problem).compiled.rows
     nominal = problem.costs.ms[rows.kind, rows.stage, None]
@@ -60,7 +60,7 @@ def test_one_ops_time_is_normal_and_cut():
     assert wild.mean() == pytest.approx(1.0, abs=0.02)
 
 
-def test_the_noise_belongs_to_the_op_and_not_to_its_place():
+def test_the_noise_of_an_op_does_not_depend_on_its_place():
     problem = chain()
     noise = Noise(problem, 0.1, seed=1)
     of = [
@@ -70,10 +70,10 @@ def test_the_noise_belongs_to_the_op_and_not_to_its_place():
     same = of[0].keys() & of[1].keys()
     assert Op(Kind.F, 1, 1) in same
     assert all(np.array_equal(of[0][op], of[1][op]) for op in same)
-    assert len({of[0][op].tobytes() for op in of[0]}) == len(of[0])  # no two ops share theirs
+    assert len({of[0][op].tobytes() for op in of[0]}) == len(of[0])  # no two ops have the same noise
 
 
-def test_the_seed_decides():
+def test_the_noise_depends_on_the_seed():
     schedule = gpipe(chain(m=4))
     assert (
         percentile_ms(schedule, 0.1, seed=1)
@@ -82,9 +82,8 @@ def test_the_seed_decides():
     )
 
 
-def test_a_sum_of_times_in_a_row():
-    """One micro-batch: F B on one device, F B W on the way; a sum of independent times has the percentile of a normal
-    distribution."""
+def test_the_percentile_of_a_sum_of_times():
+    """With one micro-batch the makespan is a sum of independent times, whose percentile is that of a normal one."""
     problem = chain(m=1)
     schedule = Schedule.parse(problem, [["0F0", "0BW0"], ["1F0", "1BW0"]])
     ms = [1.0, 1.0, 2.0, 2.0]  # F, F, BW, BW, and 0.1 ms twice in between
@@ -97,7 +96,7 @@ def test_huge_problems_get_fewer_samples():
     assert 50 <= Noise(chain(m=10_000), 0.1).samples < 60
 
 
-def test_what_cannot_run_is_told():
+def test_a_deadlock_is_raised():
     stuck = Schedule.parse(chain(m=1), [["0BW0", "0F0"], ["1F0", "1BW0"]])
     with pytest.raises(DeadlockError):
         percentile_ms(stuck, 0.1)

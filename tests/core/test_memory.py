@@ -1,19 +1,19 @@
+"""The certificate: by hand, and against an independent clock under any jitter."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import clock
+from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules
 
-from optpipe import Device, Problem, Schedule, Stage, certify, check
-from optpipe.evaluate.memory import held_bytes
-
-durations = st.floats(0.0, 20.0, allow_subnormal=False)
+from optpipe import Problem, Schedule, certify, check
 
 
 @given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
 @settings(max_examples=150)
 def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
-    """Thousands of random durations of every op and delays of every message: 150 schedules × 20 clocks."""
+    """150 schedules, each run 20 times with random durations of every op and delays of every message."""
     problem, schedule = pair
     certificate = certify(problem, schedule)
     for _ in range(20):
@@ -27,8 +27,7 @@ def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
 
 @given(problems_with_schedules(beyond=True))
 def test_the_peak_is_exact(pair):
-    """Where transfers take no time and the host enqueues at once, the clock reaches what the scan says, on the device
-    at least."""
+    """With equal durations and no delays the clock reaches the device peaks that the prefix scan finds."""
     problem, schedule = pair
     seen = clock.run(problem, schedule, lambda op: 1.0, lambda op: 0.0)
     certificate = certify(problem, schedule)
@@ -36,27 +35,16 @@ def test_the_peak_is_exact(pair):
         assert seen.peak(seen.device_events[d]) == certificate.device[d].bytes
 
 
-def one_device(memory: int, host: int | None = None, **stage: object) -> Problem:
-    costs = {
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 10,
-        "saved_for_weight_bytes": 4,
-    }
-    return Problem(
-        microbatches=2,
-        devices=[Device(activation_budget_bytes=memory, host_memory_bytes=host)],
-        stages=[Stage(device=0, **(costs | stage))],
-    )
+def one_device(memory: int, host: int | None = None, **more: object) -> Problem:
+    return pipeline(1, 2, memory, stage(**more), device={"host_memory_bytes": host})
 
 
-OFFLOAD = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 8}
-RECOMPUTE = {"recompute_ms": 1.0, "checkpoint_bytes": 1}
+OFFLOAD = {"offload": (1, 1, 8)}
+RECOMPUTE = {"recompute": (1, 1)}
 
 
 @pytest.mark.parametrize(
-    ("stage", "program", "peak", "at"),
+    ("more", "program", "peak", "at"),
     [
         ({}, "0F0 0BW0 0F1 0BW1", 10, "0F0"),
         ({}, "0F0 0F1 0BW0 0BW1", 20, "0F1"),
@@ -70,13 +58,13 @@ RECOMPUTE = {"recompute_ms": 1.0, "checkpoint_bytes": 1}
         (RECOMPUTE, "0F0 0F1 0C0 0BW0 0C1 0BW1", 11, "0F1"),
     ],
 )
-def test_by_hand(stage, program, peak, at):
-    problem = one_device(peak, **stage)
+def test_by_hand(more, program, peak, at):
+    problem = one_device(peak, **more)
     schedule = Schedule.parse(problem, [program.split()])
     found = certify(problem, schedule).device[0]
     assert (found.bytes, found.at) == (peak, at)
     assert check(problem, schedule) == []
-    tight = one_device(peak - 1, **stage)
+    tight = one_device(peak - 1, **more)
     assert check(tight, schedule) == [f"device 0 needs {peak} bytes during {at} and has {peak - 1}"]
 
 
@@ -84,10 +72,11 @@ def test_by_hand(stage, program, peak, at):
 def test_bytes_op_by_op_are_those_of_the_certificate(pair):
     """What is held during an op peaks where the certificate does; nothing is held at the end."""
     problem, schedule = pair
-    for program, peak in zip(schedule.programs, certify(problem, schedule).device, strict=True):
-        during, after = held_bytes(problem, program)
+    rows, held = schedule.compiled.rows, schedule.compiled.held
+    for d, peak in enumerate(certify(problem, schedule).device):
+        during, after = held.during[rows.device == d], held.after[rows.device == d]
         assert max(during, default=0) == peak.bytes
-        assert len(during) == len(after) == len(program)
+        assert len(during) == len(after) == len(schedule.programs[d])
         assert (after <= during).all()
         assert len(after) == 0 or after[-1] == 0
 
@@ -102,8 +91,8 @@ def test_bytes_op_by_op_are_those_of_the_certificate(pair):
 )
 def test_op_by_op_by_hand(program, during, after):
     problem = one_device(100, **OFFLOAD).replace(overlap_factor=0.5)
-    found = held_bytes(problem, Schedule.parse(problem, [program.split()]).programs[0])
-    assert [bytes.tolist() for bytes in found] == [during, after]
+    held = Schedule.parse(problem, [program.split()]).compiled.held
+    assert (held.during.tolist(), held.after.tolist()) == (during, after)
 
 
 def test_host_memory_is_held_until_the_backward():
@@ -116,8 +105,8 @@ def test_host_memory_is_held_until_the_backward():
 
 
 def test_parts_add_up_to_the_whole():
-    problem = one_device(100, **{**OFFLOAD, "offload_bytes": 10, "offload_parts": 3})
+    problem = one_device(100, offload=(1, 1, 10), offload_parts=3)
     parts = " ".join(f"0O0.{k} 0D0.{k}" for k in range(3)) + " " + " ".join(f"0R0.{k}" for k in range(3))
     schedule = Schedule.parse(problem, [f"0F0 {parts} 0BW0 0F1 0BW1".split()])
     assert certify(problem, schedule).host[0].bytes == 10
-    assert check(one_device(10, **{**OFFLOAD, "offload_bytes": 10, "offload_parts": 3}), schedule) == []
+    assert check(one_device(10, offload=(1, 1, 10), offload_parts=3), schedule) == []

@@ -1,5 +1,4 @@
-"""Sessions share the cores; one whose leader is nice gives way to the others where the kernel has groups of
-sessions."""
+"""A session of processes gets the niceness of its leader, where the kernel groups sessions (autogroup)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ LEADER = "import os, sys; os.nice(7); print(flush=True); sys.stdin.read()"
 
 
 def group(pid: int) -> str:
-    """Its niceness, which is nothing where the kernel has no such groups."""
+    """The niceness of its group, such as `nice 7`; empty where the kernel has no such groups."""
     try:
         return Path(f"/proc/{pid}/autogroup").read_text().partition(" ")[2].strip()
     except OSError:
@@ -30,4 +29,4 @@ def test_a_session_is_as_nice_as_its_leader() -> None:
         group_as_nice(leader.pid)
         assert group(leader.pid) in (f"nice {os.getpriority(os.PRIO_PROCESS, leader.pid)}", "")
         leader.kill()
-    group_as_nice(leader.pid)  # nobody any more
+    group_as_nice(leader.pid)  # the process has ended: nothing happens

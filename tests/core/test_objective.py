@@ -1,4 +1,4 @@
-"""Lengths, and what rounding may do to them."""
+"""Lengths, and the tolerance for rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_rounding_neither_improves_nor_proves_anything(length: float):
     assert gap(length, nearly) == 0
 
 
-def test_more_than_rounding_counts():
+def test_differences_beyond_rounding_count():
     assert shorter(99.0, 100.0)
     assert shorter(100.0, NEVER)
     assert raises(100.0, 99.0)

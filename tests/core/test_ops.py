@@ -1,3 +1,5 @@
+"""Op texts: they read back, and anything else is refused."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,19 +48,19 @@ def test_a_program_reads_back_what_it_prints(listed):
         "٣F0",
     ],
 )
-def test_what_is_no_op_is_refused_by_name(text):
+def test_a_wrong_text_is_refused_and_quoted(text):
     with pytest.raises(InputError, match=r"op '|program entry"):
         Program.parse(["0F0", text])
 
 
-def test_the_kinds_are_listed():
+def test_the_message_lists_the_kinds():
     with pytest.raises(
         InputError, match=r"op '0X0': expected stage, kind \(F, B, W, BW, C, O, D, R, E, L, A, V.*\), micro-batch and"
     ):
         Op.parse("0X0")
 
 
-def test_the_entry_at_fault_is_named():
+def test_the_wrong_entry_is_quoted():
     with pytest.raises(InputError, match=r"0F1 0F2"):
         Program.parse(["0F0", "0F1 0F2"])
 

@@ -1,4 +1,4 @@
-"""A placement loses no work and no bytes, and goes with its schedule through wire, file, cache and command line."""
+"""A placement loses no work and no bytes; frames, files, the cache and the command line keep it with its schedule."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.problems import pipeline, stage
 from support.strategies import AMPLE, stages
 from typer import Exit
 
@@ -38,40 +39,16 @@ def piped(draw: Any, layered: bool | None = None) -> Problem:
 
 
 def _layer(stage: Stage) -> StageCosts:
-    return StageCosts(
-        **{name: value for name, value in stage.model_dump(exclude_none=True).items() if name != "device"}
-    )
+    return StageCosts(**stage.model_dump(exclude={"device"}))
 
 
 def layer(ms: float, size: int = 1, **more: Any) -> StageCosts:
-    times = {"forward_ms": ms, "backward_input_ms": ms, "backward_weight_ms": ms}
-    return StageCosts(**times, activation_bytes=size, saved_for_weight_bytes=size, **more)
+    return StageCosts(**stage((ms, ms, ms), (size, size), **more))
 
 
-def plain(devices: int = 4, microbatches: int = 4, layers: list[StageCosts] | None = None, **changes: Any) -> Problem:
-    costs = {
-        "forward_ms": 4.0,
-        "backward_input_ms": 6.0,
-        "backward_weight_ms": 2.0,
-        "activation_bytes": 10,
-        "saved_for_weight_bytes": 6,
-    }
-    costs |= {
-        "offload_ms": 3.0,
-        "reload_ms": 5.0,
-        "offload_bytes": 8,
-        "offload_parts": 2,
-        "recompute_ms": 4.0,
-        "checkpoint_bytes": 3,
-    }
-    given = [Stage(device=d, **costs) for d in range(devices)]
-    return Problem(
-        microbatches=microbatches,
-        devices=[Device(activation_budget_bytes=100)] * devices,
-        stages=given,
-        layers=layers,
-        **changes,
-    )
+def plain(devices: int = 4, **fields: Any) -> Problem:
+    costs = stage((4, 6, 2), (10, 6), offload=(3, 5, 8), offload_parts=2, recompute=(4, 3))
+    return pipeline(devices, 4, 100, costs, **fields)
 
 
 def held(problem: Problem, device: int, field: str) -> float:
@@ -104,42 +81,37 @@ def test_stages_of_layers_cost_what_their_layers_cost(problem, chunks, shape):
     placement = Placement.balanced(problem, chunks, shape)
     placed = placement.apply(problem)
     at = 0
-    for stage, count in zip(placed.stages, placement.layers, strict=True):
+    for made, count in zip(placed.stages, placement.layers, strict=True):
         own = problem.layers[at : at + count]
         at += count
-        assert stage.forward_ms == pytest.approx(sum(layer.forward_ms for layer in own))
-        assert stage.activation_bytes == sum(layer.activation_bytes for layer in own)
-        assert (stage.offload_bytes or 0) == sum(layer.offload_bytes or 0 for layer in own)
-        if stage.can_recompute:
+        assert made.forward_ms == pytest.approx(sum(layer.forward_ms for layer in own))
+        assert made.activation_bytes == sum(layer.activation_bytes for layer in own)
+        assert (made.offload_bytes or 0) == sum(layer.offload_bytes or 0 for layer in own)
+        if made.can_recompute:
             stays = (layer.checkpoint_bytes if layer.can_recompute else layer.activation_bytes for layer in own)
-            assert stage.checkpoint_bytes == sum(stays)
+            assert made.checkpoint_bytes == sum(stays)
     assert at == len(problem.layers)
 
 
-def test_one_chunk_of_a_pipeline_with_one_chunk_is_that_pipeline():
+def test_one_chunk_a_device_is_the_same_problem():
     problem = plain()
     assert rechunk(problem, 1) is problem
     assert rechunk(problem, 1, "v") is problem
 
 
-def test_chunks_pass_the_devices_again_or_back():
+def test_chunks_pass_the_devices_in_the_same_order_or_back():
     backwards = plain().replace(routes=[[3, 2, 1, 0]])
     assert [stage.device for stage in rechunk(backwards, 2).stages] == [3, 2, 1, 0, 3, 2, 1, 0]
     assert [stage.device for stage in rechunk(plain(), 3, "v").stages] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
     chunk = rechunk(plain(), 2).stages[5]
-    assert (chunk.device, chunk.forward_ms, chunk.activation_bytes, chunk.offload_bytes, chunk.offload_parts) == (
-        1,
-        2.0,
-        5,
-        4,
-        2,
-    )
-    assert chunk.checkpoint_bytes == 3  # what goes into a chunk is as large as what goes into the whole
+    assert (chunk.device, chunk.forward_ms, chunk.activation_bytes) == (1, 2.0, 5)
+    assert (chunk.offload_bytes, chunk.offload_parts) == (4, 2)
+    assert chunk.checkpoint_bytes == 3  # the input of a chunk is as large as the input of the whole stage
 
 
 @settings(deadline=None)
 @given(piped())
-def test_two_ways_pass_the_devices_of_a_row_there_and_back(problem):
+def test_bidirectional_routes_pass_the_devices_in_both_directions(problem):
     row, placed = rechunk(problem, 1), rechunk(problem, 1, "bidirectional")
     p = len(row.stages)
     placement = Placement.balanced(problem, 1, "bidirectional")
@@ -157,21 +129,16 @@ def test_two_ways_pass_the_devices_of_a_row_there_and_back(problem):
         assert len(placement.layers) == p
 
 
-def test_two_ways_give_heavy_layers_to_devices_that_both_have_room():
-    problem = plain(devices=3, layers=[layer(1.0, 30)] * 6).replace(
-        devices=[{"activation_budget_bytes": size} for size in (90, 200, 60)]
-    )
-    assert Placement.balanced(problem, 1).layers == (2, 2, 2)
-    assert Placement.balanced(
-        problem.replace(devices=[{"activation_budget_bytes": size} for size in (90, 200, 30)]), 1
-    ).layers == (2, 3, 1)
-    two_ways = Placement.balanced(
-        problem.replace(devices=[{"activation_budget_bytes": size} for size in (90, 200, 30)]), 1, "bidirectional"
-    )
-    assert two_ways.layers == (1, 4, 1)  # what the first device has room for, the last one must have, too
+def test_bidirectional_stages_fit_both_of_their_devices():
+    layers = [layer(1.0, 30)] * 6
+    roomy, tight = (pipeline(3, 4, memory, stage(), layers=layers) for memory in ([90, 200, 60], [90, 200, 30]))
+    assert Placement.balanced(roomy, 1).layers == (2, 2, 2)
+    assert Placement.balanced(tight, 1).layers == (2, 3, 1)
+    # Both directions run the same layers, so the first device takes no more than the last one has memory for.
+    assert Placement.balanced(tight, 1, "bidirectional").layers == (1, 4, 1)
 
 
-def test_two_ways_of_several_chunks_are_refused():
+def test_bidirectional_placements_have_one_chunk():
     with pytest.raises(
         InputError,
         match=r"^placement: chunks = 2: a bidirectional placement has chunks = 1, one stage a device each way$",
@@ -179,7 +146,7 @@ def test_two_ways_of_several_chunks_are_refused():
         rechunk(plain(), 2, "bidirectional")
     with pytest.raises(InputError, match=r"^placement: chunks = 0: "):
         rechunk(plain(), 0)
-    placed = replace(two_way(), placement=None)
+    placed = replace(both_ways(), placement=None)
     document = ScheduleFile.of(placed).model_dump(mode="json", exclude_none=True) | {
         "placement": {"chunks": 3, "shape": "bidirectional"}
     }
@@ -187,7 +154,7 @@ def test_two_ways_of_several_chunks_are_refused():
         ScheduleFile.from_json(json.dumps(document))
 
 
-def two_way() -> Schedule:
+def both_ways() -> Schedule:
     """Micro-batches one after the other over both routes."""
     placement = Placement(chunks=1, shape="bidirectional")
     problem = placement.apply(plain())
@@ -196,17 +163,16 @@ def two_way() -> Schedule:
         for kind, way in (("F", problem.route(j)), ("BW", problem.route(j)[::-1])):
             for s in way:
                 programs[problem.stages[s].device].append(f"{s}{kind}{j}")
-    return Schedule.parse(problem, programs, method="two ways", placement=placement)
+    return Schedule.parse(problem, programs, method="both ways", placement=placement)
 
 
-def test_two_ways_go_over_the_wire_and_through_files(tmp_path, capsys):
+def test_a_bidirectional_schedule_goes_through_frames_and_files(tmp_path, capsys):
     from optpipe_cli.schedule_commands import check as inspect
 
-    schedule = two_way()
+    schedule = both_ways()
     assert check(schedule.problem, schedule) == []
-    assert (
-        schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24
-    )  # each begins where the one before has turned, and follows it
+    # Each micro-batch begins on the device where the one before it turns back, and follows it.
+    assert schedule.makespan_ms == (16 + 8) + 3 * (4 * 8 + 4) + 24
     sent = Programs.model_validate_json(Programs.of(schedule).model_dump_json(exclude_none=True))
     received = sent.schedule(plain(), schedule.method)
     assert (received.problem, received.placement) == (schedule.problem, schedule.placement)
@@ -224,29 +190,20 @@ def test_two_chunks_become_one_again():
     )
 
 
-def test_what_can_leave_leaves_and_the_rest_stays():
-    leaves = {"offload_ms": 1.0, "reload_ms": 2.0, "offload_bytes": 3}
-    layers = [
-        layer(1.0, 4, **leaves, offload_parts=4),
-        layer(1.0, 5),
-        layer(1.0, 4, **leaves, offload_parts=2),
-        layer(1.0),
-    ]
+def test_a_stage_offloads_what_its_layers_can_offload():
+    leaves = {"offload": (1, 2, 3)}
+    layers = [layer(1.0, 4, **leaves, offload_parts=4), layer(1.0, 5), layer(1.0, 4, **leaves, offload_parts=2)]
+    layers.append(layer(1.0))
     problem = plain(devices=2, layers=layers)
     first, last = Placement(chunks=1, layers=(3, 1)).apply(problem).stages
-    assert (first.activation_bytes, first.offload_bytes, first.offload_ms, first.reload_ms, first.offload_parts) == (
-        13,
-        6,
-        2.0,
-        4.0,
-        2,
-    )
+    assert (first.activation_bytes, first.offload_bytes, first.offload_parts) == (13, 6, 2)
+    assert (first.offload_ms, first.reload_ms) == (2.0, 4.0)
     assert not last.can_offload
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=9), st.integers(1, 3), st.sampled_from([4, 9, 30]))
-def test_the_heaviest_stage_is_as_light_as_any_partition_within_memory_has_it(sizes, stages, memory):
+def test_no_partition_within_memory_has_a_lighter_heaviest_stage(sizes, stages, memory):
     layers = [layer(float(size), size) for size in sizes]
     found = _even_cuts(layers, [memory] * stages)
 
@@ -265,7 +222,7 @@ def test_the_heaviest_stage_is_as_light_as_any_partition_within_memory_has_it(si
         assert (max(loads(found)), sum(load**2 for load in loads(found))) == best
 
 
-def test_behind_a_heavy_head_the_others_stay_even():
+def test_next_to_a_heavy_layer_the_other_stages_stay_even():
     layers = [layer(1.0)] * 9 + [layer(20.0)]
     assert Placement.balanced(plain(layers=layers), 1).layers == (3, 3, 3, 1)
 
@@ -296,7 +253,7 @@ def test_behind_a_heavy_head_the_others_stay_even():
         ),
     ],
 )
-def test_a_placement_of_another_problem_is_one_sentence(problem, placement, sentence):
+def test_a_placement_of_another_problem_is_refused_in_one_sentence(problem, placement, sentence):
     with pytest.raises(InputError, match=sentence):
         placement.apply(problem)
 
@@ -306,7 +263,7 @@ def test_more_stages_than_layers_are_refused():
         rechunk(plain(layers=[layer(1.0)] * 5), 2)
 
 
-def test_it_is_said_in_words():
+def test_the_text_of_a_placement():
     texts = [str(Placement(chunks=1)), str(Placement(chunks=2, shape="v")), str(Placement(chunks=2, layers=(3, 4)))]
     assert texts == ["1 chunk a device", "2 chunks a device, V-shaped", "2 chunks a device, looped, layers 3 4"]
     assert str(Placement(chunks=1, shape="bidirectional")) == "1 chunk a device, bidirectional"
@@ -318,7 +275,7 @@ def placed() -> Schedule:
     return replace(generate("zb-auto", placement.apply(plain())), placement=placement)
 
 
-def test_on_the_wire_it_is_the_receiver_who_places_its_problem(placed):
+def test_the_receiver_of_a_frame_applies_the_placement_to_its_own_problem(placed):
     sent = Programs.model_validate_json(Programs.of(placed).model_dump_json(exclude_none=True))
     received = sent.schedule(plain(), placed.method)
     assert (received.problem, received.placement) == (placed.problem, placed.placement)
@@ -327,7 +284,7 @@ def test_on_the_wire_it_is_the_receiver_who_places_its_problem(placed):
     assert sent.schedule(slower, "").problem == rechunk(slower, 2, "v")
 
 
-def test_a_solver_that_was_to_keep_the_stages_is_not_believed_others(placed):
+def test_a_solver_that_must_keep_the_stages_cannot_place_them(placed):
     frame = Incumbent(method="liar", schedule=Programs.of(placed))
     kept = _with_incumbent(Result("unknown"), frame, Request(problem=plain()))
     assert kept.schedule is None
@@ -348,11 +305,11 @@ def test_a_file_and_a_cache_keep_a_placed_schedule(placed, tmp_path):
     cache.add(placed, "feasible")
     hit = cache.lookup(placed.problem)
     assert hit.schedule.problem == placed.problem
-    assert hit.schedule.placement is None  # of the problem it was looked up for it is no other placement
+    assert hit.schedule.placement is None  # it was looked up for the placed problem itself
     assert cache.lookup(plain()) is None
 
 
-def test_check_wants_the_problem_that_was_asked_about_or_the_one_in_the_file(placed, tmp_path, capsys):
+def test_check_accepts_the_problem_asked_about_or_the_one_in_the_file(placed, tmp_path, capsys):
     from optpipe_cli.schedule_commands import check, simulate
 
     placed.save(tmp_path / "s.json")
@@ -378,7 +335,7 @@ def test_check_wants_the_problem_that_was_asked_about_or_the_one_in_the_file(pla
     assert "makespan" in capsys.readouterr().out
 
 
-def test_a_lie_about_the_placed_problem_is_found(placed, tmp_path, capsys):
+def test_a_wrong_placed_problem_in_the_file_is_found(placed, tmp_path, capsys):
     from optpipe_cli.schedule_commands import check
 
     stages = [stage.model_dump(exclude_none=True) for stage in placed.problem.stages]

@@ -1,3 +1,5 @@
+"""The problem file: every wrong value is named, and files and hashes stay what they are."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -97,7 +99,7 @@ WRONG = [
     (content(overlap_factor=1.5), r"overlap_factor = 1\.5"),
     (content(surprise=1), r"surprise is not a field"),
     (content(routes=[[0]]), r"stages\[1\] is on no route"),
-    (content(routes=[[0, 1] * 2000]), r"routes\[0\]\[2\] = 0: a stage stands on a route once"),
+    (content(routes=[[0, 1] * 2000]), r"routes\[0\]\[2\] = 0: a route passes a stage once"),
     (content(routes=[[0, 1, 2]]), r"routes\[0\]\[2\] = 2: there are 2 stages"),
     (content(routes=[[0, 1], []], microbatch_routes=[0, 0]), r"routes\[1\] is empty"),
     (content(routes=[[0, 1], [1, 0]]), r"microbatch_routes is missing"),
@@ -112,7 +114,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_every_bad_value_is_named(wrong, message):
+def test_every_wrong_value_is_named(wrong, message):
     for read in (lambda: Problem.from_dict(wrong), lambda: Problem.from_json(json.dumps(wrong))):
         with pytest.raises(InputError, match=message) as caught:
             read()
@@ -124,7 +126,7 @@ def test_every_bad_value_is_named(wrong, message):
     "text",
     ["", "{", "[]", "null", '{"microbatches": 1e999}', "\ud800".encode("utf-8", "surrogatepass"), b"\xff", "[" * 9999],
 )
-def test_what_is_no_problem_is_refused(text):
+def test_text_that_is_no_problem_is_refused(text):
     with pytest.raises(InputError, match="problem"):
         Problem.from_json(text)
 
@@ -159,7 +161,7 @@ def test_files_read_back(problem):
     assert Problem.from_dict(json.loads(problem.to_json())) == problem
 
 
-def test_problems_compare_whatever_was_asked_of_them():
+def test_cached_properties_do_not_affect_equality():
     one, two, other = (Problem.from_dict(content(p2p_ms=ms)) for ms in (1.0, 1.0, 2.0))
     for problem in (one, two, other):
         assert problem.costs.ms.shape == (len(Kind), 2)
@@ -169,8 +171,8 @@ def test_problems_compare_whatever_was_asked_of_them():
     assert one.model_copy(update={"p2p_ms": 2.0}).sha256 == other.sha256 != one.sha256
 
 
-def test_fields_that_came_later_leave_the_hash_of_older_problems_as_it_was():
-    """A change would make every cached schedule unknown."""
+def test_new_fields_leave_the_hash_of_older_problems_as_it_was():
+    """With another hash no cached schedule would be found."""
     base = Problem.from_dict(content())
     assert base.sha256 == "e2f042fbb586e30067b5984aecd7ffd080777741e620a230866e512fccfcaed6"
     evicting = {"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 5}
@@ -179,7 +181,7 @@ def test_fields_that_came_later_leave_the_hash_of_older_problems_as_it_was():
     assert paired.replace(stages=[base.stages[0].model_dump() | evicting, base.stages[1]]).sha256 != paired.sha256
 
 
-def test_the_hash_knows_every_figure_but_not_the_name():
+def test_the_hash_depends_on_every_field_but_the_name():
     base = Problem.from_dict(content())
     assert Problem.from_dict(content(name="other")).sha256 == base.sha256
     assert Problem.from_dict(content(p2p_ms=0.1)).sha256 != base.sha256
@@ -187,7 +189,7 @@ def test_the_hash_knows_every_figure_but_not_the_name():
     assert Problem.from_dict(with_stage(saved_for_weight_bytes=21)).sha256 != base.sha256
 
 
-def test_memory_may_be_counted_in_activations():
+def test_memory_for_a_number_of_activations():
     stage = content()["stages"][0]
     stages = [stage | {"device": d, "activation_bytes": nbytes} for d, nbytes in ((0, 60), (1, 70), (0, 81))]
     problem = Problem.from_dict(content(stages=stages)).with_memory_for(1.5)

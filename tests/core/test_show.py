@@ -1,12 +1,15 @@
+"""Pictures draw every op of every schedule, and memory as the certificate has it."""
+
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 from hypothesis import given, settings
+from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules
 
-from optpipe import Problem, Schedule, certify
+from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS
 from optpipe.show.lanes import blocks, memory_over_time
 from optpipe.show.page import page
@@ -39,16 +42,8 @@ def test_the_memory_drawn_stays_within_the_certificate(pair):
         assert not steps or steps[-1][1] == 0
 
 
-def test_the_terminal_shows_who_runs_when():
-    stage = {
-        "device": 0,
-        "forward_ms": 2.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 3,
-        "saved_for_weight_bytes": 1,
-    }
-    problem = Problem(microbatches=2, devices=[{"activation_budget_bytes": 10}], stages=[stage])
+def test_the_terminal_shows_which_micro_batch_runs_when():
+    problem = pipeline(1, 2, 10, stage((2, 1, 1), (3, 1)))
     schedule = Schedule.parse(problem, [["0F0", "0B0", "0W0", "0F1", "0BW1"]])
     assert chart(schedule, 12 + 16).plain.splitlines()[0] == "device 0    0000000011111111  3 B of 10 B"
     assert [str(block.op) for block in blocks(schedule)] == ["0F0", "0B0", "0W0", "0F1", "0BW1"]
@@ -65,25 +60,8 @@ def test_bytes_are_readable():
     ]
 
 
-def test_a_devices_stages_differ_in_shade_and_a_pairs_ops_share_the_lane():
-    problem = Problem.from_dict(
-        {
-            "microbatches": 2,
-            "devices": [{"activation_budget_bytes": 10}],
-            "overlap_factor": 0.8,
-            "stages": [
-                {
-                    "device": 0,
-                    "forward_ms": 1.0,
-                    "backward_input_ms": 1.0,
-                    "backward_weight_ms": 1.0,
-                    "activation_bytes": 1,
-                }
-                | {"saved_for_weight_bytes": 1}
-            ]
-            * 2,
-        }
-    )
+def test_stages_of_a_device_differ_in_shade_and_the_ops_of_a_pair_share_the_lane():
+    problem = pipeline(1, 2, 10, [stage(device=0)] * 2, overlap_factor=0.8)
     schedule = Schedule.parse(problem, [["0F0", "1F0", "0F1+1BW0", "1F1", "0BW0", "1BW1", "0BW1"]])
     drawn = {str(block.op): block for block in blocks(schedule)}
     assert len({drawn[op].colour for op in ("0F0", "1F0", "0BW0", "1BW0")}) == 4

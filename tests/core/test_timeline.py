@@ -1,38 +1,28 @@
+"""Times: by hand, against an independent event clock, and what is refused."""
+
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from support import clock
+from support.problems import pipeline, stage
 from support.strategies import AMPLE, problems_with_schedules
 
-from optpipe import DeadlockError, Device, Op, Problem, Schedule, ScheduleError, Stage, check, simulate
+from optpipe import DeadlockError, Op, Problem, Schedule, ScheduleError, check, simulate
 from optpipe.evaluate import timeline as timeline_module
 from optpipe.evaluate.jit import ENOUGH, LazyJit
 from optpipe.model.ops import Kind
 from optpipe.model.program import KIND
 
 
-def chain(devices: int = 2, microbatches: int = 2, **changes: object) -> Problem:
-    costs = {
-        "forward_ms": 3.0,
-        "backward_input_ms": 4.0,
-        "backward_weight_ms": 2.0,
-        "activation_bytes": 10,
-        "saved_for_weight_bytes": 4,
-    }
-    offload = {"offload_ms": 5.0, "reload_ms": 6.0, "offload_bytes": 8}
-    return Problem(
-        microbatches=microbatches,
-        p2p_ms=1.0,
-        devices=[Device(activation_budget_bytes=AMPLE)] * devices,
-        stages=[Stage(device=d, **costs, **offload) for d in range(devices)],
-        **changes,
-    )
+def chain(devices: int = 2, microbatches: int = 2, **fields: Any) -> Problem:
+    costs = stage((3, 4, 2), (10, 4), offload=(5, 6, 8))
+    return pipeline(devices, microbatches, AMPLE, costs, p2p_ms=1.0, **fields)
 
 
 @given(problems_with_schedules(beyond=True))
-def test_it_agrees_with_an_independent_event_clock(pair):
+def test_the_timeline_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
     seen = clock.run(
@@ -48,7 +38,7 @@ def test_it_agrees_with_an_independent_event_clock(pair):
 
 @given(problems_with_schedules(beyond=True))
 @settings(max_examples=60)
-def test_compiled_and_plain_loops_are_one(pair):
+def test_compiled_and_plain_loops_agree(pair):
     problem, schedule = pair
     plain = simulate(problem, schedule)
     loop = timeline_module._longest_path
@@ -65,11 +55,10 @@ _compiled = timeline_module.LazyJit(timeline_module.longest_path)
 _compiled._work = 10**9
 
 
-def test_where_nothing_can_be_written_a_loop_is_compiled_all_the_same():
+def test_a_loop_is_compiled_even_where_no_cache_can_be_written():
     here: dict[str, Any] = {}
-    exec(
-        "def twice(number):\n    return 2 * number", here
-    )  # of no file: numba finds no folder to keep what it compiles
+    # A function without a file: numba finds no folder for its cache.
+    exec("def twice(number):\n    return 2 * number", here)
     loop = LazyJit(here["twice"])
     assert loop(ENOUGH + 1, 21) == 42
     assert loop._function is not here["twice"]
@@ -101,8 +90,7 @@ def test_a_pair_lasts_the_factor_times_the_sum():
 
 
 def test_a_shared_link_is_one_queue():
-    problem = chain(4)
-    shared = problem.replace(devices=[Device(activation_budget_bytes=AMPLE, link="pcie0")] * 4)
+    problem, shared = chain(4), chain(4, device={"link": "pcie0"})
     programs = [[f"{s}F0", f"{s}O0", f"{s}D0", f"{s}R0", f"{s}BW0", f"{s}F1", f"{s}BW1"] for s in range(4)]
     order = [f"{s}O0" for s in range(4)] + [f"{s}R0" for s in reversed(range(4))]
     alone = Schedule.parse(problem, programs).makespan_ms
@@ -121,7 +109,7 @@ def test_a_shared_link_is_one_queue():
         assert any(message in text for text in check(shared, Schedule.parse(shared, programs, wrong))), message
 
 
-def test_no_ops_take_no_time():
+def test_an_empty_schedule_takes_no_time():
     empty = simulate(chain(), Schedule.parse(chain(), [[], []]))
     assert (empty.makespan_ms, empty.span_ms, empty.bubble, empty.busy_ms()) == (0.0, 0.0, 0.0, [])
 
@@ -169,7 +157,7 @@ def deadlock(problem: Problem, programs: list[list[str]]) -> tuple[list[str], st
     return [str(item) for item in caught.value.cycle], str(caught.value)
 
 
-def test_who_only_stands_in_line_is_not_on_the_cycle():
+def test_ops_that_only_queue_are_not_on_the_cycle():
     late_reload = [*(f"0F{j}" for j in range(99)), "0O0", "0D0", *(f"0BW{j}" for j in range(99)), "0R0"]
     cycle, message = deadlock(chain(1, 99), [late_reload])
     assert cycle == ["0BW0", "0R0", "0BW98"]

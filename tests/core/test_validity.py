@@ -1,8 +1,11 @@
+"""What `check` accepts can run and fits; whatever is broken it finds and says in words."""
+
 from random import Random
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules
 
 from optpipe import Kind, Op, Pair, Problem, Program, Schedule, ScheduleFile, certify, check, simulate
@@ -19,7 +22,7 @@ def rebuilt(problem: Problem, programs: list[list[Op | Pair]], schedule: Schedul
 
 
 @given(problems_with_schedules(beyond=True))
-def test_what_check_accepts_survives_simulation(pair):
+def test_a_schedule_that_check_accepts_runs_and_fits(pair):
     problem, schedule = pair
     assert check(problem, schedule) == []
     assert simulate(problem, schedule).makespan_ms >= 0
@@ -38,9 +41,7 @@ def test_schedule_files_read_back(pair):
 
 
 def test_the_longest_ops_make_a_file_and_a_bound():
-    stage = {"device": 0, "activation_bytes": 1, "saved_for_weight_bytes": 1}
-    longest = {"forward_ms": 1e12, "backward_input_ms": 1e12, "backward_weight_ms": 1e12}
-    problem = Problem(microbatches=1, devices=[{"activation_budget_bytes": 1}], stages=[stage | longest])
+    problem = pipeline(1, 1, 1, stage((1e12, 1e12, 1e12), (1, 1)))
     file = ScheduleFile.of(Schedule.parse(problem, [["0F0", "0BW0"]]), "optimal", 3e12)
     assert ScheduleFile.from_json(file.to_json()) == file
     assert (file.makespan_ms, file.ops[-1].end_ms) == (3e12, 3e12)
@@ -70,7 +71,7 @@ DEPENDENT = [
 
 
 @given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
-def test_two_dependent_ops_swapped_are_caught(pair, random: Random):
+def test_swapping_two_dependent_ops_is_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)
     candidates = [
@@ -89,14 +90,14 @@ def test_two_dependent_ops_swapped_are_caught(pair, random: Random):
 
 
 @given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
-def test_an_op_removed_or_doubled_is_caught(pair, random: Random):
+def test_removing_or_doubling_an_op_is_caught(pair, random: Random):
     problem, schedule = pair
     for change in ("remove", "double"):
         programs = items(schedule)
         d = random.choice([d for d, program in enumerate(programs) if program])
         i = random.randrange(len(programs[d]))
         if change == "remove" and isinstance(programs[d][i], Op) and programs[d][i].kind is Kind.C:
-            continue  # without its recompute a forward keeps all it saved: another valid schedule
+            continue  # valid: without a recompute the forward keeps all it saved
         if change == "remove":
             del programs[d][i]
         else:
@@ -105,7 +106,7 @@ def test_an_op_removed_or_doubled_is_caught(pair, random: Random):
 
 
 @given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
-def test_a_reload_removed_is_caught(pair, random: Random):
+def test_removing_a_reload_is_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)
     reloads = [
@@ -120,20 +121,8 @@ def test_a_reload_removed_is_caught(pair, random: Random):
     assert any("has no reload" in text for text in check(problem, rebuilt(problem, programs, schedule))), gone
 
 
-def test_a_drop_behind_the_forward_that_needs_its_bytes_is_caught():
-    stage = {
-        "device": 0,
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 10,
-        "saved_for_weight_bytes": 5,
-    }
-    problem = Problem(
-        microbatches=2,
-        devices=[{"activation_budget_bytes": 10}],
-        stages=[{**stage, "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 10}],
-    )
+def test_a_drop_after_the_forward_that_needs_its_bytes_is_caught():
+    problem = pipeline(1, 2, 10, stage(sizes=(10, 5), offload=(1, 1, 10)))
     assert check(problem, Schedule.parse(problem, [["0F0", "0O0", "0D0", "0F1", "0BW1", "0R0", "0BW0"]])) == []
     late = Schedule.parse(problem, [["0F0", "0O0", "0F1", "0D0", "0BW1", "0R0", "0BW0"]])
     assert check(problem, late) == ["device 0 needs 20 bytes during 0F1 and has 10"]
@@ -170,47 +159,14 @@ def test_less_memory_than_certified_is_caught(pair):
     ],
 )
 def test_by_hand(program, message):
-    problem = Problem(
-        microbatches=2,
-        overlap_factor=0.9,
-        devices=[{"activation_budget_bytes": 100}],
-        stages=[
-            {
-                "device": 0,
-                "forward_ms": 1.0,
-                "backward_input_ms": 1.0,
-                "backward_weight_ms": 1.0,
-                "activation_bytes": 10,
-                "saved_for_weight_bytes": 5,
-                "offload_ms": 1.0,
-                "reload_ms": 1.0,
-                "offload_bytes": 10,
-                "recompute_ms": 1.0,
-                "checkpoint_bytes": 1,
-            }
-        ],
-    )
+    costs = stage(sizes=(10, 5), offload=(1, 1, 10), recompute=(1, 1))
+    problem = pipeline(1, 2, 100, costs, overlap_factor=0.9)
     wrong = check(problem, Schedule.parse(problem, [program.split()]))
     assert any(message in text for text in wrong) if message else wrong == []
 
 
-def test_a_program_too_few_is_named():
-    problem = Problem.from_dict(
-        {
-            "microbatches": 1,
-            "devices": [{"activation_budget_bytes": 1}, {"activation_budget_bytes": 1}],
-            "stages": [
-                {
-                    "device": 0,
-                    "forward_ms": 1.0,
-                    "backward_input_ms": 1.0,
-                    "backward_weight_ms": 1.0,
-                    "activation_bytes": 1,
-                    "saved_for_weight_bytes": 1,
-                }
-            ],
-        }
-    )
+def test_a_missing_program_is_reported():
+    problem = pipeline(2, 1, 1, [stage(sizes=(1, 1))])
     assert check(problem, Schedule.parse(problem, [["0F0", "0BW0"]])) == [
         "there are 1 programs: the problem has 2 devices"
     ]

@@ -1,7 +1,6 @@
-"""A second simulator, written from the rules of the design and not from the core's code: an event clock with any
-durations and delays.
+"""An independent simulator: an event clock with any durations and delays that shares no code with the core.
 
-It knows when each byte is held, so it shows what a certificate promises: never more bytes at any moment than certified.
+It knows when each byte is held, so tests can see that a device never holds more bytes than its certificate says.
 """
 
 from __future__ import annotations
@@ -16,14 +15,17 @@ BACKWARD = (Kind.B, Kind.BW)
 
 @dataclass
 class Clock:
-    """Start and end of every op, and what is held when: lists of (moment, bytes), a release counting before a grant of
-    the same moment."""
+    """The start and the end of every op, and when bytes are taken and freed.
+
+    The events of a device, and of its host memory, are (moment, bytes taken or, if negative, freed). At the same moment
+    bytes are freed before others are taken.
+    """
 
     start: dict[Op, float] = field(default_factory=dict)
     end: dict[Op, float] = field(default_factory=dict)
     device_events: list[list[tuple[float, int]]] = field(default_factory=list)
     host_events: list[list[tuple[float, int]]] = field(default_factory=list)
-    updates: frozenset[Op] = frozenset()  # the parameters that come in
+    updates: frozenset[Op] = frozenset()  # every P
 
     @property
     def makespan(self) -> float:
@@ -38,18 +40,26 @@ class Clock:
 
 
 def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], delay: Callable[[Op], float]) -> Clock:
-    """Runs the programs. `duration` of each op, `delay` of the message that an F or a backward waits for."""
+    """Runs the programs.
+
+    Parameters
+    ----------
+    duration
+        Of each op, in ms.
+    delay
+        Of the message that an F or a backward waits for, in ms.
+    """
     clock = Clock(device_events=[[] for _ in problem.devices], host_events=[[] for _ in problem.devices])
     clock.updates = frozenset(op for program in schedule.programs for op in program.ops() if op.kind is Kind.P)
     programs = [list(program) for program in schedule.programs]
     shared = {link: list(order) for link, order in schedule.links.items()}
     compute_free = [0.0] * len(programs)
     transfer_free: dict[tuple[str, bool | None], float] = {}
-    waiting: list[list[tuple[Op, float]]] = [
-        [] for _ in programs
-    ]  # transfers issued, not yet run, with the moment of their issue
-    evicting: list[list[Op]] = [[] for _ in programs]  # the same on each device's way to its peer
-    updating: list[list[Op]] = [[] for _ in programs]  # the same on each device's host
+    # What each device has issued and has not run yet: transfers on its host link with the moment of their issue,
+    # evictions and loads, and optimizer updates on the host.
+    waiting: list[list[tuple[Op, float]]] = [[] for _ in programs]
+    evicting: list[list[Op]] = [[] for _ in programs]
+    updating: list[list[Op]] = [[] for _ in programs]
     peer_free, host_free = [0.0] * len(programs), [0.0] * len(programs)
     issued: dict[Op, float] = {}
     moved = True
@@ -122,7 +132,7 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
     assert not any(evicting), "evictions got stuck"
     assert not any(updating), "updates got stuck"
     assert not any(waiting), "transfers got stuck"
-    _book(problem, clock, issued)
+    _record_memory(problem, clock, issued)
     return clock
 
 
@@ -136,7 +146,7 @@ def _length(problem: Problem, ops: list[Op], duration: Callable[[Op], float]) ->
 
 
 def _needs(problem: Problem, clock: Clock, op: Op, delay: Callable[[Op], float]) -> list[float | None]:
-    """The moments that a compute op waits for; None where one has not come yet."""
+    """The ends that a compute op waits for; None where one is not known yet."""
     stage, j = op.stage, op.microbatch
     route = problem.route(j)
     k = route.index(stage)
@@ -173,8 +183,8 @@ def _message(
     return sent[0] + (0.0 if local else delay(op))
 
 
-def _book(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
-    """Who holds how many bytes from when to when. Transfers hold theirs from the moment of their issue."""
+def _record_memory(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
+    """Records when bytes are taken and freed. Transfers take theirs at the moment of their issue."""
     for op in clock.end:
         stage = problem.stages[op.stage]
         device, host = clock.device_events[stage.device], clock.host_events[stage.device]

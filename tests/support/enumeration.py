@@ -1,21 +1,16 @@
-"""The best of all programs there are, by trying them: what no solver's optimum may differ from. For tiny problems
-only."""
+"""The optimum by trying every schedule there is, for tiny problems: no solver's optimum may differ from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
 from typing import Any
 
-from optpipe import Problem, Schedule, Stage, simulate
-from optpipe.errors import ScheduleError
-from optpipe.evaluate.effects import Effects
+from optpipe import Kind, Op, Problem, Program, Schedule, ScheduleError, Stage, certify, simulate
 from optpipe.evaluate.objective import Objective
-from optpipe.evaluate.rows import Index, Rows
-from optpipe.model.ops import Kind, Op
-from optpipe.model.program import Program
-from optpipe.schedule import certify
+from support import problems
+from support.problems import pipeline
 
 
 def length(schedule: Schedule, objective: Objective) -> float:
@@ -25,17 +20,11 @@ def length(schedule: Schedule, objective: Objective) -> float:
 def problem_of(
     stages: list[dict[str, Any]], memory: list[int], microbatches: int, p2p_ms: float = 1.0, **fields: Any
 ) -> Problem:
-    devices = fields.pop("devices", [{} for _ in memory])
-    return Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": p2p_ms,
-            "devices": [
-                {"activation_budget_bytes": size, **device} for size, device in zip(memory, devices, strict=True)
-            ],
-            "stages": stages,
-            **fields,
-        }
+    """A problem with a device for each budget in `memory`; `devices` may give further fields of each."""
+    further = fields.pop("devices", [{}] * len(memory))
+    problem = pipeline(len(memory), microbatches, memory, stages, p2p_ms=p2p_ms, **fields)
+    return problem.replace(
+        devices=[device.model_copy(update=more) for device, more in zip(problem.devices, further, strict=True)]
     )
 
 
@@ -48,16 +37,23 @@ def stage(
     again: tuple[float, int] | None = None,
     parts: int = 1,
 ) -> dict[str, Any]:
-    """A stage from (F, B, W) times, its activation, what B leaves of it, (offload, reload, bytes) if it can leave, in
-    how many parts, and (recompute, checkpoint) if it can be recomputed."""
-    costs = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=True))
-    offload = (
-        dict(zip(("offload_ms", "reload_ms", "offload_bytes"), away, strict=True)) | {"offload_parts": parts}
-        if away
-        else {}
-    )
-    recompute = dict(zip(("recompute_ms", "checkpoint_bytes"), again, strict=True)) if again else {}
-    return {"device": device, "activation_bytes": size, "saved_for_weight_bytes": kept} | costs | offload | recompute
+    """The fields of a stage, given by position.
+
+    Parameters
+    ----------
+    ms
+        Of F, B and W.
+    size, kept
+        Bytes of the activation, and of what stays saved for W.
+    away
+        (ms out, ms back, bytes) if the activation can be offloaded, in `parts` parts.
+    again
+        (ms, checkpoint bytes) if it can be recomputed.
+    """
+    more: dict[str, Any] = {"recompute": again} if again else {}
+    if away:
+        more |= {"offload": away, "offload_parts": parts}
+    return problems.stage(ms, (size, kept), device=device, **more)
 
 
 SPLIT, FUSED = (Kind.B, Kind.W), (Kind.BW,)
@@ -65,8 +61,10 @@ AWAY = (Kind.O, Kind.D, Kind.R)
 
 
 def middles(stage: Stage, s: int, j: int) -> list[tuple[Op, ...]]:
-    """What may stand between a forward and its backward: nothing, a recompute, or the ways of the first parts, which
-    are all alike."""
+    """What may stand between a forward and its backward: nothing, a recompute, or transfers of the first parts.
+
+    The parts are all alike, so which of them leave makes no difference.
+    """
     found: list[tuple[Op, ...]] = [()]
     if stage.can_recompute:
         found.append((Op(Kind.C, s, j),))
@@ -88,7 +86,7 @@ NOTHING: dict[Op, int] = {}
 def merged(
     chains: list[tuple[Op, ...]], takes: dict[Op, int] = NOTHING, frees: dict[Op, int] = NOTHING, room: int = 0
 ) -> Iterator[tuple[Op, ...]]:
-    """Every interleaving of chains that does with the memory there is."""
+    """Every interleaving of the chains that needs at most `room` bytes."""
     if not any(chains):
         yield ()
     for i, chain in enumerate(chains):
@@ -99,8 +97,10 @@ def merged(
 
 
 def programs_of(problem: Problem, device: int) -> list[Program]:
-    """Every list of ops that a device can run within its memory: all orders, all choices of offload, recompute and BW,
-    all places of O, D and R."""
+    """Every program that a device can run within its memory.
+
+    That is every order, every choice of offload, recompute and BW, and every place of O, D and R.
+    """
     passes = [
         (s, j) for j in range(problem.microbatches) for s in problem.route(j) if problem.stages[s].device == device
     ]
@@ -112,20 +112,21 @@ def programs_of(problem: Problem, device: int) -> list[Program]:
             (Op(Kind.F, s, j), *middle, *(Op(kind, s, j) for kind in back))
             for (middle, back), (s, j) in zip(chosen, passes, strict=True)
         ]
-        for ops in merged(chains, *changes(problem, chains), problem.devices[device].activation_budget_bytes):
-            alone = Schedule(
-                problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices)))
-            )
-            if certify(problem, alone).fits:
+        for ops in merged(chains, *changes(problem, device, chains), problem.devices[device].activation_budget_bytes):
+            if certify(problem, alone(problem, device, ops)).fits:
                 found.append(Program.of(ops))
     return found
 
 
-def changes(problem: Problem, chains: list[tuple[Op, ...]]) -> list[dict[Op, int]]:
+def alone(problem: Problem, device: int, ops: Iterable[Op]) -> Schedule:
+    """A schedule in which only this device has ops."""
+    return Schedule(problem, tuple(Program.of(ops if d == device else ()) for d in range(len(problem.devices))))
+
+
+def changes(problem: Problem, device: int, chains: list[tuple[Op, ...]]) -> list[dict[Op, int]]:
     """What each op takes of the device's memory, and what it frees."""
     ops = [op for chain in chains for op in chain]
-    rows = Rows.of([Program.of(ops)])
-    effects = Effects(problem).by_row(rows, Index(problem, rows))
+    effects = alone(problem, device, ops).compiled.effects
     return [dict(zip(ops, amounts.tolist(), strict=True)) for amounts in (effects.takes, effects.frees)]
 
 
@@ -141,17 +142,17 @@ def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[d
 
 
 def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
-    """The least value over all schedules there are, and how many were tried."""
+    """The shortest length over all schedules there are, and how many schedules were tried."""
     best, tried = _bests(problem)
     return best[objective], tried
 
 
 @cache
 def _bests(problem: Problem) -> tuple[dict[Objective, float], int]:
-    """Micro-batches are alike: 0 enters the pipeline first."""
     first = problem.stages[0].device
     candidates = [programs_of(problem, d) for d in range(len(problem.devices))]
     if problem.routes is None:
+        # Micro-batches are alike, so they may enter the pipeline in order.
         entries = [Op(Kind.F, 0, j) for j in range(problem.microbatches)]
         candidates[first] = [p for p in candidates[first] if [op for op in p.ops() if op in entries] == entries]
     best: dict[Objective, float] = {"makespan": float("inf"), "span": float("inf")}
@@ -213,7 +214,7 @@ SPAN = problem_of([stage(0, (1, 3, 2), 1, 1, (2, 5, 1)), stage(1, (5, 2, 9), 1)]
 LATE_START = problem_of(  # a span of 20 ms where device 1 starts with micro-batch 1, else of 21 ms
     [stage(0, (2, 1, 1), 1), stage(1, (1, 2, 1), 1), stage(2, (1, 1, 1), 1), stage(1, (1, 1, 4), 1)], [9] * 3, 2, 0.0
 )
-RICHER: dict[str, Problem] = {  # what only a solver of all choices can solve
+RICHER: dict[str, Problem] = {  # for solvers that choose between offload, recompute and BW
     "recompute": problem_of(
         [stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 2, 2, None, (1, 1))], [4, 2], 2
     ),

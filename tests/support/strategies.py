@@ -1,4 +1,4 @@
-"""Hypothesis strategies: problems of every sort, and schedules that are valid by construction."""
+"""Hypothesis strategies: problems of every kind, and schedules that are valid by construction."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def stages(draw: Any, device: int, evicting: bool = False, updating: bool = Fals
 def problems(
     draw: Any, max_devices: int = 3, max_stages: int = 4, max_microbatches: int = 4, beyond: bool = False
 ) -> Problem:
-    """Any placement, one or two routes, shared links, parts, recompute; memory is ample. With `beyond` also what the
-    core knows beyond the solver: evictions to peers, optimizers on the host."""
+    """Problems with any placement, one or two routes, shared links, parts and recompute. Memory is ample.
+
+    With `beyond` also with what the core has and the solver does not choose: evictions and optimizers on the host.
+    """
     count = draw(st.integers(1, max_devices))
     placement = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=max_stages))
     m = draw(st.integers(1, max_microbatches))
@@ -72,7 +74,7 @@ def problems(
 
 @st.composite
 def looped(draw: Any) -> Problem:
-    """One to three uneven stages a device, looped, some of which can leave; any links; memory is ample."""
+    """Problems of one to three uneven stages a device, looped; some can be offloaded. Any links, ample memory."""
     d, v, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     stages = []
     for s in range(d * v):
@@ -105,8 +107,10 @@ def schedules(draw: Any, problem: Problem) -> Schedule:
 
 
 def arranged(problem: Problem, pick: Callable[[Sequence[Any]], Any]) -> Schedule:
-    """Ops in an order that `pick` chooses among those that keep every dependency, dealt out to the devices: valid
-    whatever they last."""
+    """A schedule in which `pick` chooses the order of all ops among those that keep every dependency.
+
+    It is valid whatever time its ops take.
+    """
     after: dict[Op, set[Op]] = {}
 
     def add(op: Op, *before: Op | None) -> Op:
@@ -158,7 +162,7 @@ def arranged(problem: Problem, pick: Callable[[Sequence[Any]], Any]) -> Schedule
 
 
 def deal(problem: Problem, order: list[Op]) -> Schedule:
-    """Programs and link orders from one order of all ops; neighbours in it run together where they may."""
+    """The programs and link orders that follow from one order of all ops; neighbours run as a pair where possible."""
     programs: list[list[Op | Pair]] = [[] for _ in problem.devices]
     previous: Op | None = None
     for op in order:
@@ -181,7 +185,7 @@ def deal(problem: Problem, order: list[Op]) -> Schedule:
 
 
 def where(problem: Problem, op: Op) -> int:
-    """The device in whose program an op stands."""
+    """The device whose program has the op."""
     device = problem.stages[op.stage].device
     if op.kind in (Kind.A, Kind.V):
         assert problem.devices[device].peer is not None

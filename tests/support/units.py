@@ -1,5 +1,4 @@
-"""Problems in the papers' unit models: all stages alike, transfers between stages for nothing, memory for
-everything."""
+"""Problems as papers assume them: all stages are alike, messages take no time, and memory is ample."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from optpipe.model.placement import Placement, Shape
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
 from support import strategies
+from support.problems import pipeline, stage
 
 ACTIVATION = 1000  # bytes of one stage's activation
 
@@ -23,33 +23,22 @@ def units(
     held: int = ACTIVATION,
     **costs: Any,
 ) -> Problem:
-    """p devices, v stages on each, m micro-batches; every stage takes `times` for F, B and W and holds `held` bytes
-    from B to W.
+    """p devices with v stages each, and m micro-batches.
 
-    `costs` are further fields of each stage.
+    Every stage takes `times` for F, B and W; `held` bytes stay saved from B to W. `costs` are further fields of each
+    stage.
     """
-    f, b, w = map(float, times)
-    stage = {
-        "forward_ms": f,
-        "backward_input_ms": b,
-        "backward_weight_ms": w,
-        "activation_bytes": ACTIVATION,
-        "saved_for_weight_bytes": held,
-    }
-    row = Problem.from_dict(
-        {
-            "microbatches": m,
-            "devices": [{"activation_budget_bytes": 10**9}] * p,
-            "stages": [{"device": d, **stage, **costs} for d in range(p)],
-        }
-    )
+    each = stage(times, (ACTIVATION, held), **costs)
+    row = pipeline(p, m, 10**9, each)
     order = Placement(chunks=v, shape=shape).order(row)
-    return row.replace(stages=[{"device": d, **stage, **costs} for d in order])
+    return row.replace(stages=[{"device": d, **each} for d in order])
 
 
 def paired(problem: Problem, evict_ms: float, load_ms: float) -> Problem:
-    """The same, where the device of each stage of the first half may evict whole activations to that of stage p - 1 - s
-    (BPipe)."""
+    """The same stages, of which those of the first half can evict whole activations to a peer device (BPipe).
+
+    The peer of the device of stage s is the device of stage p - 1 - s.
+    """
     stages, half = problem.stages, len(problem.stages) // 2
     eviction = {"evict_ms": evict_ms, "load_ms": load_ms, "evict_bytes": ACTIVATION}
     peers = {stages[s].device: stages[-1 - s].device for s in range(half)}
@@ -60,8 +49,7 @@ def paired(problem: Problem, evict_ms: float, load_ms: float) -> Problem:
 
 
 def unevenly(draw: Any, problem: Problem) -> Problem:
-    """The same stages with times of their own, some of them 0, and messages that may take time; `draw` is
-    hypothesis'."""
+    """The same stages with different times, some of them 0, and messages that may take time."""
     names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
 
     def changed(costs: Stage) -> dict[str, Any]:
