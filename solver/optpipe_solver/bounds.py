@@ -14,7 +14,8 @@ import numpy as np
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage
 from optpipe_solver.floor import part_bytes, without_evictions
 
 

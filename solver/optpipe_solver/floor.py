@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from optpipe.model.problem import Problem, Stage, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage, StageCosts
 
 MOST_STATES = 20_000  # of the search over the choices, looked at for one stage; equal stages need a handful
 

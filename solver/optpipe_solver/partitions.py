@@ -14,7 +14,8 @@ from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import Objective
 from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
-from optpipe.model.problem import Problem, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import StageCosts
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.floor import infeasibility, without_evictions
 from optpipe_solver.heuristics import STREAMS, value

@@ -13,7 +13,8 @@ from math import ceil, floor, gcd, lcm
 from optpipe.evaluate.effects import Effects, Level
 from optpipe.model.arrays import Flags
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
-from optpipe.model.problem import Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage
 from optpipe_solver.paths import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
