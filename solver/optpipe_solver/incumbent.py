@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import NEVER, length_ms, shorter
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver.cpsat.grid_schedule import is_expressible, split_dispensable
-from optpipe_solver.heuristics import generate, value
+from optpipe_solver.heuristics import generate
 from optpipe_solver.methods import WITHIN_MEMORY
 from optpipe_solver.paths import has_only_known_ops
 
@@ -28,10 +29,10 @@ class BestSchedule:
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
         self.schedule: Schedule | None = None
-        self.value = float("inf")
+        self.value = NEVER
         warm = self._warm_start(request.warm_start) if request.warm_start else None
         if warm is not None:
-            self.schedule, self.value = warm, value(warm, request.objective)
+            self.schedule, self.value = warm, length_ms(warm, request.objective)
 
     def _warm_start(self, programs: Programs) -> Schedule | None:
         try:
@@ -42,8 +43,8 @@ class BestSchedule:
 
     def offer(self, schedule: Schedule) -> bool:
         """Keeps and emits a schedule that is valid and better than all before. Says whether it is."""
-        found = value(schedule, self.request.objective)
-        if found >= self.value * (1 - 1e-9) or check(self.request.problem, schedule):
+        found = length_ms(schedule, self.request.objective)
+        if not shorter(found, self.value) or check(self.request.problem, schedule):
             return False
         self.schedule, self.value = schedule, found
         self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))
