@@ -164,7 +164,7 @@ class Variables:
     def _transfers(self, s: int, j: int) -> None:
         """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
         is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
-        for p in range(len(self.grid.activations[s].parts)):
+        for p in range(len(self.grid.parts[s])):
             o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
             if is_open or o in self.incumbent.start:
                 for x in (o, d, r):
@@ -225,7 +225,7 @@ class Variables:
         return self.incumbent.start[x._replace(kind=B) if is_fused else x]
 
     def duration(self, x: Op) -> int:
-        """Ticks of an op; of a BW those of B, as what it stands for is a B (see `backward`)."""
+        """Ticks of an op; of a BW those of B (see `backward`)."""
         return 0 if x.kind == D else self.grid.duration(B if x.kind == BW else x.kind, x.stage)
 
     def presence(self, x: Op) -> Choice:
