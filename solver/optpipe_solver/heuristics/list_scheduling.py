@@ -193,7 +193,9 @@ class ListScheduler(SchedulingState):
         """Decide what becomes of an activation: what the policy prefers, or what all in flight can be finished with."""
         base = self.base[self.problem.costs.route[j]][stage]
         preferred = self.policy.relief(stage, j, self.problem.stages[stage].offload_parts)
-        for relief in dict.fromkeys((base if base != Relief() else preferred, base)):
+        if base != Relief() or (preferred.recompute and not self.reserve.recomputes_freely(stage)):
+            preferred = base
+        for relief in dict.fromkeys((preferred, base)):
             if self.reserve.admits(stage, j, *self.reserve.settled(stage, relief)):
                 self.relief[stage, j] = relief
                 return True

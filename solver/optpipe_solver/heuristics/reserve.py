@@ -63,6 +63,10 @@ class Reserve:
         away = sum(self._bytes[stage].parts[part] for part in relief.parts)
         return self._bytes[stage].stays - away, away
 
+    def recomputes_freely(self, stage: int) -> bool:
+        """Whether a recompute needs no more than the stage needs anyway."""
+        return self._bytes[stage].recomputed_peak <= self._bytes[stage].peak
+
     def admits(self, stage: int, j: int, held: int, host: int) -> bool:
         """Book that an activation settles at so many device and host bytes; False, and nothing, if that is unsafe."""
         before = self._of.get((stage, j))
