@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optpipe import Problem, Schedule, solve
-from optpipe.model.placement import Shape
+from optpipe.model.placement import Shape, rechunk
 from optpipe.show.svg import gantt
 from optpipe_solver import heuristics, systems
 
@@ -41,7 +41,9 @@ def units(
     device = {"activation_budget_bytes": memory * ACTIVATION}
     devices = [device | ({"peer": p - 1 - d} if peers else {}) for d in range(p)]
     content = {"microbatches": m, "devices": devices, "stages": [{"device": d, **stage} for d in range(p)]}
-    return Problem.from_dict(content | ({"overlap_factor": overlap_factor} if overlap_factor else {})).rechunk(v, shape)
+    return rechunk(
+        Problem.from_dict(content | ({"overlap_factor": overlap_factor} if overlap_factor else {})), v, shape
+    )
 
 
 def leaving(ms: float, v: int = 1) -> dict[str, Any]:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from optpipe.evaluate.timeline import Timeline
     from optpipe.model.offload import estimated_offload_ratio, offload_ratio
     from optpipe.model.ops import Kind, Op, Pair
-    from optpipe.model.problem import Device, Problem, Stage
+    from optpipe.model.problem import Problem
     from optpipe.model.program import Program
+    from optpipe.model.records import Device, Stage
     from optpipe.schedule import Schedule, ScheduleFile, certify, check, simulate
 
 # Each name with its module: imported when first used, so that `optpipe --help` does not wait for numpy.
@@ -30,7 +31,7 @@ _HOME = {
     "Certificate": "evaluate.memory",
     "Comparison": "comparison",
     "DeadlockError": "evaluate.deadlock",
-    "Device": "model.problem",
+    "Device": "model.records",
     "InputError": "errors",
     "Kind": "model.ops",
     "Op": "model.ops",
@@ -43,7 +44,7 @@ _HOME = {
     "ScheduleError": "errors",
     "ScheduleFile": "schedule",
     "SolverError": "errors",
-    "Stage": "model.problem",
+    "Stage": "model.records",
     "Timeline": "evaluate.timeline",
     "certify": "schedule",
     "check": "schedule",

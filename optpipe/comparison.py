@@ -14,28 +14,27 @@ from pydantic import ValidationError
 from optpipe.anytime import solve
 from optpipe.errors import InputError, OptPipeError, input_error
 from optpipe.evaluate.memory import Certificate, Peak
+from optpipe.evaluate.objective import gap
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Incumbent, Note, Placements, Refused, Request
 from optpipe.schedule import Schedule
 
-MAKER = "optpipe_solver.compare"
+GENERATOR = "optpipe_solver.compare"
 SOLVER = "auto"  # among the methods: what `solve` finds
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method: its schedule, also where it needs more memory than there is, and why it is none that could run. Times
-    in ms."""
+    """One method: its schedule, even if it does not fit, or the reason why it has none. Times in ms."""
 
     method: str
-    placements: Placements = "all"  # whether it was free to choose its stages
+    placements: Placements = "all"  # whether it could choose its stages
     schedule: Schedule | None = None
-    lower_bound_ms: float | None = (
-        None  # of schedules on the same stages; of the solver's row on all that it was free to choose
-    )
-    reason: str | None = None  # why it does not fit, or is not for the problem
+    # of schedules on the same stages; in the solver's row of all stages that it could choose
+    lower_bound_ms: float | None = None
+    reason: str | None = None  # why it does not fit, or does not apply to the problem
 
     @property
     def fits(self) -> bool:
@@ -55,10 +54,8 @@ class Row:
 
     @property
     def gap(self) -> float | None:
-        """How much shorter a schedule could at most be, as a share of this one; None where it does not fit."""
-        if not self.fits or self.lower_bound_ms is None or not self.makespan_ms:
-            return None
-        return max(0.0, 1.0 - self.lower_bound_ms / self.makespan_ms)
+        """How much shorter a schedule could at most be, as a share of this one; None if it does not fit."""
+        return gap(self.makespan_ms, self.lower_bound_ms) if self.fits else None
 
     @cached_property
     def certificate(self) -> Certificate | None:
@@ -66,11 +63,11 @@ class Row:
 
     @property
     def peak(self) -> tuple[int, Peak] | None:
-        """The device whose memory is fullest, and its peak."""
+        """The device with the highest share of its memory in use, and its peak."""
         return _fullest(self.certificate.device) if self.certificate else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs, as JSON takes it; what is not known is None."""
+        """The row as JSON takes it; what is not known is None."""
         schedule, certificate = self.schedule, self.certificate
         placement = (
             schedule.placement.model_dump(mode="json", exclude_none=True) if schedule and schedule.placement else None
@@ -94,14 +91,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Those that fit, the shortest first, then those that do not, then those that are not for the problem."""
+    """Rows in order: those that fit, the shortest first, then those that do not fit, then those that do not apply."""
 
     problem: Problem
     rows: tuple[Row, ...]
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row]) -> Comparison:
-        """What the solver has proven of the stages as given holds for all others on these."""
+        """Sorts the rows. The solver's bound for the stages as given also holds for all others on these stages."""
 
         def place(row: Row) -> tuple[bool, bool, float, bool]:
             return row.schedule is None, not row.fits, row.makespan_ms or 0.0, row.method != SOLVER
@@ -133,17 +130,35 @@ def compare(
     memory_mib: int | None = None,
     told: Callable[[Row], None] | None = None,
 ) -> Comparison:
-    """Every published schedule and every heuristic, or the methods named, at the problem's memory, and `auto`, what
-    `solve` finds.
+    """Every published schedule, every heuristic and what `solve` finds on one problem, side by side.
 
-    With `placements="all"` each system runs on the stages that it is for, and `solve` searches both for the stages as
-    given and for any; each search takes up to `time_limit` seconds, and its processes hold up to `memory_mib` together.
-    `told` hears of each row as it comes. Raises `InputError` for what is no method.
+    Parameters
+    ----------
+    problem
+        What is to be scheduled.
+    methods
+        Only these; `auto` among them is what `solve` finds.
+    time_limit
+        Seconds for each search.
+    threads
+        For each search; by default the machine's cores.
+    placements
+        With `all` each published schedule runs on the stages that it is for, and there are two searches: on the stages
+        as given, and on any stages.
+    memory_mib
+        A limit on what the processes of a search hold together.
+    told
+        Called with each row as it comes.
+
+    Raises
+    ------
+    InputError
+        If a method is unknown, or an argument is out of range.
     """
     names = [SOLVER] if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
     for name in names:
         if len(name.split()) != 1:
-            raise InputError(f"methods: {name!r} is no method's name")
+            raise InputError(f"methods: {name!r} is not the name of a method")
     try:
         request = Request(
             problem=problem,
@@ -154,14 +169,13 @@ def compare(
             memory_mib=memory_mib,
         )
     except ValidationError as error:
-        raise InputError(
-            str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)
-        ) from None  # as it was given
+        # The field under the name that the caller gave it.
+        raise InputError(str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)) from None
     searches: tuple[Placements, ...] = ("keep", "all") if placements == "all" else ("keep",)
     found = chain(
-        _made(request) if names else (),
+        _generated(request) if names else (),
         (
-            _solved(problem, time_limit, threads, free, memory_mib)
+            _searched(problem, time_limit, threads, free, memory_mib)
             for free in searches
             if methods is None or SOLVER in methods
         ),
@@ -174,10 +188,10 @@ def compare(
     return Comparison.of(problem, rows)
 
 
-def _made(request: Request) -> Iterator[Row]:
-    """From one process that makes them all."""
+def _generated(request: Request) -> Iterator[Row]:
+    """The rows that one process makes, without a search."""
     problem, placements = request.problem, request.placements
-    with contextlib.closing(Child(MAKER, request)) as child:
+    with contextlib.closing(Child(GENERATOR, request)) as child:
         bounds: dict[str, float] = {}
         for frame in child.frames():
             if isinstance(frame, Refused):
@@ -228,7 +242,7 @@ def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     return device, peaks[device]
 
 
-def _solved(
+def _searched(
     problem: Problem, time_limit: float, threads: int | None, placements: Placements, memory_mib: int | None
 ) -> Row:
     result = solve(

@@ -22,8 +22,9 @@ from optpipe.evaluate.memory import Certificate
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.ops import MARKS, Kind
 from optpipe.model.placement import Placement
-from optpipe.model.problem import Items, Problem, Record, TotalMs, read_file, write_file
+from optpipe.model.problem import Problem, read_file, write_file
 from optpipe.model.program import Program, parse_programs
+from optpipe.model.records import Items, Record, TotalMs
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Found = Literal["optimal", "feasible"]

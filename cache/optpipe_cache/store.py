@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from optpipe.errors import InputError, ScheduleError, input_error
 from optpipe.evaluate.objective import Objective
-from optpipe.model.problem import Problem, Record, TotalMs
+from optpipe.model.problem import Problem
+from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import Features, distance, features, shape

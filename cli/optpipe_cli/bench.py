@@ -119,7 +119,8 @@ def _ms(step: Callable[[], object]) -> float:
 
 def _offloading(devices: int, microbatches: int) -> Problem:
     """Memory for three activations, each of which takes 12 ms to leave, and to return, where F + B + W take 28."""
-    from optpipe.model.problem import Device, Problem, Stage
+    from optpipe.model.problem import Problem
+    from optpipe.model.records import Device, Stage
 
     stage = Stage(
         device=0,

@@ -1,28 +1,24 @@
-"""Inner loops that start as plain Python and become machine code once there is enough work to pay for importing
-numba."""
+"""Inner loops that start as plain Python and are compiled by numba once there is enough work to pay for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-# ops handled in plain Python (about 0.1 s) before numba is imported (about as long, compiled code cached on disk)
+# Ops that are handled in plain Python, in about 0.1 s, before numba is imported, which takes about as long.
 ENOUGH = 20_000
-
 
 _eager = False
 
 
 def compile_at_once() -> None:
-    """From now on, in this process: for a training, whose first schedule may take a moment to check, and a later one
-    may not."""
+    """Compiles in this process from now on, however little the work: a training may wait at its start, not later."""
     global _eager
     _eager = True
 
 
 class LazyJit:
-    """Calls `function(*args)`; after `ENOUGH` units of `work` it is compiled, by the same source and with the same
-    results."""
+    """Calls `function(*args)`. After `ENOUGH` units of `work` the same source is compiled; the results are the same."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -36,9 +32,7 @@ class LazyJit:
 
             try:
                 self._function = numba.njit(cache=True)(self._function)
-            except (
-                RuntimeError
-            ):  # no folder that can be written, neither beside the source nor at home: compiled anew in each process
+            except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
                 self._function = numba.njit(self._function)
             self._compiled = True
         return self._function(*args)

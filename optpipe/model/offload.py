@@ -1,4 +1,4 @@
-"""k: whether there is time to offload (PipeOffload, Wan et al. 2025, section 1). Where k is at most 1, every activation
+"""k: whether there is time to offload (PipeOffload, Wan et al. 2025, section 1). If k is at most 1, every activation
 can leave and come back while the device computes."""
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from optpipe.model.problem import Problem
 
 
 def offload_ratio(problem: Problem) -> list[float | None]:
-    """k of each stage: the round trip of its activation (ms) over the time of its F, B and W; None where it cannot
-    leave, infinity where it takes time to leave and nothing to compute. What devices that share a link make each other
-    wait is not in it."""
+    """k of each stage: the round trip of its activation over the time of its F, B and W.
+
+    None if the stage cannot offload; infinity if its transfers take time and its compute takes none. Waiting for other
+    devices on a shared link is not counted.
+    """
     found: list[float | None] = []
     for stage in problem.stages:
         work_ms = stage.forward_ms + stage.backward_input_ms + stage.backward_weight_ms
@@ -21,12 +23,20 @@ def offload_ratio(problem: Problem) -> list[float | None]:
 def estimated_offload_ratio(hidden: float, sequence: float, flops: float, bytes_per_s: float) -> float:
     """k of a transformer layer before there is any measurement (Eq. 1): 10 / (3(6h + s)) · Bc / Bo.
 
-    `hidden` and `sequence` are the layer's sizes h and s, `flops` the computing speed reached (1/s) and `bytes_per_s`
-    the link's, with both directions busy. Of an activation 20·b·s·h bytes leave, what is cheap to compute again is left
-    behind; there and back they take 40·b·s·h / Bo, and F, B and W 12·b·s·h(6h + s) / Bc.
+    Of an activation 20·b·s·h bytes are offloaded; what is cheap to compute again is not. There and back they take
+    40·b·s·h / Bo, and F, B and W take 12·b·s·h(6h + s) / Bc.
 
-    The paper's word that k ≤ 1 beyond a hidden size of 8k or a sequence of 16k is loose in its second half: with its
+    The paper says that k ≤ 1 beyond a hidden size of 8k or a sequence of 16k. The second half is loose: with its
     220 TFLOP/s and 15 GB/s k is 0.974 at hidden 8192 and sequence 1024, but 1.194 at hidden 4096 and sequence 16384,
-    where it takes 24,313.
+    where it takes a sequence of 24,313.
+
+    Parameters
+    ----------
+    hidden, sequence
+        The layer's sizes h and s.
+    flops
+        Bc, the computing speed reached, in operations per second.
+    bytes_per_s
+        Bo, the link's bandwidth with both directions busy.
     """
     return 10 / (3 * (6 * hidden + sequence)) * flops / bytes_per_s

@@ -1,5 +1,8 @@
-"""Ops and their text form, PyTorch's: `{stage}{kind}{microbatch}`, e.g. `0F3`, `2BW0`, `1O4.2`; a pair is
-`0F3+4BW1`."""
+"""Ops and their text form: `{stage}{kind}{microbatch}`, such as `0F3`, `2BW0`, `1O4.2`; a pair is `0F3+4BW1`.
+
+The letters are those of the zero-bubble papers, not PyTorch's: our `B` (input gradient) is PyTorch's `I`, and our `BW`
+(both gradients) is PyTorch's `B`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from optpipe.errors import InputError
 
 
 class Kind(IntEnum):
-    """What an op does. PyTorch writes I for our B and B for our BW."""
+    """What an op does."""
 
     F = 0  # forward
     B = 1  # input gradient
@@ -49,7 +52,7 @@ OP = re.compile(
 
 
 class Op(NamedTuple):
-    """One op. `part` is 0 unless a stage's activation leaves in several parts (`offload_parts`)."""
+    """One op. `part` is 0 unless a stage's activation is offloaded in several parts (`offload_parts`)."""
 
     kind: Kind
     stage: int
@@ -58,7 +61,7 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """Reads `0F3`; raises `InputError` for anything that `str(op)` would not print (`.0` is read, too)."""
+        """Reads `0F3`. Raises InputError for anything that `str(op)` would not print; only `.0` is read, too."""
         match = OP.fullmatch(text)
         if not match:
             raise InputError(

@@ -1,5 +1,4 @@
-"""`Placement`: which work makes which stage on the same devices. `apply` is the one place that turns a placement into
-stages."""
+"""`Placement`: how the model is cut into stages and which device runs each. `apply` alone turns it into stages."""
 
 from __future__ import annotations
 
@@ -12,35 +11,34 @@ from pydantic import Field, ValidationError, model_validator
 
 from optpipe.errors import InputError, input_error
 from optpipe.model.arrays import Floats
-from optpipe.model.problem import EVICTION, UPDATE, Items, Problem, Record, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import EVICTION, UPDATE, Items, Record, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
-WAYS: dict[Shape, int] = {
-    "looped": 1,
-    "v": 1,
-    "bidirectional": 2,
-}  # routes over the devices, each with stages of its own
+WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # routes over the devices
 NAMES: dict[Shape, str] = {"looped": "looped", "v": "V-shaped", "bidirectional": "bidirectional"}
 MOST_CHUNKS = 64  # a device
+ROUNDING = 1e-9  # relative, of sums of the same times in another order
+Count = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Placement(Record):
     """Every device of a pipeline runs `chunks` stages; stages are numbered along the model.
 
-    Looped: every chunk of stages passes the devices in the order of the given stages (interleaved 1F1B, Narayanan et
-    al. 2021). V-shaped: every other one passes them backwards, so that the last device of one is the first of the next
-    (V-schedules, Qi et al. 2024). Bidirectional (DualPipe): one chunk a device each way. The p stages of a row on
-    devices d_0 to d_(p-1) become 2p on two routes: stage p + k has the costs of stage k and is on device d_(p-1-k);
-    micro-batches take the routes in turn. Every device holds the parameters of two stages, so `activation_budget_bytes`
-    must be what such a device has left for activations. Where the problem has `layers`, `layers` says how many of them
-    each stage gets, in order; of a bidirectional pipeline, the stages of one row.
+    - Looped: every chunk passes the devices in the order of the given stages (interleaved 1F1B, Narayanan et al. 2021).
+    - V-shaped: every other chunk passes them backwards, so that the last device of one chunk is the first of the next
+      (V-schedules, Qi et al. 2024).
+    - Bidirectional (DualPipe): one chunk a device each way. The p stages on devices d_0 to d_(p-1) become 2p on two
+      routes: stage p + k has the costs of stage k and is on device d_(p-1-k). Micro-batches alternate between the
+      routes. Every device holds the parameters of two stages, so `activation_budget_bytes` must allow for that.
+
+    If the problem has `layers`, `layers` here says how many of them each stage gets, in order; of a bidirectional
+    pipeline, the stages of one route.
     """
 
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)]
     shape: Shape = "looped"
-    layers: Annotated[Items[Annotated[int, Field(strict=True, ge=1)]], Field(min_length=1, max_length=4096)] | None = (
-        None
-    )
+    layers: Annotated[Items[Count], Field(min_length=1, max_length=4096)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -52,8 +50,10 @@ class Placement(Record):
 
     @classmethod
     def balanced(cls, problem: Problem, chunks: int, shape: Shape = "looped") -> Self:
-        """The placement whose stages are as even as the layers allow; without layers a device's work is split evenly
-        anyway."""
+        """The placement whose stages are as even as the layers allow.
+
+        Raises InputError if the placement is impossible or there are too few layers.
+        """
         try:
             placement = cls(chunks=chunks, shape=shape)
         except ValidationError as error:
@@ -61,33 +61,31 @@ class Placement(Record):
         if problem.layers is None:
             return placement
         memory = [problem.devices[d].activation_budget_bytes for d in placement.order(problem)]
-        least = (
-            np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()
-        )  # of the devices that run a stage of these layers
+        least = np.reshape(memory, (WAYS[shape], -1)).min(axis=0).tolist()  # of the devices that run the same layers
         if len(least) > len(problem.layers):
             raise InputError(f"chunks = {chunks}: {len(least)} stages cannot be made of {len(problem.layers)} layers")
         return placement.model_copy(update={"layers": _even_cuts(problem.layers, least)})
 
     def __str__(self) -> str:
-        """E.g. `2 chunks a device, V-shaped, layers 3 4 4 5`."""
+        """Such as `2 chunks a device, V-shaped, layers 3 4 4 5`."""
         shape = f", {NAMES[self.shape]}" if self.chunks > 1 or WAYS[self.shape] > 1 else ""
         layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""
         return f"{self.chunks} chunk{'s' * (self.chunks > 1)} a device{shape}{layers}"
 
     def order(self, problem: Problem) -> list[int]:
-        """The device of each stage: that of the given stages, first come first, there and again or there and back."""
+        """The device of each new stage, from the order in which the problem's stages pass the devices."""
         return self.along(problem.stages[s].device for s in _only_route(problem))
 
     def along(self, devices: Iterable[int]) -> list[int]:
-        """As `order`, from the device of each given stage."""
+        """The device of each new stage, from the device of each given stage."""
         row = list(dict.fromkeys(devices))
         back = row if self.shape == "looped" else row[::-1]
         return [d for c in range(self.chunks * WAYS[self.shape]) for d in (back if c % 2 else row)]
 
     def apply(self, problem: Problem) -> Problem:
-        """The problem with these stages instead of its own; the problem itself where they are its own.
+        """The problem with these stages instead of its own; the problem itself if they are the same.
 
-        Raises `InputError` for a problem with several routes, and where the layers are not this problem's.
+        Raises InputError if the problem has several routes or other layers.
         """
         route, order, ways = _only_route(problem), self.order(problem), WAYS[self.shape]
         row = order[: len(order) // ways]
@@ -98,9 +96,8 @@ class Placement(Record):
             chunk = {d: together(stages, self.chunks) for d, stages in held.items()}
             costs = [chunk[d] for d in row]
         else:
-            costs = [
-                together(problem.layers[a:b]) for a, b in pairwise((0, *accumulate(self._layers_of(problem, len(row)))))
-            ]
+            cuts = (0, *accumulate(self._layers_of(problem, len(row))))
+            costs = [together(problem.layers[a:b]) for a, b in pairwise(cuts)]
         stages = [_on(problem, d, cost) for d, cost in zip(order, costs * ways, strict=True)]
         routes: dict[str, Any] = {"routes": None, "microbatch_routes": None}
         if ways > 1:
@@ -124,19 +121,26 @@ class Placement(Record):
         return self.layers
 
 
+def rechunk(problem: Problem, chunks: int, shape: Shape = "looped") -> Problem:
+    """The same model on the same devices as `chunks` stages a device, as even as can be.
+
+    Raises InputError if the problem has several routes or too few layers.
+    """
+    return Placement.balanced(problem, chunks, shape).apply(problem)
+
+
 def _on(problem: Problem, device: int, costs: dict[str, Any]) -> dict[str, Any]:
-    """A stage of such costs on a device; it can evict only where there is a peer."""
+    """A stage with these costs on a device; it can evict only if the device has a peer."""
     stuck = EVICTION if problem.devices[device].peer is None else ()
     return {"device": device, **{name: value for name, value in costs.items() if name not in stuck}}
 
 
 def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
-    """The fields of a stage that is one of `shares` equal pieces of all this. Bytes are rounded up: the pieces hold no
-    less than the whole.
+    """The fields of a stage that is one of `shares` equal pieces of all these costs.
 
-    What can leave leaves, to the host or the peer, and what can be recomputed is recomputed: the rest of the activation
-    stays with the checkpoint. It leaves in as many parts as each of `costs` could. A checkpoint is what goes into a
-    piece, so a piece of one stage has the checkpoint of the whole.
+    Bytes are rounded up, so that the pieces hold no less than the whole. What can be offloaded, evicted or recomputed
+    still can; the rest of the activation stays with the checkpoint. It is offloaded in as many parts as each of `costs`
+    allows. A checkpoint is a piece's input, so a piece of one stage has the checkpoint of the whole.
     """
 
     def ms(values: Sequence[float | None]) -> float:
@@ -146,7 +150,7 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
         return -(-sum(value or 0 for value in values) // shares)
 
     def whole(gone: Sequence[int]) -> int:
-        """An activation of which no less stays than of all this when these bytes of it leave."""
+        """An activation that keeps no less than all of `costs` keep while these bytes are away."""
         return size(gone) + size([sum(c.activation_bytes for c in costs) - sum(gone)])
 
     leaving, again = [c for c in costs if c.can_offload], [c for c in costs if c.can_recompute]
@@ -177,12 +181,11 @@ def together(costs: Sequence[StageCosts], shares: int = 1) -> dict[str, Any]:
 
 
 def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int, ...]:
-    """How many layers each of `len(memory)` stages gets so that the heaviest lasts as short as possible (the survey's
-    dynamic program).
+    """How many layers each of `len(memory)` stages gets so that the longest stage is as short as possible.
 
-    Among those the most even, by the sum of squares: behind one heavy layer that no partition can help, the others stay
-    alike. A stage whose activation alone is more than its device's memory is avoided where that is possible. A layer
-    costs the time of its F, B and W.
+    By the dynamic program of the survey of pipeline parallelism. Of the best cuts it takes the most even, by the sum of
+    squares: next to one heavy layer that no cut can help, the other stages stay alike. It avoids a stage whose
+    activation alone exceeds its device's memory, if that is possible. A layer costs the time of its F, B and W.
     """
     work = np.array([c.forward_ms + c.backward_input_ms + c.backward_weight_ms for c in layers])
     held = np.array([float(c.activation_bytes) for c in layers])
@@ -193,7 +196,7 @@ def _even_cuts(layers: Sequence[StageCosts], memory: Sequence[int]) -> tuple[int
     punished = 1.0 + upto[-1]  # longer than anything that fits
     tables = [np.where(fit, lasts, lasts + punished) for fit in fits]
     heaviest, _ = _best_cuts(tables, np.maximum)
-    even = [np.where(table <= heaviest * (1 + 1e-9), table**2, np.inf) for table in tables]
+    even = [np.where(table <= heaviest * (1 + ROUNDING), table**2, np.inf) for table in tables]
     return _best_cuts(even, np.add)[1]
 
 

@@ -1,5 +1,4 @@
-"""`Problem`: what is to be scheduled. Times are milliseconds (float), sizes are bytes (int); file format
-`optpipe.problem/2`."""
+"""`Problem`: what is to be scheduled, in milliseconds (float) and bytes (int); file format `optpipe.problem/2`."""
 
 from __future__ import annotations
 
@@ -8,109 +7,16 @@ import json
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from optpipe.errors import InputError, input_error
 from optpipe.model.costs import Costs
-
-if TYPE_CHECKING:
-    from optpipe.model.placement import Shape
-
-Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
-TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: no limit but being a number
-Bytes = Annotated[int, Field(strict=True, ge=0, le=2**53)]
-Index = Annotated[int, Field(strict=True, ge=0, le=2**20)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-T = TypeVar("T")
-Items = Annotated[
-    tuple[T, ...], Field(fail_fast=True)
-]  # told is the first wrong one: all of a hostile file's take a minute
-
-OFFLOAD, RECOMPUTE = ("offload_ms", "reload_ms", "offload_bytes"), ("recompute_ms", "checkpoint_bytes")
-EVICTION, UPDATE = ("evict_ms", "load_ms", "evict_bytes"), ("gradient_out_ms", "update_ms", "parameters_in_ms")
+from optpipe.model.records import Device, Index, Items, Ms, Record, Stage, StageCosts
 
 MAX_FORWARDS = 2**22  # stages × micro-batches: beyond it nothing here would end
 MAX_PARTS = 2**24  # the same times offload_parts: tables of that size are made even for a short schedule
-
-
-class Record(BaseModel):
-    """Strict and frozen: unknown fields, NaN, infinity and negative numbers are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Device(Record):
-    """A GPU: its activation budget, the host link it shares, its share of pinned host memory, and the device to which
-    it may evict."""
-
-    activation_budget_bytes: Bytes
-    link: Name | None = None
-    host_memory_bytes: Bytes | None = None
-    peer: Index | None = None
-
-
-class StageCosts(Record):
-    """What one stage (or one layer) costs per micro-batch. Only with `offload_ms` can its activation leave for the
-    host, only with `evict_ms` for its device's peer, only with `recompute_ms` be dropped. With `update_ms` its
-    optimizer can run on the host, once an iteration; what that saves is model state, no activation memory, and so no
-    part of any device's `activation_budget_bytes`."""
-
-    forward_ms: Ms
-    backward_input_ms: Ms
-    backward_weight_ms: Ms
-    activation_bytes: Bytes
-    saved_for_weight_bytes: Bytes
-    offload_ms: Ms | None = None
-    reload_ms: Ms | None = None
-    offload_bytes: Bytes | None = None
-    offload_parts: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
-    recompute_ms: Ms | None = None
-    checkpoint_bytes: Bytes | None = None
-    evict_ms: Ms | None = None
-    load_ms: Ms | None = None
-    evict_bytes: Bytes | None = None
-    gradient_out_ms: Ms | None = None
-    update_ms: Ms | None = None
-    parameters_in_ms: Ms | None = None
-
-    @property
-    def can_offload(self) -> bool:
-        return self.offload_ms is not None
-
-    @property
-    def can_recompute(self) -> bool:
-        return self.recompute_ms is not None
-
-    @property
-    def can_evict(self) -> bool:
-        return self.evict_ms is not None
-
-    @property
-    def can_update(self) -> bool:
-        return self.update_ms is not None
-
-    def complaint(self) -> str | None:
-        """The first thing wrong between the fields, as `field = value: what would be right`."""
-        for group in (OFFLOAD, RECOMPUTE, EVICTION, UPDATE):  # all of a group or none of it
-            missing = [name for name in group if getattr(self, name) is None]
-            if 0 < len(missing) < len(group):
-                given = next(name for name in group if name not in missing)
-                return f"{missing[0]} is missing: a stage with {given} needs {' and '.join(missing)}, too"
-        if self.offload_parts > 1 and not self.can_offload:
-            return f"offload_parts = {self.offload_parts}: only a stage with offload_ms can leave in parts"
-        for name in ("offload_bytes", "checkpoint_bytes", "evict_bytes"):
-            value = getattr(self, name)
-            if value is not None and value > self.activation_bytes:
-                return f"{name} = {value}: must be at most activation_bytes = {self.activation_bytes}"
-        return None
-
-
-class Stage(StageCosts):
-    """A piece of the model on one device."""
-
-    device: Index
 
 
 class Problem(Record):
@@ -224,7 +130,8 @@ class Problem(Record):
     @cached_property
     def costs(self) -> Costs:
         """The same figures as numpy arrays."""
-        return Costs.of(self)
+        routes = self.microbatch_routes or [0] * self.microbatches
+        return Costs.of(self.devices, self.stages, self.all_routes, routes)
 
     @cached_property
     def shared_links(self) -> dict[str, tuple[int, ...]]:
@@ -241,13 +148,6 @@ class Problem(Record):
         for name in ("costs", "shared_links", "sha256"):
             copied.__dict__.pop(name, None)
         return copied
-
-    def rechunk(self, chunks: int, shape: Shape = "looped") -> Problem:
-        """The same model on the same devices as `chunks` stages a device, as even as can be; see
-        `optpipe.model.placement`."""
-        from optpipe.model.placement import Placement
-
-        return Placement.balanced(self, chunks, shape).apply(self)
 
     def replace(self, **changes: Any) -> Problem:
         """The same problem with other fields, validated again."""

@@ -1,11 +1,11 @@
-"""Families of processes: what a child started, and all that these started, by a mark in their environment.
+"""Process trees: what a child started, and all that this started in turn, known by a mark in their environment.
 
-A mark is inherited whatever becomes of parents, groups and sessions, so a family is known to its last process. On
-Linux, by `/proc`.
+A mark is inherited whatever becomes of parents, groups and sessions, so a tree is known to its last process. On Linux,
+by `/proc`.
 
-`python -m optpipe.process.family MARK` is the last will of the process that starts it: it ends the family as soon as
-its standard input closes without a word, which happens when that process dies, however it dies. Stopped processes do
-not hear of it in any other way.
+`python -m optpipe.process.family MARK` is started by a process that wants all its children to end with it
+(`KillOnExit`). It kills every process with the mark as soon as its standard input closes without a word, which happens
+when that process dies, however it dies. Stopped processes cannot be ended in any other way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import suppress
 from itertools import count
 from uuid import uuid4
 
-VARIABLE = "OPTPIPE_FAMILY"
-ENDING_S = 5.0  # for how long a family is looked for, that begets while it is ended
+VARIABLE = "OPTPIPE_TREE"
+ENDING_S = 5.0  # for how long a tree that starts new processes while it is killed is searched again
 _numbers = count()
 
 
@@ -28,8 +28,7 @@ OWN: str  # what the marks of all children of this process begin with
 
 
 def _begin() -> None:
-    """Gives this process marks of its own; again after a fork, whose two processes would end each other's children
-    else."""
+    """Gives this process marks of its own; again after a fork, whose two processes would kill each other's children."""
     global OWN
     OWN = f"/{uuid4().hex}."
 
@@ -39,6 +38,7 @@ os.register_at_fork(after_in_child=_begin)
 
 
 def new_mark() -> str:
+    """A mark that no other child of this process has."""
     return f"{OWN}{next(_numbers)}/"
 
 
@@ -61,7 +61,7 @@ def processes() -> list[int]:
 
 
 def marks(pid: int) -> str:
-    """The marks of a process, one after the other; none where it is over, or another user's."""
+    """The marks of a process, one after the other; empty if it has ended or belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -72,7 +72,7 @@ def marks(pid: int) -> str:
 
 
 def end(mark: str) -> int:
-    """Kills every process of the family, stopped ones too; returns how many there were."""
+    """Kills every process of the tree, stopped ones too; returns how many there were."""
     ended: set[int] = set()
     until = time.monotonic() + ENDING_S
     while (there := members(mark)) and time.monotonic() < until:
@@ -94,26 +94,26 @@ def _kill(pid: int, mark: str) -> None:
             os.close(process)
 
 
-class LastWill:
-    """As long as it is not revoked, all children of this process (`OWN`) end when this process does."""
+class KillOnExit:
+    """Until it is cancelled, all children of this process (`OWN`) are killed when this process ends."""
 
     def __init__(self) -> None:
-        self._executor = subprocess.Popen(
-            [sys.executable, "-m", "optpipe.process.family", OWN],
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-m", __name__, OWN],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
 
-    def revoke(self) -> None:
-        """Its process ends, the children stay."""
-        if self._executor.poll() is None:
-            self._executor.communicate(b"revoked")
+    def cancel(self) -> None:
+        """The watching process ends, the children stay."""
+        if self._watcher.poll() is None:
+            self._watcher.communicate(b"cancelled")
 
 
 def main() -> None:
-    for unheard in (signal.SIGINT, signal.SIGTERM):  # meant for all of a service: this one outlives the others
-        signal.signal(unheard, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for all of a service: this process outlives the others
+        signal.signal(ignored, signal.SIG_IGN)
     if not os.read(0, 1):
         end(sys.argv[1])
 

@@ -1,4 +1,4 @@
-"""The heap of a process that answers requests for weeks."""
+"""Garbage collection in a process that answers requests for weeks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import gc
 
 
 def settle() -> None:
-    """Keeps all that was made by now, imported modules above all, until the process ends: to be called when it is
-    ready.
+    """Takes all that was made by now out of garbage collection; to be called once the process is ready.
 
-    A full collection looks through every object and holds every thread up meanwhile, for longer than a reply takes in a
-    process that has imported a web framework or an array library. Of what has settled it looks through nothing.
+    A full collection visits every object and stops every thread meanwhile. In a process that has imported a web
+    framework or an array library that takes longer than a reply. It no longer visits what existed before this call.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Niceness that counts between sessions, too."""
+"""Niceness that also counts between process sessions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import errno
 import os
 import time
 
-NICER = 10  # what computes for the service than what answers its requests
-AGAIN_S, TRIES = 0.12, 5  # the kernel lets who is not root change a group ten times a second, all groups together
+NICER = 10  # how much nicer solvers are than what answers requests
+AGAIN_S, TRIES = 0.12, 5  # without root the kernel allows ten changes a second, of all groups together
 
 
 def group_as_nice(pid: int) -> None:
-    """The session that this process leads is as nice as the process.
+    """Makes the session that this process leads as nice as the process.
 
-    Where Linux groups processes by session (`sched_autogroup_enabled`, sched(7)), each session has the same share of
-    the cores, and the niceness of a process counts within its own only. Does nothing elsewhere, nor for a process that
-    has ended.
+    Where Linux groups processes by session (`sched_autogroup_enabled`, sched(7)), each session gets the same share of
+    the cores, and a process's niceness counts only within its own session. Elsewhere, and for a process that has ended,
+    this does nothing.
     """
     for _ in range(TRIES):
         try:

@@ -24,7 +24,8 @@ from pydantic_core import PydanticCustomError
 from optpipe.errors import FrameError, input_error
 from optpipe.evaluate.objective import Objective
 from optpipe.model.placement import Placement
-from optpipe.model.problem import Problem, Record, TotalMs
+from optpipe.model.problem import Problem
+from optpipe.model.records import Record, TotalMs
 from optpipe.schedule import Schedule
 
 Placements = Literal["keep", "all"]

@@ -19,7 +19,8 @@ from optpipe.anytime import Result, merged
 from optpipe.errors import InputError, OptPipeError, SolverError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.evaluate.objective import Objective
-from optpipe.model.problem import Device, Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Device, Stage
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Programs, Refused, Request
 from optpipe.schedule import Schedule, check

@@ -77,7 +77,7 @@ def test_as_json_with_pictures(run, tmp_path):
     [
         (("nothing.json",), "error: nothing.json: No such file or directory"),
         ((PROBLEM, "--methods", "gpipe,2f2b"), "error: method = '2f2b': the methods are auto, naive, "),
-        ((PROBLEM, "--methods", ""), "error: methods: '' is no method's name"),
+        ((PROBLEM, "--methods", ""), "error: methods: '' is not the name of a method"),
         ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: compare: time_limit = -1.0: "),
         ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be made: "),
     ],

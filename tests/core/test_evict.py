@@ -25,7 +25,7 @@ from optpipe import (
     simulate,
 )
 from optpipe.evaluate.jitter import Noise
-from optpipe.model.placement import together
+from optpipe.model.placement import rechunk, together
 from optpipe.show.lanes import blocks, kinds_in
 from optpipe.show.svg import gantt
 
@@ -217,9 +217,9 @@ def test_pieces_hold_no_less_and_leave_no_less_on_either_device(costs, shares):
 
 
 def test_a_stage_evicts_only_where_its_device_has_a_peer():
-    both_ways = pair().rechunk(1, "bidirectional")
+    both_ways = rechunk(pair(), 1, "bidirectional")
     assert [stage.can_evict for stage in both_ways.stages] == [True, False, False, False]
-    chunks = pair().rechunk(2)
+    chunks = rechunk(pair(), 2)
     assert [stage.evict_bytes for stage in chunks.stages] == [4, None, 4, None]
     with pytest.raises(InputError, match=r"stages\[0\]\.evict_ms = 1\.0: its device 0 needs a peer"):
         pair(devices=[Device(activation_budget_bytes=9)] * 2)

@@ -15,8 +15,8 @@ from typer import Exit
 
 from optpipe import Device, InputError, Problem, Schedule, ScheduleFile, Stage, check
 from optpipe.anytime import Result, _with_incumbent
-from optpipe.model.placement import Placement, _even_cuts
-from optpipe.model.problem import StageCosts
+from optpipe.model.placement import Placement, _even_cuts, rechunk
+from optpipe.model.records import StageCosts
 from optpipe.process.protocol import Incumbent, Programs, Request
 from optpipe_cache import Cache
 from optpipe_solver.heuristics import generate
@@ -81,7 +81,7 @@ def held(problem: Problem, device: int, field: str) -> float:
 @settings(deadline=None)
 @given(piped(layered=False), st.integers(1, 4), st.sampled_from(["looped", "v"]))
 def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
-    placed = problem.rechunk(chunks, shape)
+    placed = rechunk(problem, chunks, shape)
     assert len(placed.stages) == chunks * len({stage.device for stage in problem.stages})
     for d in range(len(problem.devices)):
         for field in TIMES:
@@ -95,7 +95,7 @@ def test_chunks_lose_no_work_and_no_bytes(problem, chunks, shape):
         if all(stage.can_recompute for stage in again):
             assert held(placed, d, "checkpoint_bytes") >= held(problem, d, "checkpoint_bytes")
     if chunks != 3:  # a third is no binary fraction
-        assert placed.rechunk(chunks, shape).stages == placed.stages
+        assert rechunk(placed, chunks, shape).stages == placed.stages
 
 
 @settings(deadline=None)
@@ -118,15 +118,15 @@ def test_stages_of_layers_cost_what_their_layers_cost(problem, chunks, shape):
 
 def test_one_chunk_of_a_pipeline_with_one_chunk_is_that_pipeline():
     problem = plain()
-    assert problem.rechunk(1) is problem
-    assert problem.rechunk(1, "v") is problem
+    assert rechunk(problem, 1) is problem
+    assert rechunk(problem, 1, "v") is problem
 
 
 def test_chunks_pass_the_devices_again_or_back():
     backwards = plain().replace(routes=[[3, 2, 1, 0]])
-    assert [stage.device for stage in backwards.rechunk(2).stages] == [3, 2, 1, 0, 3, 2, 1, 0]
-    assert [stage.device for stage in plain().rechunk(3, "v").stages] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
-    chunk = plain().rechunk(2).stages[5]
+    assert [stage.device for stage in rechunk(backwards, 2).stages] == [3, 2, 1, 0, 3, 2, 1, 0]
+    assert [stage.device for stage in rechunk(plain(), 3, "v").stages] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
+    chunk = rechunk(plain(), 2).stages[5]
     assert (chunk.device, chunk.forward_ms, chunk.activation_bytes, chunk.offload_bytes, chunk.offload_parts) == (
         1,
         2.0,
@@ -140,7 +140,7 @@ def test_chunks_pass_the_devices_again_or_back():
 @settings(deadline=None)
 @given(piped())
 def test_two_ways_pass_the_devices_of_a_row_there_and_back(problem):
-    row, placed = problem.rechunk(1), problem.rechunk(1, "bidirectional")
+    row, placed = rechunk(problem, 1), rechunk(problem, 1, "bidirectional")
     p = len(row.stages)
     placement = Placement.balanced(problem, 1, "bidirectional")
     assert placed.all_routes == (tuple(range(p)), tuple(range(p, 2 * p)))
@@ -176,9 +176,9 @@ def test_two_ways_of_several_chunks_are_refused():
         InputError,
         match=r"^placement: chunks = 2: a bidirectional placement has chunks = 1, one stage a device each way$",
     ):
-        plain().rechunk(2, "bidirectional")
+        rechunk(plain(), 2, "bidirectional")
     with pytest.raises(InputError, match=r"^placement: chunks = 0: "):
-        plain().rechunk(0)
+        rechunk(plain(), 0)
     placed = replace(two_way(), placement=None)
     document = ScheduleFile.of(placed).model_dump(mode="json", exclude_none=True) | {
         "placement": {"chunks": 3, "shape": "bidirectional"}
@@ -219,7 +219,7 @@ def test_two_ways_go_over_the_wire_and_through_files(tmp_path, capsys):
 
 def test_two_chunks_become_one_again():
     problem = plain()
-    assert problem.rechunk(2, "v").rechunk(1).stages == tuple(
+    assert rechunk(rechunk(problem, 2, "v"), 1).stages == tuple(
         s.model_copy(update={"checkpoint_bytes": 6}) for s in problem.stages
     )
 
@@ -303,7 +303,7 @@ def test_a_placement_of_another_problem_is_one_sentence(problem, placement, sent
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(InputError, match="chunks = 2: 8 stages cannot be made of 5 layers"):
-        plain(layers=[layer(1.0)] * 5).rechunk(2)
+        rechunk(plain(layers=[layer(1.0)] * 5), 2)
 
 
 def test_it_is_said_in_words():
@@ -324,7 +324,7 @@ def test_on_the_wire_it_is_the_receiver_who_places_its_problem(placed):
     assert (received.problem, received.placement) == (placed.problem, placed.placement)
     assert received.makespan_ms == placed.makespan_ms
     slower = plain().replace(p2p_ms=1.0)
-    assert sent.schedule(slower, "").problem == slower.rechunk(2, "v")
+    assert sent.schedule(slower, "").problem == rechunk(slower, 2, "v")
 
 
 def test_a_solver_that_was_to_keep_the_stages_is_not_believed_others(placed):

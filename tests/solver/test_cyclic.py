@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe.model.ops import Kind, Op
-from optpipe.model.problem import Device, Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Device, Stage
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, certify, check
 from optpipe_solver import budget, cyclic

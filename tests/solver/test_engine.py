@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from optpipe import Problem, SolverError, Stage, check
-from optpipe.model.problem import Device
+from optpipe.model.records import Device
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Incumbent, Request
 

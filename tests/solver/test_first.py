@@ -19,6 +19,7 @@ from support.strategies import problems
 
 from optpipe import Problem, check
 from optpipe.errors import InputError
+from optpipe.model.placement import rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule
@@ -79,7 +80,7 @@ def test_a_small_problem_has_more_than_naive(maker, name):
 
 
 def test_a_large_problem_has_naive_at_once(maker):
-    problem = chain(m=2000, memory=4).rechunk(8)
+    problem = rechunk(chain(m=2000, memory=4), 8)
     found = schedules(list(maker.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
     assert [schedule.method for schedule in found] == ["naive"]
 

@@ -15,7 +15,7 @@ from support.enumeration import best_of_all, problem_of, stage
 
 import optpipe
 from optpipe import Device, InputError, Problem, Schedule, Stage, check, simulate
-from optpipe.model.placement import Placement
+from optpipe.model.placement import Placement, rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_cli import main as cli
@@ -110,7 +110,7 @@ def test_more_chunks_beat_what_one_chunk_can_ever_reach():
 def test_bounds_hold_for_every_placement(monkeypatch, objective):
     monkeypatch.setattr(plan, "CHUNKS", 2)
     problem = problem_of([stage(0, (2, 4, 2), 2, 2), stage(1, (4, 2, 2), 2, 0)], [2, 2], 1)
-    best = min(best_of_all(placed, objective)[0] for placed in (problem, problem.rechunk(2), problem.rechunk(2, "v")))
+    best = min(best_of_all(placed, objective)[0] for placed in (problem, rechunk(problem, 2), rechunk(problem, 2, "v")))
     frames = run(problem, objective=objective)
     assert 0 < max(bounds(frames)) <= best + 1e-9
     lengths = [s.makespan_ms if objective == "makespan" else s.span_ms for s in found(problem, frames)]

@@ -17,6 +17,7 @@ from support.processes import over
 
 import optpipe
 from optpipe import InputError, Problem, check
+from optpipe.model.placement import rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe_solver import engines as registry
@@ -265,7 +266,7 @@ def test_a_system_that_is_named_is_all_that_runs(engines):
 )
 def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):
     with pytest.raises(InputError) as raised:
-        optpipe.solve(pipeline().rechunk(2), method=method, time_limit=20.0)
+        optpipe.solve(rechunk(pipeline(), 2), method=method, time_limit=20.0)
     assert str(raised.value).startswith(told)
 
 

@@ -11,13 +11,14 @@ from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import InputError, Kind, Pair, Problem, Schedule, certify, check
+from optpipe.model.placement import rechunk
 from optpipe_solver.systems import generate
 
 FACTORS = [1.0, 0.9, 0.75, 2 / 3]  # of F + B = 3: from both in turn down to the backward alone, 2
 
 
 def both_ways(p: int, m: int, factor: float | None, times: Any = (1, 1, 1)) -> Schedule:
-    return generate("dualpipe", with_factor(units(p, m, times=times), factor).rechunk(1, "bidirectional"))
+    return generate("dualpipe", rechunk(with_factor(units(p, m, times=times), factor), 1, "bidirectional"))
 
 
 def folded(n: int, m: int, factor: float | None, times: Any = (1, 1, 1)) -> Schedule:
@@ -174,7 +175,7 @@ def test_an_odd_row_is_refused():
 @given(st.data(), st.integers(1, 5), st.integers(1, 24), st.sampled_from([None, 0.75, 1.0]))
 def test_it_runs_on_uneven_stages_whoever_takes_which_way(data, n, m, factor):
     problem = unevenly(data.draw, with_factor(units(2 * n, m), factor))
-    placed = problem.rechunk(1, "bidirectional")
+    placed = rechunk(problem, 1, "bidirectional")
     ways = data.draw(st.lists(st.integers(0, 1), min_size=m, max_size=m))
     for stages in (placed, placed.replace(microbatch_routes=ways)):
         assert check(stages, generate("dualpipe", stages)) == []

@@ -6,7 +6,7 @@ import pytest
 from support.units import units
 
 from optpipe import InputError
-from optpipe.model.placement import Placement
+from optpipe.model.placement import Placement, rechunk
 from optpipe_solver.systems.classic import one_f_one_b
 from optpipe_solver.systems.system import System
 
@@ -19,7 +19,7 @@ PROBLEMS = {
     "row": units(4, 6),
     "looped": units(4, 6, v=2),
     "v": units(4, 6, v=2, shape="v"),
-    "two-ways": units(4, 6).rechunk(1, "bidirectional"),
+    "two-ways": rechunk(units(4, 6), 1, "bidirectional"),
 }
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from optpipe.model.placement import Placement, Shape
-from optpipe.model.problem import Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage
 from support import strategies
 
 ACTIVATION = 1000  # bytes of one stage's activation

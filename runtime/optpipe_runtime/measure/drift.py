@@ -21,7 +21,8 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe.model.problem import Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage
 from optpipe_runtime.execute.executor import StepReport
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ import torch
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
-from optpipe.model.problem import EVICTION, OFFLOAD, RECOMPUTE, Problem
+from optpipe.model.problem import Problem
+from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.execute.lowering import Guests, Message
 from optpipe_runtime.execute.stage import StageRunner, Tensors
 from optpipe_runtime.measure.clock import Clock

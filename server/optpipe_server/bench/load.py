@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 
 from optpipe.errors import OptPipeError
-from optpipe.model.problem import Device, Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Device, Stage
 from optpipe_server.bench.processes import Site
 from optpipe_server.bench.wire import Connection, Connections
 

@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from optpipe.errors import input_error
 from optpipe.evaluate.objective import Objective
-from optpipe.model.problem import Ms, Problem, Record
+from optpipe.model.problem import Problem
+from optpipe.model.records import Ms, Record
 from optpipe.schedule import ScheduleFile
 from optpipe_server.http.replies import ReplyError
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from optpipe.evaluate.objective import Objective
-from optpipe.model.problem import Record
+from optpipe.model.records import Record
 from optpipe.schedule import ScheduleFile, Status, TimedOp
 from optpipe_server.database.tables import Level, Source, State
 

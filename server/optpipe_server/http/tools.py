@@ -10,7 +10,8 @@ from pydantic import Field
 
 from optpipe.errors import InputError, ScheduleError
 from optpipe.evaluate.objective import Objective
-from optpipe.model.problem import Items, Problem, Record
+from optpipe.model.problem import Problem
+from optpipe.model.records import Items, Record
 from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check, timed_ops
 from optpipe_cache import Hit
 from optpipe_server.first import LARGE, size

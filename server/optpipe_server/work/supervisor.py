@@ -60,7 +60,7 @@ class Supervisor:
 
     def start(self) -> None:
         if self._settings.solves:
-            self._last_will = family.LastWill()
+            self._kill_on_exit = family.KillOnExit()
             for thread in (self._claims, self._heartbeat, self._watch):
                 thread.start()
 
@@ -104,7 +104,7 @@ class Supervisor:
             thread.join(max(0.0, until - time.monotonic()))
         self._heartbeat.stop(max(0.0, until - time.monotonic()))
         self._watch.stop()
-        self._last_will.revoke()
+        self._kill_on_exit.cancel()
 
     def _claim_all(self) -> None:
         away = False

@@ -10,7 +10,8 @@ import numpy as np
 
 from optpipe.evaluate.objective import NEVER, Objective
 from optpipe.model.arrays import Floats
-from optpipe.model.problem import Problem, Stage, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage, StageCosts
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 from optpipe_solver.bounds.weights import weights

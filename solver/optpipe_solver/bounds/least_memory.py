@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-from optpipe.model.problem import Problem, Stage, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage, StageCosts
 from optpipe_solver import plan
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 

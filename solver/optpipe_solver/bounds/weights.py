@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.model.costs import Floats
+from optpipe.model.arrays import Floats
 from optpipe_solver import plan
 
 

@@ -11,7 +11,8 @@ from functools import cached_property
 from math import ceil, floor, gcd, lcm
 
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
-from optpipe.model.problem import Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
 # less.

@@ -12,7 +12,8 @@ from optpipe.errors import OptPipeError
 from optpipe.evaluate.objective import NEVER, Objective, length_ms, shorter
 from optpipe.model.arrays import Floats
 from optpipe.model.placement import Placement, Shape
-from optpipe.model.problem import Problem, StageCosts
+from optpipe.model.problem import Problem
+from optpipe.model.records import StageCosts
 from optpipe_solver import plan
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility

@@ -17,7 +17,8 @@ from itertools import chain
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import NEVER, raises, reaches, shorter
 from optpipe.model.placement import Placement
-from optpipe.model.problem import Problem, Stage
+from optpipe.model.problem import Problem
+from optpipe.model.records import Stage
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Request
 from optpipe_solver import plan
 from optpipe_solver.bounds import memory_bound, trivial_bound

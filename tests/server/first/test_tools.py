@@ -17,6 +17,7 @@ from support.chain import chain, gpipe, one_by_one
 from support.processes import over, started_with
 from support.service import running, settings_in, use_fake_solver
 
+from optpipe.model.placement import rechunk
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile, certify, check
 from optpipe_server.http import comparisons, tools, turns
@@ -178,7 +179,7 @@ def test_methods_are_compared(client: httpx.Client) -> None:
     assert rows["dualpipe"]["reason"]
     assert "nope" in refused(client.post("/v1/compare", json={**sent, "methods": ["nope"]}), 422)
     assert "parts" in refused(
-        client.post("/v1/compare", json={**sent, "problem": chain(m=4096).rechunk(32).to_dict()}), 422
+        client.post("/v1/compare", json={**sent, "problem": rechunk(chain(m=4096), 32).to_dict()}), 422
     )
 
 
