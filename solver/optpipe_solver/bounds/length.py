@@ -57,15 +57,16 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
     for r, s in ways.turn:
         own[problem.stages[s].device].append((r, s))
+    memory, _, compute = weights()
     bounds = [deferral_bound(problem) if objective == "makespan" else 0.0]
     for d in np.flatnonzero(ways.used).tolist():
         stages = [(held[s], ms[:, s]) for _, s in own[d]]
         for measure in _measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
-            needed = work[d] * weights().compute
+            needed = work[d] * compute
             for r, s in own[d]:
                 needed = needed + passing[r] * _cheapest(problem, s, held[s], ms[:, s], ways.turn[r, s], measure)
             unused = _unused(measure, stages, float(needed.max()) / 2)
-            longest = float((needed + unused * weights().memory).max())
+            longest = float((needed + unused * memory).max())
             bounds.append(longest + (float(ways.arrives[d]) if objective == "makespan" else 0.0))
     return max(bounds)
 
@@ -77,22 +78,22 @@ def _cheapest(problem: Problem, s: int, held: StageBytes, ms: Floats, turn: floa
     computing it again. Of one that leaves in part, what stays and each part during its own transfers are worth no more
     one by one than together, as f is superadditive.
     """
-    stage, weight = problem.stages[s], weights()
+    stage, (memory, link, compute) = problem.stages[s], weights()
     between = max(0.0, turn - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
-    cheapest: Floats = weight.memory * (ends + measure(held.stays) * between)
+    cheapest: Floats = memory * (ends + measure(held.stays) * between)
     if stage.can_offload:
         carry = float(ms[Kind.O] + ms[Kind.R])
         duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
         parts = sorted(held.parts, reverse=True)
         for n, gone in enumerate(accumulate(parts), start=1):
             area = ends + measure(held.stays - gone) * max(between, carry) + n * measure(parts[-1]) * carry
-            cheapest = np.minimum(cheapest, weight.memory * area + duplex * weight.link * n * carry)
+            cheapest = np.minimum(cheapest, memory * area + duplex * link * n * carry)
     if stage.can_recompute:
         again = float(ms[Kind.C])
         area = ends + measure(held.recompute) * again + measure(held.checkpoint) * max(0.0, between - again)
-        cheapest = np.minimum(cheapest, weight.memory * area + weight.compute * again)
-    after: Floats = weight.memory * measure(held.weight) * float(ms[Kind.W])
+        cheapest = np.minimum(cheapest, memory * area + compute * again)
+    after: Floats = memory * measure(held.weight) * float(ms[Kind.W])
     return cheapest + after
 
 

@@ -7,7 +7,7 @@ an activation settles at: its offloads end and its weight gradient runs without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
@@ -76,7 +76,7 @@ class Reserve:
         self._book(stage, j, (held, host))
         d = self._device[stage]
         grows = before is None or held > before[0] or host > before[1]
-        if not grows or (self._safe(d, j) and self._host_safe(d, j)):
+        if not grows or self._is_safe(d, j):
             return True
         if new:
             self.active.pop()
@@ -111,20 +111,41 @@ class Reserve:
         self._hosts[d][j] += amount[1] - host
         self._host_total[d] += amount[1] - host
 
-    def _safe(self, d: int, newest: int) -> bool:
-        limit, holds, others = self._limit[d], self._holds[d], self._total[d]
+    def _is_safe(self, d: int, newest: int) -> bool:
+        device = (self._limit[d], self._total[d], self._holds[d], self._largest[d], self._peak)
+        host = (self._host_limit[d], self._host_total[d], self._hosts[d], self._most_hosted[d], self._host_peak)
+        return self._all_can_end(d, newest, *device) and self._all_can_end(d, newest, *host)
+
+    def _all_can_end(
+        self,
+        d: int,
+        newest: int,
+        limit: int,
+        total: int,
+        holds: list[int],
+        largest: int,
+        peak: Callable[[int, int], int],
+    ) -> bool:
+        """Whether all micro-batches up to the newest can run to their end, one after the other.
+
+        Parameters
+        ----------
+        holds
+            What each micro-batch holds of the total.
+        largest
+            An upper bound of what `peak` returns: the most that a micro-batch still holds at once on device d.
+        """
         for i in self.active:
-            if others + self._largest[d] <= limit:
+            if total + largest <= limit:
                 return True
-            others -= holds[i]
-            if others + self._peak(d, i) > limit:
+            total -= holds[i]
+            if total + peak(d, i) > limit:
                 return False
             if i == newest:
                 break
         return True
 
     def _peak(self, d: int, i: int) -> int:
-        """Return the most bytes that a micro-batch still holds at once on a device if it runs to its end alone."""
         r = self._route[i]
         own = self._own[r][d][: self._to_go[i][d]]
         if len(own) == 1:
@@ -135,16 +156,6 @@ class Reserve:
             before += self._of.get((s, i), (self._residual[r][s], 0))[0]
         return peak
 
-    def _host_safe(self, d: int, newest: int) -> bool:
-        others, limit = self._host_total[d], self._host_limit[d]
-        for i in self.active:
-            if others + self._most_hosted[d] <= limit:
-                return True
-            r = self._route[i]
-            need = sum(self._host_need[r][s] for s in self._own[r][d] if (s, i) not in self._of)
-            if others + need > limit:
-                return False
-            if i == newest:
-                break
-            others -= self._hosts[d][i]
-        return True
+    def _host_peak(self, d: int, i: int) -> int:
+        r = self._route[i]
+        return self._hosts[d][i] + sum(self._host_need[r][s] for s in self._own[r][d] if (s, i) not in self._of)

@@ -15,7 +15,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule, certify
+from optpipe.schedule import Schedule
 from optpipe_solver.lift import lift_table
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import in_order, visits, warmed_up
@@ -119,12 +119,6 @@ def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -
     The longer activations live, the more of them there are at a time.
     """
     return sorted(stages, key=lambda s: lives[s][0] - lives[s][1])
-
-
-def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
-    """Figure 3: return the bytes of the fullest device if none, one, up to all v stages of each device leave."""
-    schedules = [pipe_offload(problem, leaving) for leaving in range(_chunks(problem) + 1)]
-    return [max(peak.bytes for peak in certify(problem, schedule).device) for schedule in schedules]
 
 
 def uniform_block(problem: Problem) -> tuple[Block, float]:
