@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from optpipe.evaluate.graph import ACROSS, is_transfer
+from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import COMPUTE, Kind
+from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 
@@ -22,27 +23,39 @@ def has_only_known_ops(schedule: Schedule) -> bool:
     return all(bool(of_kinds(program.table, *KNOWN).all()) for program in schedule.programs)
 
 
+def needs_fused(problem: Problem) -> Flags:
+    """(S,) the stages whose BW needs less memory than B and W: only there it can do what they cannot."""
+    effects = Effects(problem)
+
+    held = (effects.takes - effects.frees)[Kind.F]
+
+    def most(stage: int, *kinds: Kind) -> int:
+        levels = effects.levels(stage, Kind.F, *kinds)
+        return max([int(held[stage]), *(level.bytes for level in levels if level.kind != Kind.F)])
+
+    return np.array([most(s, Kind.B, Kind.W) > most(s, Kind.BW) for s in range(len(problem.stages))])
+
+
 def tails(schedule: Schedule) -> list[float]:
     """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph
     backwards."""
     compiled = schedule.compiled
-    (needs, delay), before = compiled.needs, compiled.streams.before(len(compiled.rows))
-    table, lasts = compiled.rows.table, compiled.durations_ms.tolist()
-    waits = [[j for j in (*row, prior) if j >= 0] for row, prior in zip(needs.tolist(), before.tolist(), strict=True)]
-    across, later = needs[:, ACROSS].tolist(), delay.tolist()
-    followers = [0] * len(table)
+    lasts = compiled.durations_ms.tolist()
+    waits, delays = (array.tolist() for array in compiled.waits)
+    followers = [0] * len(lasts)
     for row in waits:
         for j in row:
-            followers[j] += 1
+            followers[j] += j >= 0
     tail: list[float] = list(lasts)
     ready = [i for i, n in enumerate(followers) if n == 0]
     while ready:
         i = ready.pop()
-        for j in waits[i]:
-            tail[j] = max(tail[j], lasts[j] + tail[i] + (later[i] if j == across[i] else 0.0))
-            followers[j] -= 1
-            if followers[j] == 0:
-                ready.append(j)
+        for j, delay in zip(waits[i], delays[i], strict=True):
+            if j >= 0:
+                tail[j] = max(tail[j], lasts[j] + tail[i] + delay)
+                followers[j] -= 1
+                if followers[j] == 0:
+                    ready.append(j)
     return tail
 
 
@@ -53,7 +66,7 @@ def allocation_times(timeline: Timeline) -> Floats:
     the compute stream.
     """
     found = timeline.start.copy()
-    moving, device = is_transfer(timeline.table).tolist(), timeline.device.tolist()
+    moving, device = timeline.rows.transfer.tolist(), timeline.device.tolist()
     next_start = dict.fromkeys(device, np.inf)
     for i in reversed(range(len(found))):
         if moving[i]:

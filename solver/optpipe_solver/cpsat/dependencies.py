@@ -57,7 +57,7 @@ def _add_recomputes(v: Variables) -> None:
     for (s, j), recomputed in v.recomputed.items():
         _add_precedence(v, Op(F, s, j), Op(C, s, j), 0, recomputed)
         _add_precedence(v, Op(C, s, j), v.backward(s, j), 0, recomputed)
-        for p in range(len(v.grid.activations[s].parts)):
+        for p in range(len(v.grid.parts[s])):
             if (s, j, p) in v.offloaded:
                 v.model.add_implication(v.offloaded[s, j, p], ~recomputed)
 

@@ -10,9 +10,12 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor, gcd, lcm
 
+from optpipe.evaluate.effects import Effects, Level
+from optpipe.model.arrays import Flags
 from optpipe.model.ops import COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.records import Stage
+from optpipe_solver.paths import needs_fused
 
 # Ticks that the busiest device's work on one micro-batch may last before times are rounded. With more, windows gain
 # less.
@@ -21,25 +24,13 @@ FINEST = 2000
 LONGEST = 2**40
 # Grains of the roomiest device before sizes are rounded.
 FULL = 100_000
-
-
-@dataclass(frozen=True)
-class Activation:
-    """One stage's memory on one micro-batch, in grains; each figure is rounded on its own, the last of `parts` stays on
-    the device.
-
-    `parts` are there from F to B: first those that may leave, then what stays. From B to W there is `kept`, and during
-    B the greater. Where it is recomputed, `checkpoint` is all that is there between F and C.
-    """
-
-    parts: tuple[int, ...]
-    stays: int
-    kept: int
-    checkpoint: int
-
-    @property
-    def whole(self) -> int:
-        return sum(self.parts) + self.stays
+# What an activation goes through, and whether it is recomputed.
+VISITS = (
+    ((Kind.F, Kind.B, Kind.W), False),
+    ((Kind.F, Kind.BW), False),
+    ((Kind.F, Kind.C, Kind.B, Kind.W), True),
+    ((Kind.F, Kind.C, Kind.BW), True),
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +128,11 @@ class Grid:
 
     def may_fuse(self, stage: int) -> bool:
         """Whether BW can do what B and W cannot, which is so only where it needs less memory."""
-        return self.problem.stages[stage].saved_for_weight_bytes > self.problem.stages[stage].activation_bytes
+        return bool(self._needs_fused[stage])
+
+    @cached_property
+    def _needs_fused(self) -> Flags:
+        return needs_fused(self.problem)
 
     @cached_property
     def p2p(self) -> int:
@@ -155,54 +150,66 @@ class Grid:
 
     @cached_property
     def grain(self) -> int:
-        """Bytes in which needs are counted: as many as divide every need, or a small share of the roomiest device."""
-        return max(self._common, int(self.problem.costs.activation_budget.max()) // FULL, 1)
+        """Bytes in which memory is counted: as many as divide every level, or a small part of the roomiest device."""
+        return max(self._common, self._roomiest // FULL, 1)
 
     @cached_property
     def _common(self) -> int:
-        costs = self.problem.costs
-        parts = (size for sizes in self._part_bytes for size in sizes)
-        return gcd(*costs.activation.tolist(), *costs.saved_for_weight.tolist(), *costs.checkpoint.tolist(), *parts)
+        stages = range(len(self.problem.stages))
+        levels = (
+            level.bytes
+            for s in stages
+            for kinds, recomputed in VISITS
+            for level in self._effects.levels(s, *kinds, recomputed=recomputed)
+        )
+        return gcd(*levels, *(size for sizes in self._effects.parts for size in sizes))
 
     @cached_property
-    def _part_bytes(self) -> list[list[int]]:
-        return [
-            [(stage.offload_bytes * (p + 1) // n) - (stage.offload_bytes * p // n) for p in range(n)]
-            if stage.offload_bytes is not None and (n := stage.offload_parts)
-            else []
-            for stage in self.problem.stages
-        ]
+    def _roomiest(self) -> int:
+        return int(self.problem.costs.activation_budget.max())
 
     @cached_property
-    def activations(self) -> list[Activation]:
-        """By stage."""
+    def _effects(self) -> Effects:
+        return Effects(self.problem)
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """By stage the grains of each part that can leave."""
         return [
-            Activation(
-                tuple(self._grains(size) for size in parts),
-                self._grains(stage.activation_bytes - sum(parts)),
-                self._grains(stage.saved_for_weight_bytes),
-                self._grains(stage.checkpoint_bytes or 0),
-            )
-            for stage, parts in zip(self.problem.stages, self._part_bytes, strict=True)
+            [self._grains(size) for size in sizes] if stage.can_offload else []
+            for stage, sizes in zip(self.problem.stages, self._effects.parts, strict=True)
         ]
+
+    def levels(self, stage: int, *kinds: Kind, recomputed: bool = False) -> list[Level]:
+        """As `Effects.levels`, in grains.
+
+        The level that is held after F is the sum of the parts and of what stays, each rounded on its own, so that parts
+        can come off it. Other levels are rounded on their own, too; higher ones are no lower than that.
+        """
+        held = int(self._effects.takes[Kind.F, stage] - self._effects.frees[Kind.F, stage])
+        rounded = sum(self.parts[stage]) + self._grains(held - sum(self._effects.parts[stage]))
+
+        def grains(size: int) -> int:
+            return rounded if size == held else max(self._grains(size), rounded * (size > held))
+
+        levels = self._effects.levels(stage, *kinds, recomputed=recomputed)
+        return [level._replace(bytes=grains(level.bytes)) for level in levels]
 
     def _grains(self, size: int) -> int:
-        """What no device has room for need not be counted further."""
-        return min(
-            size // self.grain if self.down else -(-size // self.grain),
-            int(self.problem.costs.activation_budget.max()) // self.grain + 1,
-        )
+        """More than any device has room for need not be counted further."""
+        grains = size // self.grain if self.down else -(-size // self.grain)
+        return min(grains, self._roomiest // self.grain + 1)
 
     def capacity(self, device: int) -> int:
         return self.problem.devices[device].activation_budget_bytes // self.grain
 
     @cached_property
     def host_capacities(self) -> list[int | None]:
-        """By device; None where all that could be offloaded fits at once."""
+        """By device, in grains; None where all that could be offloaded fits at once."""
         most = [0] * len(self.problem.devices)
         for j in range(self.problem.microbatches):
             for s in self.problem.route(j):
-                most[self.problem.stages[s].device] += sum(self._part_bytes[s])
+                most[self.problem.stages[s].device] += sum(self._effects.parts[s])
         limits = [device.host_memory_bytes for device in self.problem.devices]
         return [
             None if limit is None or size <= limit else limit // self.grain

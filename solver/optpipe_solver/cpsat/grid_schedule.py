@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optpipe.evaluate.graph import flatten, is_transfer
-from optpipe.model.arrays import Flags
 from optpipe.model.ops import Kind, Op
-from optpipe.model.program import JOINED, KIND, STAGE
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.paths import allocation_times, has_only_known_ops, split_backwards, tails
+from optpipe_solver.paths import allocation_times, has_only_known_ops, needs_fused, split_backwards, tails
 
 
 @dataclass(frozen=True)
@@ -41,21 +38,14 @@ class GridSchedule:
 def is_expressible(schedule: Schedule) -> bool:
     """Whether the models know every op of the schedule: no evictions, no optimizers, no pairs, and BW only where it
     needs less memory than B and W."""
-    table, _ = flatten(schedule)
-    dispensable = (table[:, KIND] == Kind.BW) & ~_needs_fused(schedule)[table[:, STAGE]]
-    return has_only_known_ops(schedule) and not dispensable.any() and not table[:, JOINED].any()
+    rows = schedule.compiled.rows
+    dispensable = rows.of_kinds(Kind.BW) & ~needs_fused(schedule.problem)[rows.stage]
+    return has_only_known_ops(schedule) and not dispensable.any() and not len(rows.first)
 
 
 def split_dispensable(schedule: Schedule) -> Schedule:
     """The same schedule with B and W, one after the other, for every BW that needs no less memory than they do."""
-    return split_backwards(schedule, keep=_needs_fused(schedule))
-
-
-def _needs_fused(schedule: Schedule) -> Flags:
-    """(S,) the stages whose BW needs less memory than B and W."""
-    costs = schedule.problem.costs
-    needs: Flags = costs.saved_for_weight > costs.activation
-    return needs
+    return split_backwards(schedule, keep=needs_fused(schedule.problem))
 
 
 def place_on_grid(grid: Grid, schedule: Schedule) -> GridSchedule:
@@ -72,7 +62,7 @@ def place_on_grid(grid: Grid, schedule: Schedule) -> GridSchedule:
         for half in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
             start[half], tail[half] = begin + done, left - done
             done = grid.duration(half.kind, op.stage) if half.kind == Kind.B else 0
-    moments = [min(at, end) for at in map(round, allocation_times(timeline).tolist())]
-    allocation = {op: at for op, at, moving in zip(ops, moments, is_transfer(table).tolist(), strict=True) if moving}
+    moments, transfer = map(round, allocation_times(timeline).tolist()), timeline.rows.transfer.tolist()
+    allocation = {op: min(at, end) for op, at, moving in zip(ops, moments, transfer, strict=True) if moving}
     fused = frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.BW)
     return GridSchedule(start, allocation, tail, fused, end)

@@ -68,7 +68,7 @@ def _overtaking_reasons(v: Variables, s: int, i: int, j: int) -> list[Choice]:
     forward, backward = v.compute_end[Op(F, s, j)], v.start[Op(BW, s, j)]
     i_recomputed, j_recomputed = v.recomputed.get((s, i)), v.recomputed.get((s, j))
     reasons: list[Choice] = []
-    for p in range(len(v.grid.activations[s].parts)):
+    for p in range(len(v.grid.parts[s])):
         o, r = Op(O, s, i, p), Op(R, s, i, p)
         reason = v.model.new_bool_var("away")
         v.model.add_bool_and(v.offloaded[s, i, p], ~v.offloaded[s, j, p]).only_enforce_if(reason)

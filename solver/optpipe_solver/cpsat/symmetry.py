@@ -23,7 +23,7 @@ def add_symmetry_breaking(v: Variables) -> None:
                 for kind in (F, B) if v.grid.may_fuse(s) else (F, B, W):
                     _add_microbatch_order(v, [Op(kind, s, j) for j in batches])
     for s, j in v.passes:
-        parts = v.grid.activations[s].parts
+        parts = v.grid.parts[s]
         for p, q in pairwise(range(len(parts))):
             if parts[p] == parts[q]:
                 _add_part_order(v, s, j, p, q)

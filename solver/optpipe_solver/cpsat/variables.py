@@ -164,7 +164,7 @@ class Variables:
     def _transfers(self, s: int, j: int) -> None:
         """O, D and R of each part: open where F and B are in the window, as then all is that may be between them."""
         is_open, b_start = self._relief_is_open(s, j), self.incumbent.start[Op(B, s, j)]
-        for p in range(len(self.grid.activations[s].parts)):
+        for p in range(len(self.grid.parts[s])):
             o, d, r = (Op(kind, s, j, p) for kind in (O, D, R))
             if is_open or o in self.incumbent.start:
                 for x in (o, d, r):

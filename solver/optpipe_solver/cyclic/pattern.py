@@ -10,9 +10,11 @@ program's rule for memory none lies inside a compute op.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from functools import cached_property
+from itertools import combinations, pairwise, product
 from math import inf
 
 from ortools.sat.python import cp_model
@@ -70,9 +72,7 @@ def least_period(grid: Grid, K: int) -> int:
 def sequential_period(grid: Grid, K: int) -> int:
     """The time of K micro-batches one after the other with all their transfers: what does not fit into this period fits
     into none."""
-    moved = sum(
-        grid.duration(kind, s) * len(grid.activations[s].parts) for s in grid.problem.all_routes[0] for kind in (O, R)
-    )
+    moved = sum(grid.duration(kind, s) * len(grid.parts[s]) for s in grid.problem.all_routes[0] for kind in (O, R))
     return K * (_chain(grid) + moved)
 
 
@@ -135,7 +135,7 @@ class PatternModel:
         f, b, w = (self.start[Op(kind, s, k)] for kind in (F, B, W))
         model.add(w >= b + grid.duration(B, s))
         model.add(b >= f + grid.duration(F, s))
-        for p in range(len(grid.activations[s].parts)):
+        for p in range(len(grid.parts[s])):
             leaves = self.offloaded[s, k, p] = model.new_bool_var(f"{s}leaves{k}.{p}")
             for kind in (O, R):
                 self.start[Op(kind, s, k, p)] = model.new_int_var(0, self.horizon, f"{s}{kind.name}{k}.{p}")
@@ -153,7 +153,7 @@ class PatternModel:
             c = self.start[Op(C, s, k)] = model.new_int_var(0, self.horizon, f"{s}C{k}")
             model.add(c >= f + grid.duration(F, s)).only_enforce_if(again)
             model.add(b >= c + grid.duration(C, s)).only_enforce_if(again)
-            for p in range(len(grid.activations[s].parts)):
+            for p in range(len(grid.parts[s])):
                 model.add_implication(self.offloaded[s, k, p], ~again)
 
     def _add_messages(self, k: int) -> None:
@@ -244,35 +244,46 @@ class PatternModel:
             self.model.add(sum(level) <= capacity).only_enforce_if(self._presence(at))
 
     def _changes(self, x: Op) -> list[tuple[bool, int, cp_model.LiteralT]]:
-        """What x does to memory: (at its start rather than its end, by how much, whether it does)."""
-        need, there = self.grid.activations[x.stage], self._presence(x)
-        regained = max(0, need.whole - need.checkpoint)
-        match x.kind:
-            case Kind.F:
-                again = self.recomputed.get((x.stage, x.microbatch))
-                return [(True, need.whole, True), *([(False, -regained, again)] if again is not None else [])]
-            case Kind.C:
-                return [(True, regained, there)]
-            case Kind.B:
-                return [(True, max(0, need.kept - need.whole), True), (False, -max(0, need.whole - need.kept), True)]
-            case Kind.W:
-                return [(False, -need.kept, True)]
-            case Kind.D:
-                return [(True, -need.parts[x.part], there)]
-            case _:
-                return [(True, need.parts[x.part], there)]
+        """What x does to memory: whether at its start rather than at its end, by how many grains, and if it does."""
+        if x.kind in (D, R):
+            size = self.grid.parts[x.stage][x.part]
+            return [(True, -size if x.kind == D else size, self._presence(x))]
+        recomputed = self.recomputed.get((x.stage, x.microbatch))
+        if x.kind == C:
+            again = self._level_changes[x.stage, True]
+            return [(start, again[C, start], recomputed) for start in (True, False)]
+        changes: list[tuple[bool, int, cp_model.LiteralT]] = []
+        for start in (True, False):
+            stays = self._level_changes[x.stage, False][x.kind, start]
+            changes.append((start, stays, True))
+            if recomputed is not None:
+                changes.append((start, self._level_changes[x.stage, True][x.kind, start] - stays, recomputed))
+        return changes
+
+    @cached_property
+    def _level_changes(self) -> dict[tuple[int, bool], Counter[tuple[Kind, bool]]]:
+        """By stage and whether it is recomputed: the grains that each op, at its start (True) or end, adds to what the
+        activation holds."""
+        found = {}
+        for s, recomputed in product(self.route, (False, True)):
+            changes = found[s, recomputed] = Counter[tuple[Kind, bool]]()
+            held = 0
+            kinds = (F, C, B, W) if recomputed else (F, B, W)
+            for kind, ended, grains in self.grid.levels(s, *kinds, recomputed=recomputed):
+                changes[kind, not ended] = grains - held
+                held = grains
+        return found
 
     def _periods(self, x: Op, there: cp_model.LiteralT) -> cp_model.LinearExprT:
         """q_x, or 0 where x does not do it."""
         if there is True:
             return self.q[x]
-        turns = self.q[x]
-        if x.kind == F:  # which takes place all the same
-            most = self.horizon // self.T + 1
-            turns = self.model.new_int_var(-most, most, f"{x}turns")
-            self.model.add(turns == self.q[x]).only_enforce_if(there)
-        self.model.add(turns == 0).only_enforce_if(~there)
-        return turns
+        periods = self.q[x]
+        if self._presence(x) is True:  # x takes place all the same
+            periods = self.model.new_int_var(-self._most_periods, self._most_periods, f"{x}turns")
+            self.model.add(periods == self.q[x]).only_enforce_if(there)
+        self.model.add(periods == 0).only_enforce_if(~there)
+        return periods
 
     def _happened_before(self, x: Op, at: Op, there: cp_model.LiteralT) -> cp_model.LinearExprT:
         """1 where x does it, and before `at` in the frame."""
@@ -311,7 +322,7 @@ class PatternModel:
         if self.K > 1:
             model.add(self.start[Op(F, first, self.K - 1)] <= self.T)
         for s, k, p in self.offloaded:
-            parts = self.grid.activations[s].parts
+            parts = self.grid.parts[s]
             if p and parts[p] == parts[p - 1]:
                 model.add_implication(self.offloaded[s, k, p], self.offloaded[s, k, p - 1])
                 for kind in (O, R):

@@ -13,6 +13,8 @@ from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
 from optpipe_solver.bounds.stage_bytes import stage_bytes
 
+Peak = Callable[[int, int], int]
+
 
 class Reserve:
     """Device memory and pinned host memory of every device, as promised to the micro-batches in flight.
@@ -112,28 +114,19 @@ class Reserve:
         self._host_total[d] += amount[1] - host
 
     def _is_safe(self, d: int, newest: int) -> bool:
-        device = (self._limit[d], self._total[d], self._holds[d], self._largest[d], self._peak)
-        host = (self._host_limit[d], self._host_total[d], self._hosts[d], self._most_hosted[d], self._host_peak)
-        return self._all_can_end(d, newest, *device) and self._all_can_end(d, newest, *host)
+        device = (self._limit[d], self._total[d], self._holds[d], self._largest[d])
+        host = (self._host_limit[d], self._host_total[d], self._hosts[d], self._most_hosted[d])
+        return self._can_end(d, newest, self._peak, *device) and self._can_end(d, newest, self._host_peak, *host)
 
-    def _all_can_end(
-        self,
-        d: int,
-        newest: int,
-        limit: int,
-        total: int,
-        holds: list[int],
-        largest: int,
-        peak: Callable[[int, int], int],
-    ) -> bool:
-        """Whether all micro-batches up to the newest can run to their end, one after the other.
+    def _can_end(self, d: int, newest: int, peak: Peak, limit: int, total: int, holds: list[int], largest: int) -> bool:
+        """Whether all micro-batches up to the newest can run to their end on device d, one after the other.
 
         Parameters
         ----------
-        holds
-            What each micro-batch holds of the total.
-        largest
-            An upper bound of what `peak` returns: the most that a micro-batch still holds at once on device d.
+        peak
+            The most that a micro-batch still holds at once if it runs to its end alone; `largest` is an upper bound.
+        limit, total, holds
+            The memory, how much of it is promised, and how much to each micro-batch.
         """
         for i in self.active:
             if total + largest <= limit:

@@ -1,14 +1,17 @@
 """The rows of memory, Eq. 9 and 14 to 17: one function for each family.
 
 Memory follows the program: what comes before an op in its list counts, whatever the clock says. That takes two things
-more than the paper has: `A`, the moment at which a reload allocates, and `X`, for the memory at such a moment. Memory
-grows only where F starts, or R, or a B that leaves more than it found, so only these have a row.
+more than the paper has: `A`, the moment at which a reload allocates, and `X`, for the memory at such a moment. Only
+where something is allocated is there a row. What ops take and free is read from `optpipe.evaluate.effects`.
 """
 
 from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
+
+from optpipe.evaluate.effects import Effects
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.schedule_graph import Activation
@@ -17,7 +20,7 @@ from optpipe_solver.milp.variables import Variables
 
 def add_memory_capacity(v: Variables) -> None:
     """All rows of memory, for each device that could hold too much."""
-    takes, leaves = _takes(v), _leaves(v)
+    takes, leaves = _takes_and_leaves(v)
     for d, device in enumerate(v.problem.devices):
         ops = [x for x in range(len(v.paths.ops)) if v.paths.device[x] == d]
         leaving = [a for a in v.activations if v.costs.device[a[0]] == d]
@@ -32,23 +35,12 @@ def add_memory_capacity(v: Variables) -> None:
             _add_memory_of_reloads(v, ops, leaving, limit, leaves)
 
 
-def _takes(v: Variables) -> list[int]:
-    """Bytes that each op allocates at its start."""
-    sizes = []
-    for kind, s, *_ in v.paths.ops:
-        activation, kept = int(v.costs.activation[s]), int(v.costs.saved_for_weight[s])
-        sizes.append(activation if kind == Kind.F else max(0, kept - activation) if kind == Kind.B else 0)
-    return sizes
-
-
-def _leaves(v: Variables) -> list[int]:
-    """Δ: bytes that each op, once it has ended, leaves more than it found. As printed Δ of B is negative; it need not
-    be."""
-    sizes = []
-    for kind, s, *_ in v.paths.ops:
-        activation, kept = int(v.costs.activation[s]), int(v.costs.saved_for_weight[s])
-        sizes.append(activation if kind == Kind.F else kept - activation if kind == Kind.B else -kept)
-    return sizes
+def _takes_and_leaves(v: Variables) -> tuple[list[int], list[int]]:
+    """By op the bytes that it allocates at its start, and Δ: those that it leaves more than it found. As printed Δ of B
+    is negative; it need not be."""
+    effects = Effects(v.problem)
+    ops = tuple(np.array([(op.kind, op.stage) for op in v.paths.ops]).T)
+    return effects.takes[ops].tolist(), (effects.takes - effects.frees)[ops].tolist()
 
 
 def _add_drops(v: Variables, leaving: list[Activation]) -> None:

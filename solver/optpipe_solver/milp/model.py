@@ -23,6 +23,7 @@ from optpipe_solver.milp.surroundings import Surroundings
 from optpipe_solver.milp.switches import Switches
 from optpipe_solver.milp.triangles import Triangles
 from optpipe_solver.milp.variables import Variables, stages_that_may_offload
+from optpipe_solver.paths import needs_fused
 
 LARGEST = 1024.0  # the horizon in the model's unit of time, so that the solver's absolute tolerances fit every problem
 
@@ -85,10 +86,9 @@ class Model:
     def is_bound(self) -> bool:
         """Whether its optimum bounds every schedule of the problem, not only those that it can express (no recompute,
         no pairs, whole activations, B and W apart). B followed by W does all that BW does, earlier for the stage
-        before, and needs no more memory unless `saved_for_weight_bytes` exceed `activation_bytes`."""
+        before, and only on some stages more memory (`needs_fused`)."""
         problem, costs = self.problem, self.problem.costs
-        needs_more = costs.can_recompute.any() or (costs.parts > 1).any()
-        needs_more = needs_more or (costs.saved_for_weight > costs.activation).any()
+        needs_more = costs.can_recompute.any() or (costs.parts > 1).any() or needs_fused(problem).any()
         expresses_all = problem.overlap_factor is None and problem.layers is None and not needs_more
         # A device has a shorter span where it starts later.
         order_is_free = self.objective == "makespan" and not stages_that_may_offload(problem)

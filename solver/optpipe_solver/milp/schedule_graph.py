@@ -6,10 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from optpipe.evaluate.graph import ACROSS, dependencies, streams
+from optpipe.evaluate.graph import ISSUED
 from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import Kind, Op
-from optpipe.model.program import JOINED, KIND
 from optpipe.schedule import Schedule, check
 from optpipe_solver.milp.precedences import COMPUTE, microbatches_by_route
 from optpipe_solver.paths import allocation_times, split_backwards, tails
@@ -22,26 +21,21 @@ class ScheduleGraph:
     """A schedule of F, B, W and whole transfers, timed as early as can be, by rows of its timeline."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.problem = schedule, schedule.problem
-        timeline = schedule.timeline
-        self.table, self.device, self.start, self.end = timeline.table, timeline.device, timeline.start, timeline.end
+        self.schedule, self.problem, timeline = schedule, schedule.problem, schedule.timeline
+        self.rows, self.device, self.start, self.end = timeline.rows, timeline.device, timeline.start, timeline.end
         self.end_ms = float(self.end.max())
-        self.ops = [Op(Kind(kind), s, j, part) for kind, s, j, part, _ in self.table.tolist()]
+        self.ops = [self.rows.op(row) for row in range(len(self.rows))]
         self.row = {op: i for i, op in enumerate(self.ops)}
-        self.compute: Flags = np.isin(self.table[:, KIND], COMPUTE)
+        self.compute: Flags = self.rows.of_kinds(*COMPUTE)
 
     @cached_property
-    def edges(self) -> tuple[Ints, Ints, Floats, Ints]:
-        """Who waits for whom: rows (first, second), the delay after the first's end, and the column of
-        `optpipe.evaluate.graph.dependencies`, or -1 for the order on a stream."""
-        needs, delay = dependencies(self.problem, self.table, self.device)
-        order, begins = streams(self.problem, self.schedule, self.table, self.device)
-        second, column = np.nonzero(needs >= 0)
-        in_stream = np.isin(np.arange(1, len(order)), begins, invert=True)
-        first = np.r_[needs[second, column], order[:-1][in_stream]]
-        column = np.r_[column, np.full(np.count_nonzero(in_stream), -1)]
-        second = np.r_[second, order[1:][in_stream]]
-        return first, second, np.where(column == ACROSS, delay[second], 0.0), column
+    def edges(self) -> tuple[Ints, Ints, Floats, Flags]:
+        """Who waits for whom: rows (first, second), the delay after the first's end, and whether the second waits only
+        because of the order of a program or a stream."""
+        waits, delays = self.schedule.compiled.waits
+        second, column = np.nonzero(waits >= 0)
+        by_order = np.isin(column, (ISSUED, waits.shape[1] - 1))
+        return waits[second, column], second, delays[second, column], by_order
 
     @cached_property
     def tail(self) -> Floats:
@@ -73,7 +67,7 @@ class ScheduleGraph:
     def expressible(self) -> bool:
         """Whether the model knows all that the schedule does: no recompute, no pairs, BW only as B and W, and whole
         activations that move in one go."""
-        if np.isin(self.table[:, KIND], (Kind.C, Kind.BW)).any() or (self.table[:, JOINED] == 1).any():
+        if self.rows.of_kinds(Kind.C, Kind.BW).any() or len(self.rows.first):
             return False
         for op in self.ops:
             if op.kind in (Kind.O, Kind.R) and op.part == 0:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from optpipe.evaluate.graph import ISSUED, is_transfer
+from optpipe.evaluate.effects import Effects
 from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import Kind, Op
-from optpipe.model.program import KIND, STAGE
 from optpipe_solver.milp.precedences import Arc
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.schedule_graph import SAME_MS, Activation, ScheduleGraph
@@ -87,7 +86,7 @@ class Surroundings:
             after = own[self.side[own] > 0]
             if len(after):
                 self.border[d] = int(after[0])
-            stream = np.flatnonzero(~is_transfer(inc.table) & (inc.device == d) & (self.side > 0))
+            stream = np.flatnonzero(~inc.rows.transfer & (inc.device == d) & (self.side > 0))
             self.first_after.append(int(stream.min(initial=len(inc.ops))))
             rows.append(np.r_[own[self.side[own] == 0], after[:1]].tolist())
         self.ops = [inc.ops[row] for own in rows for row in own]
@@ -98,7 +97,10 @@ class Surroundings:
             elif d in self.border:
                 self.orders += [(inc.ops[row], inc.ops[own[-1]], 0.0) for row in own[:-1]]
         self._set_paths({row for own in rows for row in own})
-        self.held = [self._held(d) for d in range(len(problem.devices))]
+        effects = Effects(problem)
+        before = inc.compute & (self.side < 0)
+        left = (effects.takes - effects.frees)[inc.rows.kind, inc.rows.stage]
+        self.held = [int(left[before & (inc.device == d)].sum()) for d in range(len(problem.devices))]
         self.transfers = dict(self._transfers())
 
     @property
@@ -118,28 +120,15 @@ class Surroundings:
         rest = inc.end - inc.start
         rest[list(self.border.values())] = inc.tail[list(self.border.values())]
         self.least_ms = float(inc.end[self.side < 0].max(initial=0.0))
-        for a, b, delay, column in zip(*map(np.ndarray.tolist, inc.edges), strict=True):
+        for a, b, delay, by_order in zip(*map(np.ndarray.tolist, inc.edges), strict=True):
             if self.side[a] < 0 and b in inside:
                 release[b] = max(release[b], inc.end[a] + delay)
             elif self.side[a] < 0 and self.side[b] > 0:
                 self.least_ms = max(self.least_ms, float(inc.end[a] + delay + inc.tail[b]))
-            elif a in inside and self.side[b] > 0 and b not in inside and column not in (-1, ISSUED):
+            elif a in inside and self.side[b] > 0 and b not in inside and not by_order:
                 rest[a] = max(rest[a], inc.end[a] - inc.start[a] + delay + inc.tail[b])
         self.release = {inc.ops[row]: float(release[row]) for row in inside}
         self.rest = {inc.ops[row]: float(rest[row]) for row in inside}
-
-    def _held(self, device: int) -> int:
-        """Bytes that the compute ops before the window leave, transfers aside."""
-        inc, costs = self.incumbent, self.incumbent.problem.costs
-        own = inc.table[inc.compute & (inc.device == device) & (self.side < 0)]
-        kind, stage = own[:, KIND], own[:, STAGE]
-        left = np.where(kind == Kind.F, costs.activation[stage], 0) - np.where(
-            kind == Kind.B, costs.activation[stage], 0
-        )
-        left += np.where(kind == Kind.B, costs.saved_for_weight[stage], 0) - np.where(
-            kind == Kind.W, costs.saved_for_weight[stage], 0
-        )
-        return int(left.sum())
 
     def _transfers(self) -> Iterator[tuple[Activation, Transfers]]:
         inc = self.incumbent
@@ -209,9 +198,7 @@ class Surroundings:
         after it starts."""
         inc, problem = self.incumbent, self.incumbent.problem
         same = problem.costs.link[inc.device] == problem.costs.link[device]
-        rivals = (
-            same & is_transfer(inc.table) & ((problem.transfer_mode == "half_duplex") | (inc.table[:, KIND] == kind))
-        )
+        rivals = same & inc.rows.transfer & ((problem.transfer_mode == "half_duplex") | (inc.rows.kind == kind))
         free = inc.end[rivals & (self.side < 0)].max(initial=0.0)
         return KnownMoment(False, float(free)), KnownMoment(
             True, float(inc.tail[rivals & (self.side > 0)].max(initial=0.0))

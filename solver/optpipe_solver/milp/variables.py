@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
+from optpipe.evaluate.effects import Effects
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe_solver.milp.longest_paths import LongestPaths
-from optpipe_solver.milp.precedences import microbatches_by_route
+from optpipe_solver.milp.precedences import COMPUTE, microbatches_by_route
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal, Precedence, Rows
 from optpipe_solver.milp.schedule_graph import Activation
 from optpipe_solver.milp.surroundings import KnownMoment
@@ -230,11 +231,10 @@ class Variables:
 def stages_that_may_offload(problem: Problem) -> set[int]:
     """Stages whose activations may have to leave: they can, and their device cannot hold all that could be on it at
     once."""
-    most = problem.costs.activation.clip(min=problem.costs.saved_for_weight)
-    wanted = [0] * len(problem.devices)
-    routes = microbatches_by_route(problem)
+    effects, wanted, routes = Effects(problem), [0] * len(problem.devices), microbatches_by_route(problem)
     for route, batches in routes.items():
         for s in route:
-            wanted[problem.costs.device[s]] += len(batches) * int(most[s])
+            levels = effects.levels(s, *COMPUTE)
+            wanted[problem.costs.device[s]] += len(batches) * max((level.bytes for level in levels), default=0)
     tight = [size > limit for size, limit in zip(wanted, problem.costs.activation_budget.tolist(), strict=True)]
     return {s for route in routes for s in route if problem.costs.can_offload[s] and tight[problem.costs.device[s]]}
