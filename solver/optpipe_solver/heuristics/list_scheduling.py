@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from time import monotonic
 
+from optpipe.evaluate.objective import NEVER
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
@@ -34,7 +35,7 @@ class ListScheduler(SchedulingState):
         self.admitted = 0
         self.transfers = Transfers(self)
 
-    def run(self, deadline: float = float("inf")) -> bool:
+    def run(self, deadline: float = NEVER) -> bool:
         """Run to the end of the iteration. False if the deadline, a moment of `time.monotonic`, passes before."""
         for j, route in enumerate(self.route):
             heapq.heappush(self.forwards[self.device[route[0]]].setdefault(route[0], []), (self.rank[j], j))

@@ -13,6 +13,7 @@ from math import ceil
 import numpy as np
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import TOLERANCE
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
@@ -159,7 +160,7 @@ def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
 
 
 def _whole(slots: float) -> int:
-    return ceil(slots - 1e-9)
+    return ceil(slots - TOLERANCE)
 
 
 def _starts(first: int, v: int, g: int) -> list[int]:
