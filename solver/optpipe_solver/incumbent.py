@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import length_ms
+from optpipe.evaluate.objective import NEVER, length_ms, shorter
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_solver.cpsat.grid_schedule import is_expressible, split_dispensable
@@ -29,7 +29,7 @@ class BestSchedule:
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self.request, self._emit = request, emit
         self.schedule: Schedule | None = None
-        self.value = float("inf")
+        self.value = NEVER
         warm = self._warm_start(request.warm_start) if request.warm_start else None
         if warm is not None:
             self.schedule, self.value = warm, length_ms(warm, request.objective)
@@ -44,7 +44,7 @@ class BestSchedule:
     def offer(self, schedule: Schedule) -> bool:
         """Keeps and emits a schedule that is valid and better than all before. Says whether it is."""
         found = length_ms(schedule, self.request.objective)
-        if found >= self.value * (1 - 1e-9) or check(self.request.problem, schedule):
+        if not shorter(found, self.value) or check(self.request.problem, schedule):
             return False
         self.schedule, self.value = schedule, found
         self._emit(Incumbent(method=schedule.method, schedule=Programs.of(schedule)))

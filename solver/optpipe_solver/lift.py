@@ -1,5 +1,4 @@
-"""`lift`: from times to programs. A solver that thinks in start times hands them in and gets a schedule that runs no
-later.
+"""`lift`: from times to programs. A solver that works with start times gets a schedule that runs no later.
 
 All ops are put in one global order, by start, that keeps precedence. Whatever a program adds (a transfer waits for the
 compute op before it, a compute op for the drop before it) points forward in that order, so the programs cannot
@@ -15,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optpipe.evaluate.graph import Where, is_transfer
+from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.arrays import Flags, Floats, Ints, Table
-from optpipe.model.ops import BACKWARD, COMPUTE, Kind, Op
+from optpipe.model.ops import BACKWARD, COMPUTE, TRANSFERS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program
+from optpipe.model.program import JOINED, KIND, MICROBATCH, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule
 
 TOLERANCE_MS = 1e-6  # times closer than this are the same moment
@@ -53,9 +52,8 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     start[first] = start[second] = np.maximum(start[first], start[second])
 
     moment = np.rint(start / grain(start))
-    lasts = duration > 2 * grain(
-        start
-    )  # at one moment, what takes no time comes first, one micro-batch after the other to hold little
+    # At one moment, what takes no time comes first, one micro-batch after the other to hold little.
+    lasts = duration > 2 * grain(start)
     order = np.lexsort((table[:, PART], phase, table[:, MICROBATCH], lasts, moment))
     rank = np.empty(len(table), dtype=np.int64)
     rank[order] = np.arange(len(table))
@@ -69,7 +67,7 @@ def lift_table(problem: Problem, table: Table, start: Floats, method: str = "") 
     in_program = np.lexsort((joins, rank, np.isin(table[:, KIND], list(COMPUTE)), slot, device))
     ends = np.searchsorted(device[in_program], np.arange(len(problem.devices) + 1))
     programs = tuple(Program(table[in_program[a:b]]) for a, b in pairwise(ends))
-    transfers = in_program[is_transfer(table[in_program])]
+    transfers = in_program[of_kinds(table[in_program], *TRANSFERS)]
     transfers = transfers[np.argsort(rank[transfers], kind="stable")]
     links = {
         link: Program(table[transfers[np.isin(device[transfers], sharers)]])
@@ -106,12 +104,10 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
 def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Floats, Ints]:
     """Each op's start, moved behind what it depends on where float noise or a drop's unknown time had it before that,
     and its phase: how far along its micro-batch's way it stands, for ties."""
-    costs, where = problem.costs, Where(problem, table)
-    at = {kind: where.of(kind) for kind in (Kind.F, Kind.C)} | {
-        Kind.B: where.of(Kind.B, Kind.BW),
-        Kind.W: where.of(Kind.W),
-    }
-    parts = {kind: where.of_part(kind) for kind in (Kind.O, Kind.D, Kind.R)}
+    costs = problem.costs
+    index = Index(problem, Rows(table, costs.device[table[:, STAGE]]))
+    at = {kind: index.of(kind) for kind in (Kind.F, Kind.C, Kind.W)} | {Kind.B: index.of(Kind.B, Kind.BW)}
+    parts = {kind: index.parts(kind) for kind in (Kind.O, Kind.D, Kind.R)}
     start, duration = np.r_[start, -np.inf], np.r_[duration, 0.0]  # row -1, no op, ends before all time
     phase = np.zeros(len(start), dtype=np.int64)
 
@@ -134,9 +130,8 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
             if costs.can_offload[s]:
                 offloads = parts[Kind.O][s, passing]
                 left = move(offloads, reached[:, None], 4 * k + 1)
-                move(
-                    parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2
-                )  # noise must not push it on
+                # Noise must not move the drop on.
+                move(parts[Kind.D][s, passing], np.maximum(start[offloads], left - noise), 4 * k + 2)
                 reloaded = move(parts[Kind.R][s, passing], left, 4 * (2 * len(route) - k) - 1)
             returned[s] = np.maximum(np.maximum(recomputed, reached), reloaded.max(axis=1))
         gradient = np.full(len(passing), -np.inf)
@@ -148,10 +143,9 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
 
 
 def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, joins: Flags) -> Ints:
-    """Where each op stands: compute ops are numbered along their device, the others stand before the compute op with
-    their number.
+    """(n,) slots: compute ops are numbered along their device, the others come before the compute op with their number.
 
-    A transfer stands behind the compute ops that have ended at its start, a drop before the first that starts when its
+    A transfer comes after the compute ops that have ended at its start, a drop before the first that starts when its
     offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
@@ -162,7 +156,7 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
         slot[own] = np.arange(len(own))
         others = np.flatnonzero(~compute & (device == d))
         slot[others] = np.searchsorted(rank[own], rank[others])
-        moving = others[is_transfer(table[others])]
+        moving = others[of_kinds(table[others], *TRANSFERS)]
         ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + grain(start), side="right")
         slot[moving] = np.minimum(slot[moving], ended)
     _keep_order(table, device, rank, slot)
@@ -176,10 +170,10 @@ def _falls(slot: Ints, group: NDArray[np.integer[Any]]) -> Flags:
 
 
 def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64]) -> None:
-    """Where a compute op spans the time from an offload's end to its reload's start, the reload stands behind it, as
-    its drop does, and the device's later transfers behind the reload."""
+    """Where a compute op spans the time from an offload's end to its reload's start, the reload comes after it, as its
+    drop does, and the device's later transfers after the reload."""
     others = np.flatnonzero(np.isin(table[:, KIND], [Kind.O, Kind.D, Kind.R]))
-    moving = others[is_transfer(table[others])]
+    moving = others[of_kinds(table[others], *TRANSFERS)]
     by_device = moving[np.lexsort((rank[moving], device[moving]))]
     by_activation = others[np.lexsort((rank[others], *table[others, STAGE : PART + 1].T))]
     if not (
@@ -189,10 +183,10 @@ def _keep_order(table: Table, device: Ints, rank: Ints, slot: NDArray[np.int64])
         return
     others = others[np.argsort(rank[others])]
     reached: dict[int, int] = {}
-    stands: dict[tuple[int, ...], int] = {}  # of the step before of the same activation
+    before: dict[tuple[int, ...], int] = {}  # of the same activation
     rows = zip(others.tolist(), device[others].tolist(), table[others, :4].tolist(), slot[others].tolist(), strict=True)
     for row, d, (kind, *activation), s in rows:
-        s = max(s, stands.get(tuple(activation), 0))
+        s = max(s, before.get(tuple(activation), 0))
         if kind != Kind.D:
             s = reached[d] = max(s, reached.get(d, 0))
-        stands[tuple(activation)] = slot[row] = s
+        before[tuple(activation)] = slot[row] = s

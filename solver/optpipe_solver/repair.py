@@ -1,9 +1,8 @@
-"""`repair`: a schedule made for other figures becomes one of this problem, with as little of its order changed as
-memory demands.
+"""`repair`: a schedule that was made for other figures becomes one of this problem, with few changes of its order.
 
 Times may drift as they like: programs are re-timed. Where an op of a program exceeds the memory that there is now,
-activations that are held meanwhile leave, or are computed again, those first that keep compute waiting least; and what
-still does not fit stands back behind what makes room (`_replayed`).
+activations that are held meanwhile leave, or are computed again, those first that keep compute waiting least. What
+still does not fit is moved behind what makes room (`_replayed`).
 """
 
 from __future__ import annotations
@@ -16,35 +15,40 @@ from itertools import pairwise
 import numpy as np
 
 from optpipe.errors import OptPipeError
+from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.effects import Effects
-from optpipe.evaluate.graph import ACROSS, ISSUED, dependencies, flatten, on_host_link, require_known, second_of_pair
-from optpipe.evaluate.memory import device_bytes, host_bytes
-from optpipe.model.arrays import Ints, Table
+from optpipe.evaluate.graph import ISSUED
+from optpipe.model.arrays import Ints
 from optpipe.model.ops import BACKWARD, HOST_LINK, OPTIMIZER, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, KIND, PART, STAGE, Program
+from optpipe.model.program import JOINED, KIND, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule, check
 
-EARLY = 1.5  # a reload stands this many reload times before its backward, where memory admits it
+EARLY = 1.5  # a reload stands this many reload times before its backward, if memory allows
 
 
 def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """The schedule, whatever problem it was made for, as a valid one of this problem; None where a few changes do not
-    do.
+    """Turns a schedule into a valid one of this problem.
 
-    Stages, placement and number of micro-batches have to be the same. What is returned has passed `check`, and is the
-    shortest found.
+    Parameters
+    ----------
+    schedule
+        Of any problem with the same stages, placement and number of micro-batches.
+
+    Returns
+    -------
+    The shortest valid schedule found; None if a few changes do not suffice.
     """
     try:
-        able = _only_what_can_be(problem, schedule)
-        if not check(problem, able):
-            return able
+        possible = _only_what_the_problem_has(problem, schedule)
+        if not check(problem, possible):
+            return possible
     except (OptPipeError, LookupError):  # it is not of such stages and micro-batches
         return None
     found = []
-    for change in (_replayed, lambda schedule: _replayed(_lightened(schedule))):
+    for change in (_replayed, lambda schedule: _replayed(_relieved(schedule))):
         try:
-            changed = change(able)
+            changed = change(possible)
             if not check(problem, changed):
                 found.append(changed)
         except (OptPipeError, LookupError):  # ops wait for each other, or for memory
@@ -52,12 +56,12 @@ def repair(problem: Problem, schedule: Schedule) -> Schedule | None:
     return min(found, key=lambda schedule: schedule.makespan_ms, default=None)
 
 
-def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
-    """Without what the problem does not know: offloads, recomputes, updates, pairs. Raises `ScheduleError` where stages
-    are others."""
+def _only_what_the_problem_has(problem: Problem, schedule: Schedule) -> Schedule:
+    """The schedule without the offloads, recomputes, updates and pairs that the problem does not have. Raises
+    ScheduleError if the stages are others."""
     costs = problem.costs
 
-    def able(program: Program) -> Program:
+    def possible(program: Program) -> Program:
         kind, stage, part = program.table[:, KIND], program.table[:, STAGE], program.table[:, PART]
         offloaded, dropped = np.isin(kind, [Kind.O, Kind.R]), kind == Kind.D
         leaves = costs.can_offload[stage] | (dropped & costs.can_evict[stage]) | ~(offloaded | dropped)
@@ -68,40 +72,39 @@ def _only_what_can_be(problem: Problem, schedule: Schedule) -> Schedule:
             table[:, JOINED] = 0
         return Program(table)
 
-    links = {link: able(order) for link, order in schedule.links.items() if link in problem.shared_links}
-    programs = tuple(able(program) for program in schedule.programs)
+    links = {link: possible(order) for link, order in schedule.links.items() if link in problem.shared_links}
+    programs = tuple(possible(program) for program in schedule.programs)
     found = Schedule(problem, programs, {link: order for link, order in links.items() if len(order)}, schedule.method)
-    require_known(problem, *flatten(found))
+    _ = found.compiled.rows  # raises if the stages are others
     return found
 
 
 def _replayed(schedule: Schedule) -> Schedule:
-    """All ops once more in the order of their starts; what does not fit waits for memory, and what needs it waits with
-    it.
+    """Runs all ops once more in the order of their starts. What does not fit waits for memory, and what needs it waits
+    with it.
 
-    All programs and links keep the one order in which ops are let through, so they cannot deadlock. Raises
-    `LookupError` where all that is left waits for memory.
+    All programs and links keep the one order in which ops are let through, so they cannot deadlock. Raises LookupError
+    if all that is left waits for memory.
     """
-    problem, timeline = schedule.problem, schedule.timeline
-    table, second = timeline.table, second_of_pair(timeline.table)
-    leads = np.flatnonzero(~second)  # ops, and of pairs the first
-    needs, delay = dependencies(problem, table, timeline.device)
-    needs = np.where(needs >= 0, needs - second[needs], -1)[:, :ISSUED]
-    behind: list[list[tuple[int, float]]] = [[] for _ in table]
-    missing = [0] * len(table)
-    for row, others, hop in zip((np.arange(len(table)) - second).tolist(), needs.tolist(), delay.tolist(), strict=True):
-        for column, other in enumerate(others):
-            if other >= 0:
-                behind[other].append((row, hop if column == ACROSS else 0.0))
-                missing[row] += 1
-    soonest, lasts, device = timeline.start.tolist(), (timeline.end - timeline.start).tolist(), timeline.device.tolist()
-    is_forward = (table[:, KIND] == Kind.F).tolist()
-    memory = _Memory(problem, table)
+    problem, compiled, timeline = schedule.problem, schedule.compiled, schedule.timeline
+    rows = compiled.rows
+    leads = np.flatnonzero(~rows.second)  # ops, and of pairs the first
+    waits, delays = compiled.waits
+    # The order of programs and streams is what changes.
+    needed = [column for column in range(waits.shape[1] - 1) if column % 4 != ISSUED]
+    behind: list[list[tuple[int, float]]] = [[] for _ in range(len(rows))]
+    missing = [0] * len(rows)
+    others, hops = waits[leads][:, needed], delays[leads][:, needed]
+    for lead, column in np.argwhere(others >= 0).tolist():
+        behind[others[lead, column]].append((int(leads[lead]), float(hops[lead, column])))
+        missing[leads[lead]] += 1
+    soonest, lasts, device = timeline.start.tolist(), (timeline.end - timeline.start).tolist(), rows.device.tolist()
+    is_forward = rows.of_kinds(Kind.F).tolist()
+    memory = _Memory(compiled)
     ready = [(soonest[row], row) for row in leads.tolist() if not missing[row]]
     heapq.heapify(ready)
-    short: list[list[tuple[float, int]]] = [
-        [] for _ in range(2 * len(problem.devices))
-    ]  # what lacks memory: forwards, and what restores
+    # What lacks memory, by device: what restores activations, and forwards.
+    short: list[list[tuple[float, int]]] = [[] for _ in range(2 * len(problem.devices))]
     order = []
     while ready:
         now, row = heapq.heappop(ready)
@@ -124,26 +127,26 @@ def _replayed(schedule: Schedule) -> Schedule:
                 queue[:] = [(at, row) for at, row in queue if not memory.fits(device[row], row)]
             heapq.heapify(ready)
     if len(order) < len(leads):
-        raise LookupError("memory for none of what is left")
+        raise LookupError("none of the ops that are left fits")
     return _in_order(schedule, np.array(order))
 
 
 class _Memory:
     """What devices and their hosts have left, and what each row takes and frees."""
 
-    def __init__(self, problem: Problem, table: Table) -> None:
-        on_device, on_host = device_bytes(problem, table), host_bytes(problem, table)
-        self._takes: list[tuple[int, int]] = list(zip(on_device[0].tolist(), on_host[0].tolist(), strict=True))
-        self._frees: list[tuple[int, int]] = list(zip(on_device[1].tolist(), on_host[1].tolist(), strict=True))
-        self._left = [device.activation_budget_bytes for device in problem.devices]
-        self._host_left: list[int] = problem.costs.host_memory.tolist()
+    def __init__(self, compiled: CompiledSchedule) -> None:
+        effects, costs = compiled.effects, compiled.problem.costs
+        self._takes: list[list[int]] = np.column_stack([effects.takes, effects.takes_on_host]).tolist()
+        self._frees: list[list[int]] = np.column_stack([effects.frees, effects.frees_on_host]).tolist()
+        self._left: list[int] = costs.activation_budget.tolist()
+        self._host_left: list[int] = costs.host_memory.tolist()
 
     def fits(self, d: int, row: int) -> bool:
         takes, on_host = self._takes[row]
         return takes <= self._left[d] and on_host <= self._host_left[d]
 
     def take(self, d: int, row: int) -> bool:
-        """Runs a row, if it fits; whether it did."""
+        """Runs a row if it fits. Says whether it did."""
         if not self.fits(d, row):
             return False
         self._left[d] += self._frees[row][0] - self._takes[row][0]
@@ -152,36 +155,34 @@ class _Memory:
 
 
 def _in_order(schedule: Schedule, leads: Ints) -> Schedule:
-    """The programs' ops in one order, of pairs the first."""
+    """The schedule with its ops in this order; of pairs the first is given."""
     problem, timeline = schedule.problem, schedule.timeline
     paired = timeline.table[leads, JOINED] == 1
     rows = np.repeat(leads, 1 + paired)
     rows[np.cumsum(1 + paired)[paired] - 1] += 1
     table, device = timeline.table[rows], timeline.device[rows]
     links = {
-        link: Program(table[on_host_link(table) & np.isin(device, sharers)])
+        link: Program(table[of_kinds(table, *HOST_LINK) & np.isin(device, sharers)])
         for link, sharers in problem.shared_links.items()
     }
     programs = tuple(Program(table[device == d]) for d in range(len(problem.devices)))
     return replace(schedule, programs=programs, links={link: order for link, order in links.items() if len(order)})
 
 
-DROP, RESTORE, ROW, OFFLOAD = range(4)  # what may stand before a row, the row itself, and behind it, in this order
-New = tuple[
-    int, int, tuple[int, int, int, int, int]
-]  # at which row of the old program, as what of the above, and the new row
+# What may come before a row, the row itself, and what may come after it, in this order.
+DROP, RESTORE, ROW, OFFLOAD = range(4)
+# A new row: at which row of the old program, as which of the above, and its columns.
+New = tuple[int, int, tuple[int, int, int, int, int]]
 
 
-def _lightened(schedule: Schedule) -> Schedule:
-    """With more offloads and recomputes: where a program holds too much, what stays over that goes, as far as this does
-    it."""
+def _relieved(schedule: Schedule) -> Schedule:
+    """The schedule with more offloads and recomputes where a program holds too much, as far as they suffice."""
     problem, timeline = schedule.problem, schedule.timeline
-    bounds = np.searchsorted(timeline.device, np.arange(len(problem.devices) + 1))
     programs, moments = [], []
-    for d, own in enumerate(slice(a, b) for a, b in pairwise(bounds.tolist())):
-        table, start, end = timeline.table[own], timeline.start[own].tolist(), timeline.end[own].tolist()
-        new = _Scan(problem, d, table, start, end).relieved()
-        rows = sorted([*((i, ROW, row) for i, row in enumerate(map(tuple, table.tolist()))), *new])
+    for d, own in enumerate(slice(a, b) for a, b in pairwise(timeline.rows.begins(len(problem.devices)).tolist())):
+        start, end = timeline.start[own].tolist(), timeline.end[own].tolist()
+        new = _Relief(schedule.compiled, d, own, start, end).new_rows()
+        rows = sorted([*((i, ROW, row) for i, row in enumerate(map(tuple, timeline.table[own].tolist()))), *new])
         programs.append(Program(np.array([row for *_, row in rows], dtype=np.int32).reshape(-1, 5)))
         now = 0.0
         for n, (i, what, row) in enumerate(rows):
@@ -207,24 +208,27 @@ class _Stay:
     parts: list[int]
 
 
-class _Scan:
-    """One device's program by rows, and what is held during each."""
+class _Relief:
+    """One device's program by rows, and what is held during each: `own` are its rows in the schedule."""
 
-    def __init__(self, problem: Problem, d: int, table: Table, start: list[float], end: list[float]) -> None:
-        self.problem, self.table, self.start, self.end = problem, table, start, end
+    def __init__(self, compiled: CompiledSchedule, d: int, own: slice, start: list[float], end: list[float]) -> None:
+        problem, rows = compiled.problem, compiled.rows
+        self.problem, self.table, self.start, self.end = problem, rows.table[own], start, end
         self.ms: list[list[float]] = problem.costs.ms.tolist()
         self.limit, self.host_limit = problem.devices[d].activation_budget_bytes, int(problem.costs.host_memory[d])
-        self.during, self.hosted = _held(*device_bytes(problem, table)), _held(*host_bytes(problem, table))
-        self.lead = (np.arange(len(table)) - second_of_pair(table)).tolist()  # a pair's first row
-        self.last = (np.arange(len(table)) + (table[:, JOINED] == 1)).tolist()
-        self.size = Effects(problem).parts
+        self.during, self.hosted = compiled.held.during[own].copy(), compiled.held.on_host[own].copy()
+        self.leads = ~rows.second[own]
+        self.lead = (np.arange(len(self.table)) - rows.second[own]).tolist()  # a pair's first row
+        self.last = (np.arange(len(self.table)) + (self.table[:, JOINED] == 1)).tolist()
+        self.effects = Effects(problem)
+        self.size = self.effects.parts
 
-    def relieved(self) -> list[New]:
-        """What is new in the program."""
+    def new_rows(self) -> list[New]:
+        """The offloads and recomputes that bring each row below the limit, as far as there are any."""
         new: list[New] = []
         coming = sorted(self._stays(), key=lambda stay: -stay.forward)
         held: list[_Stay] = []
-        for i in np.flatnonzero(self.during > self.limit).tolist():
+        for i in np.flatnonzero((self.during > self.limit) & self.leads).tolist():
             while coming and coming[-1].forward < i:
                 held.append(coming.pop())
             held = [stay for stay in held if stay.backward > i]
@@ -250,7 +254,7 @@ class _Scan:
                 yield _Stay(s, j, i, backward, list(range(len(self.size[s])))[::-1])
 
     def _means(self, stay: _Stay) -> Iterator[bool]:
-        """The ways in which it can go: by offload, by recompute (True)."""
+        """The ways in which an activation can go: by offload (False), by recompute (True)."""
         stage, whole = self.problem.stages[stay.stage], len(stay.parts) == len(self.size[stay.stage])
         if stage.can_offload and stay.parts:
             size = self.size[stay.stage][stay.parts[-1]]
@@ -260,8 +264,8 @@ class _Scan:
             yield True
 
     def _waits(self, i: int, stay: _Stay, recompute: bool) -> tuple[float, float]:
-        """About how long compute stands still, or computes again, if it is away during a row; then, the later it is
-        needed the better."""
+        """About how long compute stands still, or computes again, if the activation is away during a row. Then, to
+        decide between equals: the later it is needed, the better."""
         needed = self.start[stay.backward]
         if recompute:
             return self.ms[Kind.C][stay.stage], -needed
@@ -270,8 +274,8 @@ class _Scan:
         return max(0.0, out) + max(0.0, back), -needed
 
     def _offloaded(self, i: int, stay: _Stay) -> list[New]:
-        """The next part leaves after the forward, is gone before row i and back so early that the reload ends in time,
-        if memory admits."""
+        """The next part leaves after the forward, is gone before row i and, if memory allows, back so early that the
+        reload ends in time."""
         s, j, p = stay.stage, stay.microbatch, stay.parts.pop()
         size, soon = self.size[s][p], self.start[stay.backward] - EARLY * self.ms[Kind.R][s]
         back = stay.backward
@@ -287,16 +291,9 @@ class _Scan:
         return [(row, what, (int(kind), s, j, p, 0)) for row, what, kind in ops]
 
     def _recomputed(self, stay: _Stay) -> list[New]:
-        """Only its checkpoint stays, until right before the backward."""
+        """Only the checkpoint stays, until right before the backward."""
         stay.parts.clear()
-        stage = self.problem.stages[stay.stage]
-        self.during[self.last[stay.forward] + 1 : stay.backward] -= stage.activation_bytes - (
-            stage.checkpoint_bytes or 0
-        )
+        _, frees = self.effects.recomputed
+        freed = frees[Kind.F, stay.stage] - self.effects.frees[Kind.F, stay.stage]
+        self.during[self.last[stay.forward] + 1 : stay.backward] -= freed
         return [(stay.backward, RESTORE, (int(Kind.C), stay.stage, stay.microbatch, 0, 0))]
-
-
-def _held(taken: Ints, freed: Ints) -> Ints:
-    """Bytes held during each row."""
-    held: Ints = np.cumsum(taken) - np.cumsum(freed) + freed
-    return held

@@ -1,9 +1,9 @@
 """The engine for noisy op times: local search on programs by the percentile that simulation gives
 (`optpipe.evaluate.jitter`).
 
-A move is one of job-shop scheduling (van Laarhoven et al. 1992), made where it hurts: on the critical path of a bad
-sample of the noise, two ops that follow each other for no other reason than a program's order change places. The noise
-of the search is other noise than what the portfolio judges by, so what is found has not merely learnt its samples.
+A move is one of job-shop scheduling (van Laarhoven et al. 1992): on the critical path of a bad sample of the noise, two
+ops that follow each other for no other reason than a program's order change places. The search draws other noise than
+what the portfolio judges by, so what it finds has not merely learnt the samples.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate.graph import ISSUED
-from optpipe.evaluate.jitter import PERCENTILE, Noise, waits_for
-from optpipe.evaluate.objective import length_ms
+from optpipe.evaluate.jitter import PERCENTILE, Noise
+from optpipe.evaluate.objective import length_ms, shorter
 from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, MICROBATCH, STAGE, Program
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
@@ -28,30 +28,42 @@ from optpipe_solver.prune import prune
 METHOD = "robust"
 OTHER_NOISE = 1_000_003  # added to the seed
 OPS_PER_S = 1.5e7  # ops times samples simulated in a second, about half of what a quiet machine does
-LONGER = 1.01  # than at the start the nominal time may be
-WORSE = 1.001  # than the best the schedule at hand may be: record-to-record travel (Dueck 1993) leaves local optima
+LONGER = 1.01  # the nominal time may become so many times as long as at the start
+WORSE = 1.001  # the schedule at hand may be so many times worse than the best (record-to-record travel, Dueck 1993)
 
 
-def applies(problem: Problem) -> bool:
-    """Whether there is an order to change."""
-    return problem.microbatches > 1
+class RobustEngine:
+    """Makes a schedule better under noise."""
+
+    name = METHOD
+
+    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        return None if problem.microbatches > 1 else "with one micro-batch there is no order to change"
+
+    def run(self, request: Request, emit: Callable[[Frame], None]) -> float:
+        """Emits each schedule that is better by the engine's own noise, from the warm start on, until time is up.
+
+        Returns the seconds used by its own count of simulated ops. With one thread these are what is limited, so that
+        the search is the same on a busy machine.
+        """
+        began = time.monotonic()
+        if request.warm_start is None:
+            return 0.0
+        search = LocalSearch(request, request.warm_start.schedule(request.problem, METHOD))
+        while (search.spent_s if request.threads == 1 else time.monotonic() - began) < request.time_limit_s:
+            if search.step():
+                emit(Incumbent(method=METHOD, schedule=Programs.of(search.schedule)))
+        return search.spent_s
 
 
-def run(request: Request, emit: Callable[[Frame], None]) -> float:
-    """Emits each schedule that is better by the engine's own noise, from the warm start on, until the request's time is
-    up: with one thread by a count of simulated ops, which it returns as seconds, so that the search is the same on a
-    busy machine."""
-    began = time.monotonic()
-    if request.warm_start is None:
-        return 0.0
-    search = _Search(request, request.warm_start.schedule(request.problem, METHOD))
-    while (search.spent_s if request.threads == 1 else time.monotonic() - began) < request.time_limit_s:
-        if search.step():
-            emit(Incumbent(method=METHOD, schedule=Programs.of(search.schedule)))
-    return search.spent_s
+ENGINE = RobustEngine()
 
 
-class _Search:
+run = ENGINE.run
+
+
+class LocalSearch:
     """The schedule at hand, and moves from it."""
 
     def __init__(self, request: Request, schedule: Schedule) -> None:
@@ -74,7 +86,7 @@ class _Search:
         self.arcs: list[tuple[int, int]] = []
 
     def step(self) -> bool:
-        """Tries one neighbour and takes it if it is hardly worse than the best; whether it is the best."""
+        """Tries one neighbour, and takes it if it is hardly worse than the best. Returns whether it is the best."""
         ops = len(self.end)
         self.spent_s += ops / OPS_PER_S
         if not self.arcs:
@@ -96,14 +108,14 @@ class _Search:
         if ms > WORSE * self.best_ms or check(self.problem, neighbour):
             return False
         self._take(neighbour)
-        better = ms < self.best_ms * (1 - 1e-9)
+        better = shorter(ms, self.best_ms)
         self.best_ms = min(ms, self.best_ms)
         return better
 
     def _arcs(self, sample: int) -> list[tuple[int, int]]:
-        """On a critical path of the sample: the rows that follow each other by their program's order only."""
+        """Pairs of rows on a critical path of the sample that follow each other only by their program's order."""
         device, start, end = self.schedule.timeline.device, self.start[:, sample], self.end[:, sample]
-        waits, delay = waits_for(self.problem, self.schedule)
+        waits, delay = self.schedule.compiled.waits
         ready = np.where(waits >= 0, end[waits] + delay, -1.0)
         by_order = (ISSUED, waits.shape[1] - 1)
         arcs = []
@@ -120,7 +132,7 @@ class _Search:
         return arcs
 
     def _neighbour(self, first: int, second: int) -> Schedule | None:
-        """The second op stands before the first, or the first behind the second; None where one of them waits for the
+        """The schedule with the second op before the first, or the first behind the second; None if one waits for the
         other."""
         device = self.schedule.timeline.device
         d = int(device[first])

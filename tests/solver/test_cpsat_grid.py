@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support.enumeration import problem_of, stage
 
 from optpipe import Kind
-from optpipe_solver.cpsat.grid import LONGEST, Grid
+from optpipe.evaluate.effects import Effects
+from optpipe_solver.cpsat.grid import LONGEST, VISITS, Grid
 
 times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 
@@ -38,11 +39,11 @@ def test_for_bounds_nothing_is_rounded_up(ms: list[float], sizes: list[int], par
     for kind in (Kind.F, Kind.B, Kind.W, Kind.C, Kind.O, Kind.R):
         assert grid.ms(grid.duration(kind, 0)) <= problem.costs.ms[kind, 0] * (1 + 1e-12)
     assert grid.ms(grid.p2p) <= p2p
-    need = grid.activations[0]
-    assert need.whole * grid.grain <= held
-    assert sum(need.parts) * grid.grain <= leaves
-    assert need.kept * grid.grain <= kept
-    assert need.checkpoint * grid.grain <= checkpoint
+    assert sum(grid.parts[0]) * grid.grain <= leaves
+    exact = Effects(problem)
+    for kinds, recomputed in VISITS:
+        levels = [of.levels(0, *kinds, recomputed=recomputed) for of in (grid, exact)]
+        assert all(down.bytes * grid.grain <= level.bytes for down, level in zip(*levels, strict=True))
     assert grid.lossless or grid.down
 
 
@@ -56,4 +57,5 @@ def test_what_is_whole_stays_so() -> None:
 @pytest.mark.parametrize("size", [1, 10**4, 2**53])
 def test_sizes_beyond_every_device_are_counted_no_further(size: int) -> None:
     grid = Grid.of(problem_of([stage(0, (1, 1, 1), 2**53, 1), stage(0, (1, 1, 1), 7, 7)], [size], 2))
-    assert grid.capacity(0) < grid.activations[0].whole < 2**20
+    forward, *_ = grid.levels(0, Kind.F, Kind.B, Kind.W)
+    assert grid.capacity(0) < forward.bytes < 2**20

@@ -27,7 +27,7 @@ def start() -> Schedule:
 
 def test_local_search_helps_under_noise_that_it_has_not_seen():
     problem = start().problem
-    search = robust._Search(Request(problem=problem, jitter=0.05), start())
+    search = robust.LocalSearch(Request(problem=problem, jitter=0.05), start())
     before = search.ms
     values = [search.ms for _ in range(500) if search.step()]
     assert len(values) > 3
@@ -40,11 +40,11 @@ def test_local_search_helps_under_noise_that_it_has_not_seen():
 def test_the_engine_counts_its_work_with_one_thread():
     request = Request(problem=start().problem, jitter=0.05, time_limit_s=0.5, warm_start=Programs.of(start()))
     found: list[list[object]] = [[], []]
-    spent = [robust.run(request, frames.append) for frames in found]
+    spent = [robust.ENGINE.run(request, frames.append) for frames in found]
     assert spent[0] == spent[1]
     assert 0.5 <= spent[0] < 1.0
     assert found[0] == found[1] != []
-    assert robust.run(request.model_copy(update={"warm_start": None}), print) == 0.0
+    assert robust.ENGINE.run(request.model_copy(update={"warm_start": None}), print) == 0.0
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])

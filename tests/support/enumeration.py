@@ -10,8 +10,9 @@ from typing import Any
 
 from optpipe import Problem, Schedule, Stage, simulate
 from optpipe.errors import ScheduleError
-from optpipe.evaluate.memory import device_bytes
+from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.rows import Index, Rows
 from optpipe.model.ops import Kind, Op
 from optpipe.model.program import Program
 from optpipe.schedule import certify
@@ -123,7 +124,9 @@ def programs_of(problem: Problem, device: int) -> list[Program]:
 def changes(problem: Problem, chains: list[tuple[Op, ...]]) -> list[dict[Op, int]]:
     """What each op takes of the device's memory, and what it frees."""
     ops = [op for chain in chains for op in chain]
-    return [dict(zip(ops, amounts.tolist(), strict=True)) for amounts in device_bytes(problem, Program.of(ops).table)]
+    rows = Rows.of([Program.of(ops)])
+    effects = Effects(problem).by_row(rows, Index(problem, rows))
+    return [dict(zip(ops, amounts.tolist(), strict=True)) for amounts in (effects.takes, effects.frees)]
 
 
 def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[dict[str, Program]]:

@@ -16,6 +16,7 @@ from math import ceil
 
 import numpy as np
 
+from optpipe.evaluate.objective import raises, reaches
 from optpipe.model.ops import Kind
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.process.protocol import Bound, Frame, Request
@@ -33,6 +34,7 @@ from optpipe_solver.prune import prune
 METHOD = "cpsat"
 # Ticks, as `grid.FINEST`, where bounds are proven. With 2^38 of them CP-SAT 9.15 refutes solutions.
 FINE = 2**24
+FLOAT_NOISE = 1e-12  # relative: what a bound in ticks may be too high
 # Of the time, and of what is left then.
 IN_ORDER_SHARE, RANKS_SHARE = 0.1, 0.8
 # The first step goes this part of the way from the bound to the best schedule; steps then double.
@@ -71,7 +73,7 @@ class WholeProblemSearch:
 
     @property
     def _proven(self) -> bool:
-        return self.best.value <= self._bound * (1 + 1e-9)
+        return reaches(self.best.value, self._bound)
 
     def _model(self, grid: Grid, order: Order) -> WindowModel:
         assert self.best.start
@@ -86,7 +88,7 @@ class WholeProblemSearch:
         It starts at the bound of the rounded problem, of which some schedules may be shorter than any of the problem.
         """
         until, grid = self.budget.left() - seconds, self.fine_grid.relaxed
-        least = ceil(max(trivial_bound(grid.rounded), memory_bound(grid.rounded)) * (1 - 1e-12))
+        least = ceil(max(trivial_bound(grid.rounded), memory_bound(grid.rounded)) * (1 - FLOAT_NOISE))
         model = self._model(grid, "ranks")
         known = model.variables.incumbent.end
         most = known - 1
@@ -115,7 +117,7 @@ class WholeProblemSearch:
 
     def _offer_bound(self, ms: float) -> None:
         with self._bound_lock:
-            if ms > self._bound * (1 + 1e-9):
+            if raises(ms, self._bound):
                 self._bound = ms
                 self._emit(Bound(method=METHOD, lower_bound_ms=ms))
 
@@ -124,7 +126,7 @@ class WholeProblemSearch:
         model = self._model(grid, order)
         # Rounded down, there may be shorter solutions; only what they lift to is no shorter than the bound.
         if not grid.down:
-            model.model.add(model.objective >= ceil(self._bound / float(grid.tick) * (1 - 1e-12)))
+            model.model.add(model.objective >= ceil(self._bound / float(grid.tick) * (1 - FLOAT_NOISE)))
 
         def on_better(starts: Starts) -> None:
             self.best.offer(prune(lift(self.problem, grid.starts_ms(starts), METHOD)))

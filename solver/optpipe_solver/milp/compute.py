@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.objective import TOLERANCE, Objective
 from optpipe.model.ops import Kind, Op
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.precedences import microbatches_by_route
@@ -76,7 +76,7 @@ def add_workload(v: Variables, objective: Objective) -> None:
     """Valid cuts: an op waits for all the work of its device that precedes it, and all that follows it comes before the
     end; nothing beats the trivial bound."""
     paths, add = v.paths, v.rows.add
-    trivial = trivial_bound(v.problem, objective) * paths.scale * (1 - 1e-12)
+    trivial = trivial_bound(v.problem, objective) * paths.scale * (1 - TOLERANCE)
     v.rows.lower[v.C] = max(v.rows.lower[v.C], trivial)
     for y, E in enumerate(v.E):
         own = paths.device == paths.device[y]

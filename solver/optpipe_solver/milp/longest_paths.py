@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.evaluate.objective import TOLERANCE
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import Op
 from optpipe.model.problem import Problem
@@ -21,8 +22,6 @@ from optpipe_solver.milp.precedences import (
 )
 from optpipe_solver.milp.surroundings import Surroundings
 from optpipe_solver.milp.switches import Order
-
-SLACK = 1e-9  # relative, of sums of times
 
 
 class LongestPaths:
@@ -88,7 +87,7 @@ class LongestPaths:
     @property
     def possible(self) -> bool:
         """Whether anything may fit into the horizon or, of a window, whether anything shorter may."""
-        longest = self.horizon * (1 + (-SLACK if self.around else SLACK))
+        longest = self.horizon * (1 + (-TOLERANCE if self.around else TOLERANCE))
         least = max(self.around.least_ms * self.scale if self.around else 0.0, float((self.head + self.tail).max()))
         return bool((self.lag.diagonal() <= 0.0).all() and least <= longest)
 
@@ -116,7 +115,7 @@ class LongestPaths:
     def _forced(self) -> list[tuple[int, int]]:
         """Pairs of ops on a device that no schedule within the horizon runs the other way round."""
         related = self.lag > -np.inf
-        too_late = (self.head + self.time)[:, None] + self.tail[None, :] > self.horizon * (1 + SLACK)  # y, then x
+        too_late = (self.head + self.time)[:, None] + self.tail[None, :] > self.horizon * (1 + TOLERANCE)  # y, then x
         pairs: NDArray[np.bool_] = too_late.T & (self.device[:, None] == self.device) & ~related & ~related.T
         np.fill_diagonal(pairs, False)
         return [(int(x), int(y)) for x, y in np.argwhere(pairs & ~pairs.T)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from optpipe.evaluate.objective import reaches
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
 from optpipe_solver.bounds import trivial_bound
@@ -85,7 +86,7 @@ def search_windows(
     random_ = random.Random(limits.seed)
     neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
     graph = ScheduleGraph(prune(split_if_it_fits(best)))
-    least_ms = trivial_bound(best.problem, "makespan") * (1 + 1e-9)
+    bound = trivial_bound(best.problem, "makespan")
 
     def on_solution(x: Floats) -> None:
         nonlocal best
@@ -93,7 +94,7 @@ def search_windows(
         if offer(found):
             best = found
 
-    while graph.expressible and graph.end_ms > least_ms and limits.seconds > 0:
+    while graph.expressible and not reaches(graph.end_ms, bound) and limits.seconds > 0:
         (chosen,) = random_.choices(neighbourhoods, [max(LEAST_WORTH, n.worth) for n in neighbourhoods])
         window, began, before = chosen.choose(graph, random_), time.monotonic(), best
         own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, random_.randrange(2**31))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
+from optpipe.evaluate.objective import reaches
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Note, Request
@@ -59,8 +60,11 @@ class _Search:
                 start = assignment(model.variables, best.schedule) if best.schedule else {}
                 callbacks = self._on_solution(model), self._on_bound(model), model.violated
                 solver = minimize(solver, Task(model.rows, model.C, start, limits, *callbacks), self._note)
-            optimal = best.value <= trivial_bound(request.problem, request.objective) * (1 + 1e-9)
-            if optimal or model.is_bound or limits.seconds == 0.0:
+            if (
+                reaches(best.value, trivial_bound(request.problem, request.objective))
+                or model.is_bound
+                or limits.seconds == 0.0
+            ):
                 break
 
     def windows(self, limits: Limits, switches: Switches) -> None:
