@@ -5,13 +5,19 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from optpipe import Device, Problem, Stage
-from optpipe_solver.systems.pipeoffload import peaks_by_stages_offloaded
+from optpipe import Device, Problem, Stage, certify
+from optpipe_solver.systems.pipeoffload import pipe_offload
 
 HERE = Path(__file__).parent
 DEVICES, CHUNKS, MICROBATCHES = 8, 16, 8  # the paper's 8 devices with 16 stages each
 CURVES = {0.2: "#2F6DB5", 1.0: "#8E44AD"}  # k, and the colour
 LEFT, TOP, WIDTH, HEIGHT = 64, 60, 420, 260
+
+
+def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
+    """Bytes of the fullest device if none, one, up to all stages of each device leave."""
+    schedules = [pipe_offload(problem, leaving) for leaving in range(len(problem.stages) // len(problem.devices) + 1)]
+    return [max(peak.bytes for peak in certify(problem, schedule).device) for schedule in schedules]
 
 
 def shares(k: float) -> list[float]:

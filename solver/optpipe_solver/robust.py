@@ -60,10 +60,6 @@ class RobustEngine:
 ENGINE = RobustEngine()
 
 
-def applies(problem: Problem) -> bool:
-    return ENGINE.unsupported(problem, alone=False) is None
-
-
 run = ENGINE.run
 
 

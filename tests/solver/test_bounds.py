@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import problems
 from support.enumeration import EXHAUSTIVE, best_of_all
 from support.strategies import problems_with_schedules
 
@@ -24,22 +26,10 @@ def pipeline(
     memory: int = 1,
     size: int = 1,
     kept: int = 1,
-    **changes: object,
+    **changes: Any,
 ) -> Problem:
-    forward, backward, weight = ms
-    costs = {
-        "forward_ms": forward,
-        "backward_input_ms": backward,
-        "backward_weight_ms": weight,
-        "activation_bytes": size,
-    }
-    return Problem(
-        microbatches=microbatches,
-        p2p_ms=p2p_ms,
-        devices=[Device(activation_budget_bytes=memory)] * devices,
-        stages=[Stage(device=d, saved_for_weight_bytes=kept, **costs) for d in range(devices)],
-        **changes,
-    )
+    costs = problems.stage(ms, (size, kept))
+    return problems.pipeline(devices, microbatches, memory, costs, p2p_ms=p2p_ms, **changes)
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,11 +92,12 @@ def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
 @given(problems_with_schedules(beyond=True))
 def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     problem, schedule = pair
+    peaks = [peak.bytes for peak in certify(problem, schedule).device]
     devices = [
-        {**d.model_dump(exclude_none=True), "activation_budget_bytes": p.bytes}
-        for d, p in zip(problem.devices, certify(problem, schedule).device, strict=True)
+        device.model_dump(exclude_none=True) | {"activation_budget_bytes": peak}
+        for device, peak in zip(problem.devices, peaks, strict=True)
     ]
-    tight = Problem.from_dict({**problem.to_dict(), "devices": devices})
+    tight = problem.replace(devices=devices)
     assert memory_bound(tight, "makespan") <= schedule.makespan_ms + 1e-6
     assert memory_bound(tight, "span") <= schedule.span_ms + 1e-6
 
@@ -121,21 +112,13 @@ def test_it_is_no_more_than_the_best_of_all_schedules(name):
 @given(st.data())
 def test_what_heuristics_find_is_no_shorter(data):
     """On pipelines of alike stages, where schedules are near the bound, by any memory and any way to do without it."""
-    f, b, w, o, c = (float(data.draw(st.integers(0, 6))) for _ in range(5))
+    f, b, w, o, c = (data.draw(st.integers(0, 6)) for _ in range(5))
     size, kept = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 12))
-    away = {"offload_ms": o, "reload_ms": o, "offload_bytes": size, "offload_parts": data.draw(st.sampled_from([1, 3]))}
-    again = {"recompute_ms": c, "checkpoint_bytes": data.draw(st.integers(0, size))}
-    costs = {"activation_bytes": size, "saved_for_weight_bytes": kept} | data.draw(
-        st.sampled_from([{}, away, again, away | again])
-    )
-    devices = data.draw(st.integers(1, 3))
-    stages = [Stage(device=d, forward_ms=f, backward_input_ms=b, backward_weight_ms=w, **costs) for d in range(devices)]
+    away = {"offload": (o, o, size), "offload_parts": data.draw(st.sampled_from([1, 3]))}
+    again = {"recompute": (c, data.draw(st.integers(0, size)))}
+    costs = problems.stage((f, b, w), (size, kept), **data.draw(st.sampled_from([{}, away, again, away | again])))
     memory = data.draw(st.integers(size, 5 * size))
-    problem = Problem(
-        microbatches=data.draw(st.integers(1, 9)),
-        devices=[Device(activation_budget_bytes=memory)] * devices,
-        stages=stages,
-    )
+    problem = problems.pipeline(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), memory, costs)
     for objective in ("makespan", "span"):
         for schedule in islice(STREAMS["adaoffload"](problem, objective), 25):
             assert memory_bound(problem, objective) <= length_ms(schedule, objective) + 1e-6
@@ -177,14 +160,7 @@ def test_memory_says_how_many_weight_gradients_can_wait_for_the_last_input_gradi
 
 
 def test_chunks_of_one_device_share_what_can_wait():
-    stages = [
-        {"device": d, "forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 1.0} for d in (0, 1, 1, 0)
-    ]
-    sizes = {"activation_bytes": 2, "saved_for_weight_bytes": 1}
-    problem = Problem(
-        microbatches=6,
-        devices=[Device(activation_budget_bytes=5)] * 2,
-        stages=[Stage(**stage, **sizes) for stage in stages],
-    )
+    stages = [problems.stage((2, 2, 1), (2, 1), device=d) for d in (0, 1, 1, 0)]
+    problem = problems.pipeline(2, 6, 5, stages)
     # the last B of stage 1: behind it all that device 1 does but three Ws that wait and its own; then stage 0
     assert deferral_bound(problem) == 2 + 6 * 2 * 5 - 4 + 2 + 1

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.problems import pipeline as make_pipeline
+from support.problems import stage as problem_stage
 from support.strategies import looped, problems
 
-from optpipe import Device, InputError, Problem, Stage, certify, check
+from optpipe import InputError, Problem, certify, check
 from optpipe.evaluate.objective import length_ms
 from optpipe_solver import systems
 from optpipe_solver.bounds import trivial_bound
@@ -23,17 +26,12 @@ GB = 10**9
 
 
 def pipeline(
-    placement: list[int], microbatches: int, memory: float, ms: tuple[float, ...], p2p_ms: float = 1.0, **costs: object
+    placement: list[int], microbatches: int, memory: float, ms: tuple[float, ...], p2p_ms: float = 1.0, **costs: Any
 ) -> Problem:
-    """Stages by device, with F, B, W and, if given, offload time."""
-    times = dict(zip(("forward_ms", "backward_input_ms", "backward_weight_ms"), ms, strict=False))
-    offload = {"offload_ms": ms[3], "reload_ms": ms[3], "offload_bytes": 5 * GB} if len(ms) > 3 else {}
-    stages = [
-        Stage(device=d, **{"activation_bytes": 5 * GB, "saved_for_weight_bytes": 2 * GB, **times, **offload, **costs})
-        for d in placement
-    ]
-    devices = [Device(activation_budget_bytes=int(memory * 5 * GB))] * (max(placement) + 1)
-    return Problem(microbatches=microbatches, p2p_ms=p2p_ms, devices=devices, stages=stages)
+    """Stages by device, with F, B, W and, if given, offload time; `memory` in activations."""
+    away = {"offload": (ms[3], ms[3], 5 * GB)} if len(ms) > 3 else {}
+    stages = [problem_stage(ms[:3], (5 * GB, 2 * GB), device=d, **away, **costs) for d in placement]
+    return make_pipeline(max(placement) + 1, microbatches, int(memory * 5 * GB), stages, p2p_ms=p2p_ms)
 
 
 def test_every_name_has_its_generator():

@@ -5,23 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.problems import pipeline as make_pipeline
+from support.problems import stage as problem_stage
 from support.strategies import problems
 
-from optpipe import Device, Kind, Problem, Stage, certify, check
+from optpipe import Kind, Problem, certify, check
 from optpipe_solver import plan
 from optpipe_solver.bounds.least_memory import least_memory
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 
-COSTS = {
-    "forward_ms": 10.0,
-    "backward_input_ms": 10.0,
-    "backward_weight_ms": 8.0,
-    "activation_bytes": 5,
-    "saved_for_weight_bytes": 2,
-}
-OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
+COSTS = problem_stage((10, 10, 8), (5, 2), offload=(12, 12, 5))
 
 
 @st.composite
@@ -80,15 +75,8 @@ def test_one_micro_batch_at_a_time_fits_wherever_any_schedule_does(problem):
     assert check(problem, one_at_a_time(problem, "naive")) == []
 
 
-def pipeline(devices: int, microbatches: int, memory: int, **changes: object) -> Problem:
-    stages = [Stage(device=d, **COSTS, **OFFLOAD) for d in range(devices)]
-    return Problem(
-        microbatches=microbatches,
-        p2p_ms=1.0,
-        devices=[Device(activation_budget_bytes=memory)] * devices,
-        stages=stages,
-        **changes,
-    )
+def pipeline(devices: int, microbatches: int, memory: int) -> Problem:
+    return make_pipeline(devices, microbatches, memory, COSTS, p2p_ms=1.0)
 
 
 def test_what_leaves_is_back_when_its_backward_comes():
@@ -109,17 +97,13 @@ def test_half_of_the_activations_leave_if_the_policy_says_so():
 
 def test_a_weight_gradient_that_needs_more_than_the_activation_is_fused_where_memory_is_short():
     costs = COSTS | {"saved_for_weight_bytes": 8}
-    short, ample = (
-        Problem(microbatches=2, devices=[Device(activation_budget_bytes=size)], stages=[Stage(device=0, **costs)])
-        for size in (5, 16)
-    )
+    short, ample = (make_pipeline(1, 2, size, costs) for size in (5, 16))
     assert schedule_by_policy(short, Policy(), "x").programs[0].texts() == ["0F0", "0BW0", "0F1", "0BW1"]
     assert any(op.kind is Kind.B for op in schedule_by_policy(ample, Policy(), "x").programs[0].ops())
 
 
 def test_recompute_keeps_the_checkpoint_only():
-    stages = [Stage(device=0, **COSTS, recompute_ms=10.0, checkpoint_bytes=1)]
-    problem = Problem(microbatches=4, devices=[Device(activation_budget_bytes=20)], stages=stages)
+    problem = make_pipeline(1, 4, 20, problem_stage((10, 10, 8), (5, 2), recompute=(10, 1)))
     schedule = schedule_by_policy(problem, Policy(recompute=(1.0,)), "x")
     assert sum(op.kind is Kind.C for op in schedule.programs[0].ops()) == 4
     assert certify(problem, schedule).fits

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
+from support import problems
 from support.strategies import problems_with_schedules
 
-from optpipe import Device, Problem, Stage, check
+from optpipe import Problem, check
 from optpipe_solver.heuristics import generate
 from optpipe_solver.heuristics.pairs import join_pairs
 from optpipe_solver.heuristics.policy import Policy
@@ -13,17 +14,7 @@ from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 
 
 def pipeline(factor: float | None, memory: int = 100) -> Problem:
-    costs = {
-        "forward_ms": 10.0,
-        "backward_input_ms": 10.0,
-        "backward_weight_ms": 10.0,
-        "activation_bytes": 5,
-        "saved_for_weight_bytes": 5,
-    }
-    stages = [Stage(device=d, **costs) for d in range(3)]
-    return Problem(
-        microbatches=12, devices=[Device(activation_budget_bytes=memory)] * 3, stages=stages, overlap_factor=factor
-    )
+    return problems.pipeline(3, 12, memory, problems.stage((10, 10, 10), (5, 5)), overlap_factor=factor)
 
 
 @settings(max_examples=200, deadline=None)
@@ -40,6 +31,6 @@ def test_pairs_shorten_what_can_run_together():
     assert together.makespan_ms < 0.9 * apart.makespan_ms
 
 
-def test_without_a_factor_or_room_nothing_is_join_pairs():
+def test_without_a_factor_or_room_nothing_is_joined():
     assert join_pairs(schedule_by_policy(pipeline(None), Policy(), "x")) is None
     assert join_pairs(schedule_by_policy(pipeline(0.7, memory=5), Policy(), "x")) is None

@@ -6,9 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from support.problems import pipeline as make_pipeline
+from support.problems import stage
 from support.strategies import problems
 
-from optpipe import Device, Problem, Stage, check
+from optpipe import Problem, check
 from optpipe_solver import plan
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.heuristics.list_scheduling import ListScheduler
@@ -17,34 +19,18 @@ from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
 from optpipe_solver.lift import lift_table
 
-OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 5}
-
 
 def pipeline(devices: int, microbatches: int, memory: int, jitter: float = 0.0) -> Problem:
     noise = np.random.default_rng(0)
-    stages = [
-        Stage(
-            device=d,
-            **{
-                f"{name}_ms": ms * (1 + jitter * noise.random())
-                for name, ms in (("forward", 10), ("backward_input", 10))
-            },
-            backward_weight_ms=8.0,
-            activation_bytes=5,
-            saved_for_weight_bytes=2,
-            **OFFLOAD,
-        )
-        for d in range(devices)
-    ]
-    return Problem(
-        microbatches=microbatches, p2p_ms=1.0, devices=[Device(activation_budget_bytes=memory)] * devices, stages=stages
-    )
+    times = [(10 * (1 + jitter * noise.random()), 10 * (1 + jitter * noise.random()), 8) for _ in range(devices)]
+    stages = [stage(ms, (5, 2), offload=(12, 12, 5)) for ms in times]
+    return make_pipeline(devices, microbatches, memory, stages, p2p_ms=1.0)
 
 
 def run(problem: Problem, policy: Policy):
-    listing = ListScheduler(problem, policy)
-    assert listing.run()
-    return np.array(listing.rows, dtype=np.int32), np.array(listing.starts)
+    scheduler = ListScheduler(problem, policy)
+    assert scheduler.run()
+    return np.array(scheduler.rows, dtype=np.int32), np.array(scheduler.starts)
 
 
 @pytest.mark.parametrize("policy", [Policy(offload=(1.0,) * 6, patience=0.5), Policy(), Policy(split=False)])

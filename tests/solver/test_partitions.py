@@ -169,14 +169,14 @@ def test_stages_that_are_no_layers_are_not_recognised():
 
 
 @pytest.mark.parametrize("memory", [1000, 9])
-def test_climbing_finds_better_partitions_that_fit(memory):
+def test_the_descent_finds_better_partitions_that_fit(memory):
     layers = [stage(0, (1, 1, 1), 1)] * 12 + [stage(0, (6, 6, 6), 2)]
     problem = model(layers, [memory] * 3, 8, 0.0)
-    climb = PartitionDescent(problem, "makespan", Placement(chunks=1, layers=(9, 3, 1)))
-    seen = [(climb.length_ms, climb.placement) for _ in islice(climb.steps, 60)]
+    descent = PartitionDescent(problem, "makespan", Placement(chunks=1, layers=(9, 3, 1)))
+    seen = [(descent.length_ms, descent.placement) for _ in islice(descent.steps, 60)]
     lengths = [length for length, _ in seen]
     assert lengths == sorted(lengths, reverse=True)
-    placed = climb.placement.apply(problem)
+    placed = descent.placement.apply(problem)
     assert infeasibility(placed) is None
-    assert trivial_bound(placed) <= climb.length_ms < 0.9 * lengths[0]
-    assert sum(climb.placement.layers) == 13
+    assert trivial_bound(placed) <= descent.length_ms < 0.9 * lengths[0]
+    assert sum(descent.placement.layers) == 13

@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from support import problems
 from support.enumeration import best_of_all, problem_of, stage
 
 import optpipe
-from optpipe import Device, InputError, Problem, Schedule, Stage, check, simulate
+from optpipe import Device, InputError, Problem, Schedule, check, simulate
 from optpipe.model.placement import Placement, rechunk
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Note, Programs, Refused, Request
@@ -30,36 +31,14 @@ def pipeline(
     memory: int = 6, offload_ms: float | None = 0.25, devices: int = 4, microbatches: int = 8, **changes: Any
 ) -> Problem:
     """F, B and W one each, activations of 4 bytes, memory for one and a half."""
-    costs = {
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 4,
-        "saved_for_weight_bytes": 2,
-    }
-    away = {} if offload_ms is None else {"offload_ms": offload_ms, "reload_ms": offload_ms, "offload_bytes": 4}
-    stages = [Stage(device=d, **costs, **away) for d in range(devices)]
-    return Problem(
-        microbatches=microbatches, devices=[Device(activation_budget_bytes=memory)] * devices, stages=stages, **changes
-    )
+    away = {} if offload_ms is None else {"offload": (offload_ms, offload_ms, 4)}
+    return problems.pipeline(devices, microbatches, memory, problems.stage(sizes=(4, 2), **away), **changes)
 
 
 def with_layers(memory: int = 40) -> Problem:
-    """Ten alike and a heavy head on three devices; given is the partition that counts layers."""
-    costs = {
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 2,
-        "saved_for_weight_bytes": 1,
-    }
-    layers = [costs] * 10 + [costs | {"forward_ms": 4.0, "backward_input_ms": 4.0, "backward_weight_ms": 4.0}]
-    problem = Problem(
-        microbatches=6,
-        devices=[Device(activation_budget_bytes=memory)] * 3,
-        stages=[{"device": d, **costs} for d in range(3)],
-    )
-    return Placement(chunks=1, layers=(4, 4, 3)).apply(problem.replace(layers=layers))
+    """Ten alike and a heavy head on three devices, in the partition that counts layers."""
+    layers = [problems.stage(sizes=(2, 1))] * 10 + [problems.stage((4, 4, 4), (2, 1))]
+    return Placement(chunks=1, layers=(4, 4, 3)).apply(problems.pipeline(3, 6, memory, layers[0], layers=layers))
 
 
 def run(problem: Problem, **asked: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from support.units import ACTIVATION, units
 from optpipe import InputError, Kind, Problem, Schedule, certify, check
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.block import collisions, slots
-from optpipe_solver.systems.pipeoffload import longest_lived, peaks_by_stages_offloaded, pipe_offload, uniform_block
+from optpipe_solver.systems.pipeoffload import longest_lived, pipe_offload, uniform_block
 from optpipe_solver.systems.slots import fill, staggered
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -224,7 +224,8 @@ def test_what_lives_longest_leaves_first():
 
 
 def test_half_of_the_stages_offloaded_leaves_about_a_quarter():
-    peaks = [bytes_ / ACTIVATION for bytes_ in peaks_by_stages_offloaded(offloading(8, 8, 16, 0.2))]
+    script = runpy.run_path(str(DOCS / "better_than_linear.py"))
+    peaks = [size / ACTIVATION for size in script["peaks_by_stages_offloaded"](offloading(8, 8, 16, 0.2))]
     assert 0.2 < peaks[8] / peaks[0] < 0.3
     line = [peaks[0] + (peaks[-1] - peaks[0]) * n / 16 for n in range(17)]
     assert all(at < straight - 2 for at, straight in zip(peaks[1:-1], line[1:-1], strict=True) if straight > 6)

@@ -18,9 +18,9 @@ from optpipe_solver.bounds.weights import weights
 
 
 def partition_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """No schedule of any partition of the layers into looped or V-shaped chunks on the problem's devices is shorter, in
-    ms.
+    """Return a length in ms that no schedule of any partition of the layers falls below.
 
+    Partitions are into looped or V-shaped chunks on the problem's devices.
     The devices together have all the work to do. The one that is d-th in line starts no sooner than d layers and hops
     after the first, and after its last input gradient as much is still to come. All micro-batches pass each layer,
     after the layers before it. One micro-batch passes all layers and all devices there and back. What layers hold over
@@ -68,11 +68,11 @@ def _held(problem: Problem, layers: Sequence[StageCosts], forward: Floats, backw
     memory, link, compute = weights()
     byte = memory / roomiest  # of a byte for a ms
     duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
-    turns = (forward + backward)[::-1].cumsum()[::-1]
+    trips = (forward + backward)[::-1].cumsum()[::-1]
     needed = compute * (forward + backward + weight).sum()
-    times = zip(forward, backward, weight, turns, strict=True)
-    for layer, held, (f_ms, b_ms, w_ms, turn_ms) in zip(layers, _layer_bytes(problem), times, strict=True):
-        between = turn_ms - f_ms - b_ms
+    times = zip(forward, backward, weight, trips, strict=True)
+    for layer, held, (f_ms, b_ms, w_ms, trip_ms) in zip(layers, _layer_bytes(problem), times, strict=True):
+        between = trip_ms - f_ms - b_ms
         ends = held.forward * f_ms + held.backward * b_ms
         choices = [byte * (ends + held.stays * between)]
         if layer.can_offload:

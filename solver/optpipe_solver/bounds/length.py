@@ -1,17 +1,20 @@
-"""Lower bounds that need no search: no device is faster than its work, no micro-batch than its way there and back, and
-memory is held for a time."""
+"""Lower bounds on the length of a schedule that need no search.
+
+No device is faster than its work, no micro-batch faster than its path through all stages and back, and memory is held
+for a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.evaluate.objective import Objective
-from optpipe.model.arrays import Flags, Floats
+from optpipe.model.arrays import OFF_ROUTE, Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
@@ -21,78 +24,80 @@ from optpipe_solver.bounds.weights import weights
 
 
 def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """No schedule of the problem is shorter, in ms, whatever the memory.
+    """Return a length in ms that no schedule of the problem falls below, whatever the memory.
 
     Makespan: a device starts when the first forward can have reached it, then has all its work to do; or all but the
-    weight gradients, and its last input gradient goes the way back. Span (OptPipe Eq. 3): a device's work, or one
-    micro-batch's way from it and back.
+    weight gradients, and its last input gradient passes the stages before. Span (OptPipe Eq. 3): a device's work, or
+    one micro-batch's round trip from it and back.
     """
-    ways, ms = _ways(problem), _shortest(problem)
-    whole, inputs = _work(problem, (Kind.B, Kind.W))[ways.used], _work(problem, (Kind.B,))[ways.used]
+    paths, ms = _paths(problem), _shortest(problem)
+    whole, inputs = _work(problem, (Kind.B, Kind.W))[paths.used], _work(problem, (Kind.B,))[paths.used]
     if objective == "span":
-        return float(max(max(turn + ms[Kind.W, s] for (_, s), turn in ways.turn.items()), whole.max()))
-    arrives, leaves = ways.arrives[ways.used], ways.leaves[ways.used]
-    return float(max(ways.longest, (arrives + np.maximum(whole, inputs + leaves)).max()))
+        trips = (trip + ms[Kind.W, s] for (_, s), trip in paths.round_trip.items())
+        return float(max(*trips, whole.max()))
+    arrives, leaves = paths.arrives[paths.used], paths.leaves[paths.used]
+    return float(max(paths.longest, (arrives + np.maximum(whole, inputs + leaves)).max()))
 
 
 def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
-    """No schedule that fits is shorter, in ms: what a device holds, summed up over time, fits into its memory times its
-    time.
+    """Return a length in ms that no schedule that fits falls below.
 
-    An activation that stays is held from its forward to its backward; one that leaves is held less, but keeps the link
-    busy; one that is recomputed keeps the device busy. For a device that runs for T ms, T of memory, T of link and T of
-    compute have to suffice. Any weights of these three, adding up to one, give a bound: T is at least the weighted cost
-    of the cheapest choice for every activation.
+    What a device holds, summed over time, fits into its memory times its time. An activation that stays is held from
+    its forward to its backward; one that leaves is held less, but keeps the link busy; one that is recomputed keeps the
+    device busy. For a device that runs for T ms, T of memory, T of link and T of compute have to suffice. Any weights
+    of these three, adding up to one, give a bound: T is at least the weighted cost of the cheapest choice for every
+    activation.
 
     Bytes do not fill memory as water does: of three activations of 10 and a memory of 38 the last 8 are of no use to a
     fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
-    at once has values that add up to at most 1, hence the values of all that is held, summed up over time, add up to at
-    most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end comes
-    on top (`_unused`). A makespan has the `deferral_bound`, too.
+    at once has values that add up to at most 1, hence the values of all that is held, summed over time, add up to at
+    most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end is
+    added (`_unused`). For the makespan the `deferral_bound` holds as well.
     """
     problem = without_evictions(problem)
-    ways, ms, held = _ways(problem), _shortest(problem), stage_bytes(problem)
+    paths, ms, held = _paths(problem), _shortest(problem), stage_bytes(problem)
     work = _work(problem, (Kind.B, Kind.W))
     passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()
     own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
-    for r, s in ways.turn:
+    for r, s in paths.round_trip:
         own[problem.stages[s].device].append((r, s))
+    memory, _, compute = weights()
     bounds = [deferral_bound(problem) if objective == "makespan" else 0.0]
-    for d in np.flatnonzero(ways.used).tolist():
+    for d in np.flatnonzero(paths.used).tolist():
         stages = [(held[s], ms[:, s]) for _, s in own[d]]
         for measure in _measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
-            needed = work[d] * weights().compute
+            needed = work[d] * compute
             for r, s in own[d]:
-                needed = needed + passing[r] * _cheapest(problem, s, held[s], ms[:, s], ways.turn[r, s], measure)
+                needed = needed + passing[r] * _cheapest(problem, s, held[s], ms[:, s], paths.round_trip[r, s], measure)
             unused = _unused(measure, stages, float(needed.max()) / 2)
-            longest = float((needed + unused * weights().memory).max())
-            bounds.append(longest + (float(ways.arrives[d]) if objective == "makespan" else 0.0))
+            longest = float((needed + unused * memory).max())
+            bounds.append(longest + (float(paths.arrives[d]) if objective == "makespan" else 0.0))
     return max(bounds)
 
 
-def _cheapest(problem: Problem, s: int, held: StageBytes, ms: Floats, turn: float, measure: Measure) -> Floats:
-    """The least weighted cost of one activation, in ms of the device, for all `weights()`.
+def _cheapest(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
+    """Return the least weighted cost of one activation, in ms of the device, for all `weights()`.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
     computing it again. Of one that leaves in part, what stays and each part during its own transfers are worth no more
     one by one than together, as f is superadditive.
     """
-    stage, weight = problem.stages[s], weights()
-    between = max(0.0, turn - float(ms[Kind.F] + ms[Kind.B]))
+    stage, (memory, link, compute) = problem.stages[s], weights()
+    between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
-    cheapest: Floats = weight.memory * (ends + measure(held.stays) * between)
+    cheapest: Floats = memory * (ends + measure(held.stays) * between)
     if stage.can_offload:
         carry = float(ms[Kind.O] + ms[Kind.R])
         duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
         parts = sorted(held.parts, reverse=True)
         for n, gone in enumerate(accumulate(parts), start=1):
             area = ends + measure(held.stays - gone) * max(between, carry) + n * measure(parts[-1]) * carry
-            cheapest = np.minimum(cheapest, weight.memory * area + duplex * weight.link * n * carry)
+            cheapest = np.minimum(cheapest, memory * area + duplex * link * n * carry)
     if stage.can_recompute:
         again = float(ms[Kind.C])
         area = ends + measure(held.recompute) * again + measure(held.checkpoint) * max(0.0, between - again)
-        cheapest = np.minimum(cheapest, weight.memory * area + weight.compute * again)
-    after: Floats = weight.memory * measure(held.weight) * float(ms[Kind.W])
+        cheapest = np.minimum(cheapest, memory * area + compute * again)
+    after: Floats = memory * measure(held.weight) * float(ms[Kind.W])
     return cheapest + after
 
 
@@ -120,11 +125,11 @@ def _measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
 
 
 def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: float) -> float:
-    """How much of a device's memory must stay unused at its start and its end, within so many ms; in ms of all of it.
+    """Return how much of a device's memory must stay unused at its start and its end, in ms of all of it.
 
-    Forwards run one after the other: while the n-th runs, n activations are there at most. And whatever is held t ms
-    before the end has its backward and weight gradient, or only the latter, still to run in that time, but for what is
-    over of the one that runs.
+    Start and end last `within` ms each. Forwards run one after the other: while the n-th runs, there are n activations
+    at most. And what is held t ms before the end has its backward and weight gradient, or only the latter, still to run
+    in that time, except for the part of the running op that is over.
     """
     largest = max(measure(held.most) for held, _ in stages)
     first = min(float(ms[Kind.F]) for _, ms in stages)
@@ -141,17 +146,16 @@ def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: f
 
 
 def deferral_bound(problem: Problem) -> float:
-    """No schedule that fits ends earlier, in ms: before a stage's last input gradient, memory lets only so much of
-    other work wait.
+    """Return a makespan in ms that no schedule that fits falls below.
 
-    When the last B of stage s runs, its device has behind it all forwards and input gradients of s and of what follows
-    s there, the forwards of what comes before s, and of the weight gradients all but its own and those that wait. Each
-    that waits holds `saved_for_weight_bytes` beside the activation of s. So the end is no sooner than the first arrival
-    at the device, this work with as much weight gradient left out as memory can hold (a fractional knapsack), and the
-    way from s back to the beginning.
+    Memory lets only so much work wait for a stage's last input gradient. When the last B of stage s runs, its device
+    has done all forwards and input gradients of s and of what follows s there, the forwards of what comes before s, and
+    all weight gradients but its own and those that wait. Each that waits holds what stays saved for it beside the
+    activation of s. So the end is no sooner than the first arrival at the device, plus this work with as much weight
+    gradient left out as memory can hold (a fractional knapsack), plus the path from s back to the first stage.
     """
     costs, ms, held = problem.costs, _shortest(problem), stage_bytes(problem)
-    ways = _ways(problem)
+    paths = _paths(problem)
     passing = np.bincount(costs.route, minlength=len(problem.all_routes))
     bound = 0.0
     for s in range(len(problem.stages)):
@@ -168,13 +172,13 @@ def deferral_bound(problem: Problem) -> float:
                     if k >= at:
                         gradients.append((ms[Kind.W, other], held[other].waiting, m))
         waiting = _heaviest(gradients, int(costs.activation_budget[d]) - held[s].backward)
-        way_back = min((ways.after[r, s] for r in routes), default=0.0)
-        bound = max(bound, ways.arrives[d] + done - waiting + way_back) if routes else bound
+        path_back = min((paths.after[r, s] for r in routes), default=0.0)
+        bound = max(bound, paths.arrives[d] + done - waiting + path_back) if routes else bound
     return float(bound)
 
 
 def _heaviest(weights: list[tuple[float, int, int]], room: int) -> float:
-    """The most ms of weight gradients whose bytes fit together; the last may be taken in part."""
+    """Return the most ms of weight gradients whose bytes fit together; the last may be taken in part."""
     total = 0.0
     for ms, size, count in sorted(weights, key=lambda weight: -weight[0] / max(weight[1], 1e-9)):
         taken = min(count, max(0, room) / size) if size else count
@@ -183,33 +187,29 @@ def _heaviest(weights: list[tuple[float, int, int]], room: int) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class _Ways:
+class _Paths(NamedTuple):
+    """The least times in ms on the paths of micro-batches; dictionaries by route and stage."""
+
     used: Flags  # (D,) devices that some micro-batch passes
-    arrives: Floats  # (D,) the soonest that a forward reaches each device
-    leaves: Floats  # (D,) the least time from its last input gradient to the end
-    turn: dict[
-        tuple[int, int], float
-    ]  # by route and stage: the least time from a forward's start to its input gradient's end
-    after: dict[
-        tuple[int, int], float
-    ]  # by route and stage: the least time from its input gradient's end to the end of all
-    longest: float  # the least time for one micro-batch's whole way
+    arrives: Floats  # (D,) until a forward reaches each device
+    leaves: Floats  # (D,) from its last input gradient to the end
+    round_trip: dict[tuple[int, int], float]  # from a forward's start to its input gradient's end
+    after: dict[tuple[int, int], float]  # from an input gradient's end to the end of all
+    longest: float  # of one micro-batch through all stages and back
 
 
 def _shortest(problem: Problem) -> Floats:
-    """(len(Kind), S) the least time that can be put down to each op: of a pair's time its share, W as a part of a
-    paired BW."""
+    """Return (len(Kind), S) the least time of each op: of a pair its share, where W may be a part of a paired BW."""
     ms = problem.costs.ms.copy()
     ms[[Kind.F, Kind.B, Kind.W]] *= problem.overlap_factor or 1.0
     return ms
 
 
-def _ways(problem: Problem) -> _Ways:
+def _paths(problem: Problem) -> _Paths:
     device, ms = problem.costs.device, _shortest(problem)
     arrives = np.full(len(problem.devices), np.inf)
     leaves = arrives.copy()
-    turn: dict[tuple[int, int], float] = {}
+    round_trip: dict[tuple[int, int], float] = {}
     after: dict[tuple[int, int], float] = {}
     longest = 0.0
     for r in sorted(set(problem.costs.route.tolist())):
@@ -218,31 +218,30 @@ def _ways(problem: Problem) -> _Ways:
         on = list(accumulate((ms[Kind.F, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
         back = list(accumulate((ms[Kind.B, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
         last = ms[Kind.F, route[-1]] + ms[Kind.B, route[-1]]
-        rest = 0.0  # after the input gradient of a stage: its weight gradient, or the way back
+        rest = 0.0  # after the input gradient of a stage: its weight gradient, or the path back
         for k, s in enumerate(route):
             rest = max(ms[Kind.W, s], rest + (back[k] - back[k - 1] if k else 0.0))
             arrives[device[s]] = min(arrives[device[s]], on[k])
             leaves[device[s]] = min(leaves[device[s]], rest)
             after[r, s] = rest
-            turn[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
+            round_trip[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
         longest = max(longest, on[-1] + last + rest)
-    return _Ways(np.isfinite(arrives), arrives, leaves, turn, after, longest)
+    return _Paths(np.isfinite(arrives), arrives, leaves, round_trip, after, longest)
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:
-    """(D,) the least compute time of each device's forwards and these parts of its backwards.
+    """Return (D,) the least compute time of each device's forwards and these parts of its backwards.
 
     In pairs they take `overlap_factor` of their time, but for a device's first forward and last backward: no backward
     can come before that forward, no forward after that backward.
     """
     costs, factor = problem.costs, problem.overlap_factor or 1.0
-    passes = (costs.before[costs.route] != -2).sum(axis=0)  # (S,) micro-batches
+    passes = (costs.before[costs.route] != OFF_ROUTE).sum(axis=0)  # (S,) micro-batches
     forward, gradient = costs.ms[Kind.F], costs.ms[list(backward)].sum(axis=0)
     work = np.zeros(len(problem.devices))
     np.add.at(work, costs.device, factor * passes * (forward + gradient))
     for d in range(len(work)):
         own = (costs.device == d) & (passes > 0)
-        work[d] += (
-            (1 - factor) * (forward[own].min(initial=np.inf) + gradient[own].min(initial=np.inf)) if own.any() else 0.0
-        )
+        if own.any():
+            work[d] += (1 - factor) * (forward[own].min() + gradient[own].min())
     return work

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,17 +10,9 @@ from optpipe.model.arrays import Floats
 from optpipe_solver import plan
 
 
-class Weights(NamedTuple):
-    """Ways to split one over memory, link and compute; arrays of one shape."""
-
-    memory: Floats
-    link: Floats
-    compute: Floats
-
-
 @cache
-def weights() -> Weights:
-    """Return all ways to split one, in `plan.WEIGHT_STEPS` steps."""
+def weights() -> tuple[Floats, Floats, Floats]:
+    """Return all ways to split one over memory, link and compute, in `plan.WEIGHT_STEPS` steps; arrays of one shape."""
     n = plan.WEIGHT_STEPS
-    points = [(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]
-    return Weights(*(np.array(points).T / n))
+    memory, link, compute = np.array([(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]).T / n
+    return memory, link, compute

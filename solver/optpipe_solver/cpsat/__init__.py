@@ -35,8 +35,4 @@ class CpSatEngine:
 ENGINE = CpSatEngine()
 
 
-def applies(problem: Problem) -> bool:
-    return ENGINE.unsupported(problem, alone=False) is None
-
-
 run = ENGINE.run

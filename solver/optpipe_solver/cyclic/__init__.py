@@ -32,8 +32,4 @@ class CyclicEngine:
 ENGINE = CyclicEngine()
 
 
-def applies(problem: Problem) -> bool:
-    return ENGINE.unsupported(problem, alone=False) is None
-
-
 run = ENGINE.run

@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from time import monotonic
 
+from optpipe.evaluate.objective import NEVER
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
@@ -34,7 +35,7 @@ class ListScheduler(SchedulingState):
         self.admitted = 0
         self.transfers = Transfers(self)
 
-    def run(self, deadline: float = float("inf")) -> bool:
+    def run(self, deadline: float = NEVER) -> bool:
         """Run to the end of the iteration. False if the deadline, a moment of `time.monotonic`, passes before."""
         for j, route in enumerate(self.route):
             heapq.heappush(self.forwards[self.device[route[0]]].setdefault(route[0], []), (self.rank[j], j))
@@ -193,7 +194,9 @@ class ListScheduler(SchedulingState):
         """Decide what becomes of an activation: what the policy prefers, or what all in flight can be finished with."""
         base = self.base[self.problem.costs.route[j]][stage]
         preferred = self.policy.relief(stage, j, self.problem.stages[stage].offload_parts)
-        for relief in dict.fromkeys((base if base != Relief() else preferred, base)):
+        if base != Relief() or (preferred.recompute and not self.reserve.recomputes_freely(stage)):
+            preferred = base
+        for relief in dict.fromkeys((preferred, base)):
             if self.reserve.admits(stage, j, *self.reserve.settled(stage, relief)):
                 self.relief[stage, j] = relief
                 return True

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from optpipe.errors import OptPipeError
-from optpipe.evaluate.memory import device_bytes
 from optpipe.model.ops import BACKWARD, Kind
-from optpipe.model.program import JOINED, KIND, MICROBATCH, Program
+from optpipe.model.program import JOINED, Program
 from optpipe.schedule import Schedule, check
-
-AT_ONCE_MS = 1e-6  # between two ops that follow each other at once
+from optpipe_solver.lift import TOLERANCE_MS
 
 
 def join_pairs(schedule: Schedule) -> Schedule | None:
@@ -23,26 +20,19 @@ def join_pairs(schedule: Schedule) -> Schedule | None:
     problem = schedule.problem
     if problem.overlap_factor is None:
         return None
-    timeline = schedule.timeline
-    table, device = timeline.table.copy(), timeline.device
-    taken, freed = device_bytes(problem, table)
-    forward, backward = table[:, KIND] == Kind.F, np.isin(table[:, KIND], list(BACKWARD))
+    compiled, timeline = schedule.compiled, schedule.timeline
+    rows, device, table = compiled.rows, compiled.rows.device, compiled.rows.table.copy()
+    forward, backward = rows.of_kinds(Kind.F), rows.of_kinds(*BACKWARD)
     a, b = slice(None, -1), slice(1, None)
-    fit = (device[a] == device[b]) & (table[a, MICROBATCH] != table[b, MICROBATCH])
-    fit &= ((forward[a] & backward[b]) | (backward[a] & forward[b])) & (
-        timeline.start[b] - timeline.end[a] < AT_ONCE_MS
-    )
+    fit = (device[a] == device[b]) & (rows.microbatch[a] != rows.microbatch[b])
+    fit &= (forward[a] & backward[b]) | (backward[a] & forward[b])
+    fit &= timeline.start[b] - timeline.end[a] < TOLERANCE_MS
     fit &= (table[a, JOINED] == 0) & (table[b, JOINED] == 0) & (np.r_[0, table[:-2, JOINED]] == 0)
-    for d, limit in enumerate(problem.costs.activation_budget.tolist()):
-        own = np.flatnonzero(device == d)
-        during = np.cumsum(taken[own]) - np.cumsum(freed[own]) + freed[own]
-        fit[own[:-1]] &= during[:-1] + taken[own[1:]] <= limit
+    fit &= compiled.held.during[a] + compiled.effects.takes[b] <= problem.costs.activation_budget[device[a]]
     joined = -2
     for i in np.flatnonzero(fit).tolist():
         if i > joined + 1:
             table[i, JOINED], joined = 1, i
     found = replace(schedule, programs=tuple(Program(table[device == d]) for d in range(len(problem.devices))))
-    try:
-        return None if joined < 0 or check(problem, found) else found
-    except OptPipeError:  # ops that ran one after the other wait for each other now
-        return None
+    # Ops that ran one after the other may wait for each other now.
+    return None if joined < 0 or check(problem, found) else found

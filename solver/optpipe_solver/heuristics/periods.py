@@ -13,8 +13,7 @@ from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe_solver import plan
-
-SAME_MS = 1e-6  # times closer than this are the same
+from optpipe_solver.lift import TOLERANCE_MS
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ def lengthened(table: Table, start: Floats, microbatches: int) -> tuple[Table, F
     if period is None:
         return None
     copies = -(-(microbatches - few) // period.microbatches)
-    before = start < period.begin + period.ms - SAME_MS
-    within = before & (start >= period.begin - SAME_MS)
+    before = start < period.begin + period.ms - TOLERANCE_MS
+    within = before & (start >= period.begin - TOLERANCE_MS)
     tables, starts = [table[before]], [start[before]]
     for i, rows in [*((i, within) for i in range(1, copies + 1)), (copies, ~before)]:
         later = table[rows].copy()
@@ -83,12 +82,12 @@ def _codes(table: Table) -> Ints:
 
 def _repeats(when: Floats, own: Ints, op: Ints, period: Period) -> bool:
     """Whether all that starts within the period starts a period later with the micro-batches behind."""
-    a, b, c = np.searchsorted(when, period.begin + np.arange(3) * period.ms - SAME_MS)
+    a, b, c = np.searchsorted(when, period.begin + np.arange(3) * period.ms - TOLERANCE_MS)
     if b - a != c - b:
         return False
     now, then = (np.lexsort((own[x:y], op[x:y])) + x for x, y in ((a, b), (b, c)))
     return (
         np.array_equal(op[now], op[then])
         and np.array_equal(own[now] + period.microbatches, own[then])
-        and bool((np.abs(when[now] + period.ms - when[then]) < SAME_MS).all())
+        and bool((np.abs(when[now] + period.ms - when[then]) < TOLERANCE_MS).all())
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optpipe.evaluate.objective import TOLERANCE
 from optpipe_solver.bounds.least_memory import Relief
-
-ROUNDING = 1e-9  # of a sum of shares
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Policy:
 
         def count(shares: Sequence[float] | None, of: int) -> int:
             share = shares[stage] * of if shares else 0.0
-            return int((microbatch + 1) * share + ROUNDING) - int(microbatch * share + ROUNDING)
+            return int((microbatch + 1) * share + TOLERANCE) - int(microbatch * share + TOLERANCE)
 
         leaving = count(self.offload, parts)
         return Relief(tuple(range(leaving))) if leaving else Relief(recompute=count(self.recompute, 1) > 0)

@@ -7,6 +7,7 @@ from math import ceil
 
 import numpy as np
 
+from optpipe.evaluate.objective import NEVER
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -18,9 +19,7 @@ from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.lift import lift_table
 
 
-def schedule_by_policy(
-    problem: Problem, policy: Policy, method: str, deadline: float = float("inf")
-) -> Schedule | None:
+def schedule_by_policy(problem: Problem, policy: Policy, method: str, deadline: float = NEVER) -> Schedule | None:
     """Return a schedule that fits if any schedule does.
 
     Of many micro-batches only some are scheduled, and a period of theirs is repeated, where that is valid. None if the

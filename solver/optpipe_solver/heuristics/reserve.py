@@ -7,11 +7,13 @@ an activation settles at: its offloads end and its weight gradient runs without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief
 from optpipe_solver.bounds.stage_bytes import stage_bytes
+
+Peak = Callable[[int, int], int]
 
 
 class Reserve:
@@ -63,6 +65,10 @@ class Reserve:
         away = sum(self._bytes[stage].parts[part] for part in relief.parts)
         return self._bytes[stage].stays - away, away
 
+    def recomputes_freely(self, stage: int) -> bool:
+        """Whether a recompute needs no more than the stage needs anyway."""
+        return self._bytes[stage].recomputed_peak <= self._bytes[stage].peak
+
     def admits(self, stage: int, j: int, held: int, host: int) -> bool:
         """Book that an activation settles at so many device and host bytes; False, and nothing, if that is unsafe."""
         before = self._of.get((stage, j))
@@ -72,7 +78,7 @@ class Reserve:
         self._book(stage, j, (held, host))
         d = self._device[stage]
         grows = before is None or held > before[0] or host > before[1]
-        if not grows or (self._safe(d, j) and self._host_safe(d, j)):
+        if not grows or self._is_safe(d, j):
             return True
         if new:
             self.active.pop()
@@ -107,20 +113,32 @@ class Reserve:
         self._hosts[d][j] += amount[1] - host
         self._host_total[d] += amount[1] - host
 
-    def _safe(self, d: int, newest: int) -> bool:
-        limit, holds, others = self._limit[d], self._holds[d], self._total[d]
+    def _is_safe(self, d: int, newest: int) -> bool:
+        device = (self._limit[d], self._total[d], self._holds[d], self._largest[d])
+        host = (self._host_limit[d], self._host_total[d], self._hosts[d], self._most_hosted[d])
+        return self._can_end(d, newest, self._peak, *device) and self._can_end(d, newest, self._host_peak, *host)
+
+    def _can_end(self, d: int, newest: int, peak: Peak, limit: int, total: int, holds: list[int], largest: int) -> bool:
+        """Whether all micro-batches up to the newest can run to their end on device d, one after the other.
+
+        Parameters
+        ----------
+        peak
+            The most that a micro-batch still holds at once if it runs to its end alone; `largest` is an upper bound.
+        limit, total, holds
+            The memory, how much of it is promised, and how much to each micro-batch.
+        """
         for i in self.active:
-            if others + self._largest[d] <= limit:
+            if total + largest <= limit:
                 return True
-            others -= holds[i]
-            if others + self._peak(d, i) > limit:
+            total -= holds[i]
+            if total + peak(d, i) > limit:
                 return False
             if i == newest:
                 break
         return True
 
     def _peak(self, d: int, i: int) -> int:
-        """Return the most bytes that a micro-batch still holds at once on a device if it runs to its end alone."""
         r = self._route[i]
         own = self._own[r][d][: self._to_go[i][d]]
         if len(own) == 1:
@@ -131,16 +149,6 @@ class Reserve:
             before += self._of.get((s, i), (self._residual[r][s], 0))[0]
         return peak
 
-    def _host_safe(self, d: int, newest: int) -> bool:
-        others, limit = self._host_total[d], self._host_limit[d]
-        for i in self.active:
-            if others + self._most_hosted[d] <= limit:
-                return True
-            r = self._route[i]
-            need = sum(self._host_need[r][s] for s in self._own[r][d] if (s, i) not in self._of)
-            if others + need > limit:
-                return False
-            if i == newest:
-                break
-            others -= self._hosts[d][i]
-        return True
+    def _host_peak(self, d: int, i: int) -> int:
+        r = self._route[i]
+        return self._hosts[d][i] + sum(self._host_need[r][s] for s in self._own[r][d] if (s, i) not in self._of)

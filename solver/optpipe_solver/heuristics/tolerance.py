@@ -7,10 +7,9 @@ from math import ceil
 
 import numpy as np
 
+from optpipe.evaluate.objective import TOLERANCE
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
-
-ROUNDING = 1e-9  # of a quotient of times
 
 
 def tolerated_forwards(problem: Problem, tolerance_ms: float) -> tuple[int, ...]:
@@ -41,6 +40,6 @@ def tolerated_forwards(problem: Problem, tolerance_ms: float) -> tuple[int, ...]
         load = np.bincount(costs.device[stages], weights=forward)
         pace = np.maximum.accumulate(load[costs.device[stages]])
         for s, wait, step in zip(route, (back - ended).tolist(), pace.tolist(), strict=True):
-            more = ceil((wait + tolerance_ms) / step - ROUNDING) if step else m
+            more = ceil((wait + tolerance_ms) / step - TOLERANCE) if step else m
             most[s] = max(most[s], min(m, 1 + more))
     return tuple(most)

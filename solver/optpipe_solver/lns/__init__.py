@@ -28,8 +28,4 @@ class LnsEngine:
 ENGINE = LnsEngine()
 
 
-def applies(problem: Problem) -> bool:
-    return ENGINE.unsupported(problem, alone=False) is None
-
-
 run = ENGINE.run

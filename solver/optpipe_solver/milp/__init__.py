@@ -50,10 +50,6 @@ def compute_op_count(problem: Problem) -> int:
 ENGINE = MilpEngine()
 
 
-def applies(problem: Problem) -> bool:
-    return ENGINE.unsupported(problem, alone=False) is None
-
-
 def improves(problem: Problem) -> bool:
     return ENGINE.unsupported(problem, alone=True) is None
 

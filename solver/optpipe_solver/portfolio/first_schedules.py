@@ -63,13 +63,7 @@ def answer(request: Request, emit: Emit) -> None:
 
 
 def _small() -> Problem:
-    stage = {
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 2,
-        "saved_for_weight_bytes": 1,
-    }
-    leaves = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2}
-    stages = [{"device": d, **stage, **leaves} for d in range(2)]
+    times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "offload_ms", "reload_ms")
+    stage = {**dict.fromkeys(times, 1.0), "activation_bytes": 2, "saved_for_weight_bytes": 1, "offload_bytes": 2}
+    stages = [{"device": d, **stage} for d in range(2)]
     return Problem.from_dict({"microbatches": 4, "devices": [{"activation_budget_bytes": 4}] * 2, "stages": stages})

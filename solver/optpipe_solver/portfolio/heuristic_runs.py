@@ -1,4 +1,4 @@
-"""`HeuristicRuns`: the heuristics of one search, in this process, a schedule of each in turn."""
+"""`HeuristicRuns`: the heuristics of one search, in this process, one schedule of each per round."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class HeuristicRuns:
         def is_over() -> bool:
             return state.best is not None and (time.monotonic() > until or (limit.counted and ops > max_ops))
 
-        for turn in count():
+        for number in count():
             ahead_ms = min((shortest_ms[name] for name in streams), default=0.0)
-            for name in [name for name in streams if turn % plan.BEHIND == 0 or shortest_ms[name] <= ahead_ms]:
+            for name in [name for name in streams if number % plan.BEHIND == 0 or shortest_ms[name] <= ahead_ms]:
                 if is_over():
                     break
                 ops += self._ops
@@ -80,7 +80,7 @@ class HeuristicRuns:
                 else:
                     shortest_ms[name] = min(shortest_ms[name], length_ms(schedule, self._request.objective))
                 yield
-            if turn == 0 and self._with_published:
+            if number == 0 and self._with_published:
                 for _ in self.published():
                     ops += self._ops
                     yield

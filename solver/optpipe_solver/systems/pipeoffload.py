@@ -13,9 +13,10 @@ from math import ceil
 import numpy as np
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import TOLERANCE
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule, certify
+from optpipe.schedule import Schedule
 from optpipe_solver.lift import lift_table
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import in_order, visits, warmed_up
@@ -121,12 +122,6 @@ def longest_lived(stages: Iterable[int], lives: Sequence[tuple[float, float]]) -
     return sorted(stages, key=lambda s: lives[s][0] - lives[s][1])
 
 
-def peaks_by_stages_offloaded(problem: Problem) -> list[int]:
-    """Figure 3: return the bytes of the fullest device if none, one, up to all v stages of each device leave."""
-    schedules = [pipe_offload(problem, leaving) for leaving in range(_chunks(problem) + 1)]
-    return [max(peak.bytes for peak in certify(problem, schedule).device) for schedule in schedules]
-
-
 def uniform_block(problem: Problem) -> tuple[Block, float]:
     """Return a block like GIS-H's, in ms, to be repeated every v slots, and how long a slot is.
 
@@ -165,7 +160,7 @@ def _intervals(there: float, back: float, both: int) -> tuple[int, int]:
 
 
 def _whole(slots: float) -> int:
-    return ceil(slots - 1e-9)
+    return ceil(slots - TOLERANCE)
 
 
 def _starts(first: int, v: int, g: int) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor
 
-TOLERANCE = 1e-9  # of a pitch
+from optpipe.evaluate.objective import TOLERANCE
 
 
 @dataclass
