@@ -206,7 +206,7 @@ class Pipeline:
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
             raise InputError(
                 "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
-                "gradients is known: clip there, in a register_step_pre_hook of the optimizer, the stage's own"
+                "gradients is known: clip each stage in a register_step_pre_hook of its optimizer"
             )
         parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
         uncounted = (parameter for tie in self._steps.ties for parameter in tie.uncounted)
@@ -390,7 +390,7 @@ class Pipeline:
                 self.measured = profile(rank, first_inputs, first_targets, budget_bytes, offload_parts, repeats)
         if rank.number == 0 and self.measured.launch_bound:
             log.warning(
-                "these may be as long as the host takes to launch them, stage and time: %s", self.measured.launch_bound
+                "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound
             )
         self.problem = self.measured.problem
         return self.measured.problem

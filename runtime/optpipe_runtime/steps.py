@@ -71,8 +71,8 @@ class Steps:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
         if self._learner.done and self.schedules.problem is not None:
             log.warning(
-                "the batch or the stages are not those that were profiled: what the schedule needs of time and "
-                "memory is not known"
+                "the batch or the stages differ from the profiled ones: the time and memory that the "
+                "schedule needs are not known"
             )
         self._learner.learn(inputs, targets)
         if self.schedules.running.plan is not None:

@@ -398,7 +398,7 @@ def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.Mo
         (["--emulate-stage", "0/1"], "at least 2"),
         (["--emulate-stage", "half"], "--emulate-stage = half"),
         (["--width", "4097"], "--width = 4097: expected a multiple of 128"),
-        (["--device", "cpu", "--width", "4", "--context", "2"], "nothing can be offloaded"),
+        (["--device", "cpu", "--width", "4", "--context", "2"], "nothing of a stage's activation can be offloaded"),
         (["--device", "tpu"], "--device = tpu: expected cuda, cuda:N or cpu"),
         (["--device", "cuda:99"], "--device = cuda:99: torch"),
     ],

@@ -102,7 +102,7 @@ def test_a_service_that_comes_later_is_found(settings: Settings, caplog: pytest.
         with running(settings, port):
             assert until(client.poll).version == 1
             until(lambda: news(caplog))
-            assert [" is away: " in line for line in warnings(caplog)] == [True], (
+            assert [" is unavailable: " in line for line in warnings(caplog)] == [True], (
                 "one warning an outage, however many attempts"
             )
             assert [line.rpartition(" is ")[2] for line in news(caplog)] == ["there again"]
@@ -159,7 +159,7 @@ def test_a_full_service_is_asked_again(settings: Settings, caplog: pytest.LogCap
             until(lambda: warnings(caplog))
             assert client.poll() is None
         assert jobs_at(url) == []
-    assert "is away: HTTP status 429" in warnings(caplog)[0]
+    assert "is unavailable: HTTP status 429" in warnings(caplog)[0]
 
 
 # The costs change

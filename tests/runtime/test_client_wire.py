@@ -69,7 +69,7 @@ def test_a_lie_is_not_offered(answer: Answer | Answers, why: str, caplog: pytest
         until(lambda: client.ended)
         assert client.poll() is None
     [line] = warnings(caplog)
-    assert "is wrong" in line
+    assert "gives wrong answers" in line
     assert why in line
 
 
@@ -79,25 +79,25 @@ STREAM = {"Content-Type": "text/event-stream"}
 @pytest.mark.parametrize(
     ("answers", "word"),
     [
-        ({"/jobs": Answer(500, b"oops")}, "away"),
-        ({"/jobs": fake.resetting}, "away"),
-        ({"/jobs": fake.resetting_in_the_middle}, "away"),
-        ({"/jobs": Answer(200, b"<html>hello")}, "wrong"),
-        ({"/jobs": fake.endless(b"[")}, "wrong"),
-        ({"/jobs": Answer(201, b"[]")}, "wrong"),
-        ({"/jobs": Answer(201, b'{"id": "../../admin"}')}, "wrong"),
-        ({"/jobs": Answer(302, b"elsewhere")}, "wrong"),
-        ({"/jobs": JOB}, "away"),
-        ({"/jobs": JOB, "/events": fake.events()}, "away"),
-        ({"/jobs": JOB, "/events": fake.events(b": ping\n\n")}, "away"),
-        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: {\n\n")}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: " + b"x" * 2**21)}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.endless(b"data: x\n")}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.endless(b"x")}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.events(b"event: end\ndata: []\n\n")}, "wrong"),
-        ({"/jobs": JOB, "/events": Answer(206)}, "wrong"),
-        ({"/jobs": JOB, "/events": ENDS, "/incumbents/1": Answer(500)}, "away"),
-        ({"/jobs": JOB, "/events": Answer(204), "/a1": fake.as_json({"state": "running"})}, "away"),
+        ({"/jobs": Answer(500, b"oops")}, "is unavailable"),
+        ({"/jobs": fake.resetting}, "is unavailable"),
+        ({"/jobs": fake.resetting_in_the_middle}, "is unavailable"),
+        ({"/jobs": Answer(200, b"<html>hello")}, "gives wrong answers"),
+        ({"/jobs": fake.endless(b"[")}, "gives wrong answers"),
+        ({"/jobs": Answer(201, b"[]")}, "gives wrong answers"),
+        ({"/jobs": Answer(201, b'{"id": "../../admin"}')}, "gives wrong answers"),
+        ({"/jobs": Answer(302, b"elsewhere")}, "gives wrong answers"),
+        ({"/jobs": JOB}, "is unavailable"),
+        ({"/jobs": JOB, "/events": fake.events()}, "is unavailable"),
+        ({"/jobs": JOB, "/events": fake.events(b": ping\n\n")}, "is unavailable"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: {\n\n")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: " + b"x" * 2**21)}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.endless(b"data: x\n")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.endless(b"x")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: end\ndata: []\n\n")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": Answer(206)}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": ENDS, "/incumbents/1": Answer(500)}, "is unavailable"),
+        ({"/jobs": JOB, "/events": Answer(204), "/a1": fake.as_json({"state": "running"})}, "is unavailable"),
     ],
 )
 def test_garbage_is_one_warning(
@@ -109,7 +109,7 @@ def test_garbage_is_one_warning(
     ):
         until(lambda: client._search._backoff.failures >= 3)
         assert client.poll() is None
-    assert [f" is {word}: " in line for line in warnings(caplog)] == [True]
+    assert [f" {word}: " in line for line in warnings(caplog)] == [True]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_who_never_comes_to_an_end_is_away(
         until(lambda: client._search._backoff.failures >= 2)
         assert client.poll() is None
     [line] = warnings(caplog)
-    assert " is away: no answer within " in line
+    assert " is unavailable: no answer within " in line
 
 
 def test_a_service_that_mends_its_ways_is_believed(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +140,7 @@ def test_a_service_that_mends_its_ways_is_believed(caplog: pytest.LogCaptureFixt
         assert (offer.version, offer.seq) == (1, 2)
         until(lambda: client.ended)
     assert len(warnings(caplog)) == 1
-    assert news(caplog)[0].endswith("is right again")
+    assert news(caplog)[0].endswith("gives right answers again")
 
 
 def test_no_answer_that_is_sound_is_too_long() -> None:
@@ -344,7 +344,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
                 until(lambda: client.ended)
                 assert KEY not in repr(client) + repr(client._connection)
             assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
-    assert "does not let this client in: it does not know the API key" in caplog.text
+    assert "refuses this client: it does not know the API key" in caplog.text
     assert KEY not in caplog.text
     assert "s3cr3t" not in caplog.text
 
@@ -352,7 +352,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
 @pytest.mark.parametrize(
     ("answer", "key", "why"),
     [
-        (Answer(401), None, "it wants an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
+        (Answer(401), None, "it requires an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
         (
             Answer(401),
             KEY,
@@ -371,9 +371,7 @@ def test_who_is_not_let_in_says_so_once(
         client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
         until(lambda: len(asked) == 3)
         assert client.poll() is None
-    expected = (
-        f"the solver service at {url} does not let this client in: {why}; training goes on with the schedule it has"
-    )
+    expected = f"the solver service at {url} refuses this client: {why}; training goes on with the schedule it has"
     assert warnings(caplog) == [expected]
 
 

@@ -19,6 +19,6 @@ def test_a_rank_without_parameters_computes_where_the_others_do(monkeypatch: pyt
 def test_ranks_on_different_kinds_of_devices_are_refused() -> None:
     with pytest.raises(
         InputError,
-        match=r"^stages are on cpu and cuda, by rank \['cpu', None, 'cuda'\]: all ranks compute on the same kind",
+        match=r"^stages are on cpu and cuda, by rank \['cpu', None, 'cuda'\]: all ranks must compute on the same kind",
     ):
         compute_device(torch.device("cpu"), ["cpu", None, "cuda"])

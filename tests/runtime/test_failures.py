@@ -102,14 +102,15 @@ def test_what_ranks_give_differently_is_said_and_none_waits(
     ranks: Ranks, different: dict[str, Any], sentence: str
 ) -> None:
     assert (
-        ranks(failures.apart, placement=[0, 1], different=different) == [f"{sentence}: every rank gives the same"] * 2
+        ranks(failures.apart, placement=[0, 1], different=different)
+        == [f"{sentence}: it must be the same on every rank"] * 2
     )
 
 
 def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
     assert (
         ranks(failures.measured_apart, placement=[0, 1])
-        == ["repeats is 1 on rank 0 and 2 on rank 1: every rank gives the same"] * 2
+        == ["repeats is 1 on rank 0 and 2 on rank 1: it must be the same on every rank"] * 2
     )
 
 

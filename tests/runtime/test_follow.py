@@ -197,6 +197,7 @@ def test_one_at_a_time_on_two_routes() -> None:
 def test_what_no_search_takes_is_refused_at_once() -> None:
     nothing: Any = None
     with pytest.raises(
-        InputError, match=r"^methud: is no argument of Follower or of ScheduleClient, which takes method, objective, "
+        InputError,
+        match=r"^methud: is not an argument of Follower or of ScheduleClient, which takes method, objective, ",
     ):
         Follower(nothing, NOWHERE, methud="auto")

@@ -89,6 +89,6 @@ def test_a_schedule_with_other_routes_is_refused() -> None:
 
 
 def test_ties_that_cannot_be_are_refused(ranks: Ranks) -> None:
-    assert set(ranks(rank_routes.tie_nothing)) == {"tie: every rank passed None, so there is no copy to tie"}
+    assert set(ranks(rank_routes.tie_nothing)) == {"tie: every rank passed None, so there is nothing to tie"}
     (told,) = set(ranks(rank_routes.tie_unlike))
     assert told.startswith("tie: ranks 0 and 1 hold copies of shapes [[3, 2], [3]] and [[32], [32],")

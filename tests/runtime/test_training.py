@@ -129,7 +129,7 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
 
 def test_who_loses_a_replica_is_told(ranks: Ranks) -> None:
     (told,) = ranks.survivors(replicas.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
-    assert "another replica has failed, or the exchange with it" in told
+    assert "another replica has failed, or the communication with it" in told
 
 
 def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:

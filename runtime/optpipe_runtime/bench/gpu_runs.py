@@ -135,7 +135,7 @@ class _Bench:
                 *self._batch, activation_budget_bytes=None if self._cuda else ENOUGH, offload_parts=PARTS
             )
             if not all(stage.can_offload for stage in problem.stages):
-                raise InputError("of a stage's activation nothing can be offloaded: take a larger --width or --context")
+                raise InputError("nothing of a stage's activation can be offloaded: take a larger --width or --context")
             ahead = [setup.stages - 1]
             kept_inside, halved_inside = self._alternating(pipe, [kept(problem, ahead), halved(problem, ahead)])
             differing = self._differing(pipe, [kept_inside.schedule, halved_inside.schedule])
