@@ -77,7 +77,7 @@ def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int =
 
 
 @pytest.mark.parametrize(("devices", "warm_up"), [(1, [3]), (4, [3, 2, 1, 0])])
-def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_keeps_up(
+def test_half_of_long_lived_activations_is_offloaded_at_no_cost_if_the_link_keeps_up(
     devices: int, warm_up: list[int]
 ) -> None:
     given = problem(devices, 4)
@@ -92,7 +92,7 @@ def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_
     assert share_offloaded(alone(problem(1, 4))) == 1.0
 
 
-def test_a_link_too_slow_costs_as_little_as_it_can_with_as_much_offloaded() -> None:
+def test_a_slow_link_costs_as_little_as_possible() -> None:
     given = problem(1, 2, copy_ms=200.0)
     slow = halved(given, [2])
     assert check(given, slow) == []
@@ -103,7 +103,7 @@ def test_a_link_too_slow_costs_as_little_as_it_can_with_as_much_offloaded() -> N
 # Stand-ins for the neighbours
 
 
-def test_messages_come_when_the_timeline_has_them_there() -> None:
+def test_emulated_messages_arrive_when_the_timeline_says() -> None:
     given = problem(3, 3, microbatches=2)
     schedule = kept(given, [2, 1, 0])
     first, middle = arrivals(schedule, 0), arrivals(schedule, 1)
@@ -114,7 +114,7 @@ def test_messages_come_when_the_timeline_has_them_there() -> None:
     assert first[Message(Kind.B, 0, 0)] == 52.0, "three forwards there, two backwards back, four messages"
 
 
-def test_the_sleeper_lets_nothing_through_before_its_moment() -> None:
+def test_the_sleeper_waits_until_the_moment_of_a_message() -> None:
     early, late = Message(Kind.F, 1, 0), Message(Kind.F, 1, 1)
     sleeper = Sleeper({early: 5.0, late: 30.0})
     sleeper.start_step()
@@ -174,7 +174,7 @@ class FakeEvent:
         return end.at - self.at
 
 
-def test_spins_last_as_long_as_they_should_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spins_have_the_right_length_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, cycles_per_ms=1.7e6)
     moments = {Message(Kind.F, 1, 0): 0.0, Message(Kind.B, 1, 0): 21.0, Message(Kind.F, 1, 1): 10.0}
     spinner = Spinner(torch.device("cuda", 0), moments)
@@ -193,7 +193,9 @@ def test_spins_last_as_long_as_they_should_from_the_second_step_on(monkeypatch: 
 
 
 @pytest.mark.parametrize("make", [kept, halved])
-def test_a_stage_between_stand_ins_takes_as_long_as_predicted(make: Callable[[Problem, list[int]], Schedule]) -> None:
+def test_a_stage_between_emulated_neighbours_takes_as_long_as_predicted(
+    make: Callable[[Problem, list[int]], Schedule],
+) -> None:
     """Stages and copies that sleep, so that it is the messages' moments that count, not the machine."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     times, batch = paced.Times(20.0, 20.0, 16.0, 12.0), torch.randn(4 * paced.SHAPE[0], paced.SHAPE[1])
@@ -260,7 +262,7 @@ def measured() -> Iterator[tuple[gpu_runs.Setup, gpu_runs.Measured]]:
         yield setup, gpu_runs.measure(setup)
 
 
-def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(
+def test_on_cpu_only_figures_of_cuda_are_not_measured(
     measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
 ) -> None:
     report = gpu.judge(*measured)
@@ -282,7 +284,7 @@ def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
         assert len(steps.reports) == gpu_runs.STEPS
 
 
-def test_memory_of_the_driver_is_judged(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
     _, found = measured
     keeps, halves = found.inside
 
@@ -382,7 +384,7 @@ def test_a_stage_has_a_few_hundred_million_parameters() -> None:
     assert all(400e6 < count < 440e6 for count in counts)
 
 
-def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_for_the_device_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(setup: gpu_runs.Setup) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
@@ -403,7 +405,7 @@ def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.Mo
         (["--device", "cuda:99"], "--device = cuda:99: torch"),
     ],
 )
-def test_what_cannot_run_here_is_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_a_bench_that_cannot_run_here_exits_with_an_error(arguments: list[str], sentence: str) -> None:
     result = CliRunner().invoke(app, ["bench", "gpu", *arguments])
     assert isinstance(result.exception, InputError)
     assert sentence in str(result.exception)

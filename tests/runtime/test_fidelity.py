@@ -1,4 +1,4 @@
-"""The benchmark that puts measured beside predicted: it runs what it says, and its figures are those of the runs."""
+"""The benchmark that compares measurements with predictions: its figures are those of the runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
     assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
 
 
-def test_the_model_that_computes_has_the_losses_of_the_plain_run(ranks: Ranks) -> None:
+def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:
     task = Task([Case("zb-h1"), Case("po-f", 2, memory=1.8)], 4, 2, size=SMALL)
     for row in ranks(fidelity.run, task=task)[0]:
         plain = reference.losses(SMALL, 2, 4, fidelity.WARM_UP + 2)
@@ -56,7 +56,7 @@ def told(ms: dict[int, list[float]], rounds: int) -> Told:
 
 
 @pytest.mark.parametrize(("best", "sure"), [([9.0, 9.5, 8.0, 9.0, 9.2], True), ([9.0, 12.0, 8.0, 13.0, 9.2], False)])
-def test_the_demos_gain_is_told_round_by_round(best: list[float], sure: bool) -> None:
+def test_the_gain_of_the_demo_is_computed_round_by_round(best: list[float], sure: bool) -> None:
     found = demo.rounds(told({0: [10.0] * 5, 2: best}, 5), 2, 5)
     assert found == pytest.approx([1 - ms / 10 for ms in best])
     gain = demo.gain_of(found)
@@ -64,5 +64,5 @@ def test_the_demos_gain_is_told_round_by_round(best: list[float], sure: bool) ->
     assert (gain.low > 0) == sure
 
 
-def test_where_nothing_better_was_found_nothing_is_gained() -> None:
+def test_without_a_better_schedule_the_gain_is_zero() -> None:
     assert demo.gain_of(demo.rounds(told({0: [10.0] * 5}, 5), 0, 5)) == (0.0, 0.0, 0.0)
