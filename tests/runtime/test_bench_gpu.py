@@ -21,6 +21,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.problems import pipeline, stage
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -56,21 +57,10 @@ CERTAIN = {  # whatever else the machine does
 
 
 def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int = 8) -> Problem:
-    stage = {
-        "forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0,
-        "activation_bytes": 100, "saved_for_weight_bytes": 60,
-        "offload_ms": copy_ms, "reload_ms": copy_ms, "offload_bytes": 100, "offload_parts": 2,
-    }  # fmt: skip
-    placed = [{"device": s % devices} | stage for s in range(stages)]
-    return Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": 0.5 if devices > 1 else 0.0,
-            "transfer_mode": "full_duplex",
-            "devices": [{"activation_budget_bytes": 2**20}] * devices,
-            "stages": placed,
-        }
-    )
+    costs = stage((10, 10, 8), (100, 60), offload=(copy_ms, copy_ms, 100), offload_parts=2)
+    placed = [{"device": s % devices} | costs for s in range(stages)]
+    p2p_ms = 0.5 if devices > 1 else 0.0
+    return pipeline(devices, microbatches, 2**20, placed, p2p_ms=p2p_ms, transfer_mode="full_duplex")
 
 
 # Schedules
@@ -255,15 +245,15 @@ def test_a_figure_has_its_unit() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[tuple[gpu_runs.Setup, gpu_runs.Measured]]:
-    setup = gpu_runs.Setup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
+def measured() -> Iterator[tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements]]:
+    setup = gpu_runs.GpuSetup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_runs, "ROUNDS", 1)
         yield setup, gpu_runs.measure(setup)
 
 
 def test_on_cpu_only_figures_of_cuda_are_not_measured(
-    measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
+    measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements],
 ) -> None:
     report = gpu.judge(*measured)
     assert {row.what for row in report.rows if row.passed is None} == ON_CUDA
@@ -273,7 +263,7 @@ def test_on_cpu_only_figures_of_cuda_are_not_measured(
 
 
 def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
-    measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
+    measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements],
 ) -> None:
     _, found = measured
     for steps in (*found.inside, found.copies, *found.stage):
@@ -284,11 +274,11 @@ def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
         assert len(steps.reports) == gpu_runs.STEPS
 
 
-def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements]) -> None:
     _, found = measured
     keeps, halves = found.inside
 
-    def with_allocated(extra: int, retries: int) -> gpu_runs.Measured:
+    def with_allocated(extra: int, retries: int) -> gpu_runs.GpuMeasurements:
         report = keeps.reports[0]
         trace = tuple(time._replace(allocated_bytes=1000 + time.certified_bytes + extra) for time in report.trace)
         steps = replace(
@@ -385,12 +375,12 @@ def test_a_stage_has_a_few_hundred_million_parameters() -> None:
 
 
 def test_a_model_too_large_for_the_device_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(setup: gpu_runs.Setup) -> None:
+    def fail(setup: gpu_runs.GpuSetup) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(gpu, "measure", fail)
     with pytest.raises(InputError, match=r"take a smaller --context, --width or --blocks: CUDA out of memory$"):
-        gpu.run(gpu_runs.Setup(torch.device("cpu"), gpt.Size()))
+        gpu.run(gpu_runs.GpuSetup(torch.device("cpu"), gpt.Size()))
 
 
 @pytest.mark.parametrize(

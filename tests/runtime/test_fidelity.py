@@ -13,7 +13,7 @@ from optpipe_runtime.bench.fidelity import Case, Task
 from optpipe_runtime.bench.paced import Times
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
-from optpipe_runtime.demo.train import Step, Told
+from optpipe_runtime.demo.train import DemoResult, Step
 
 SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
 
@@ -43,7 +43,7 @@ def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:
         assert row.measured_peak == row.predicted_peak
 
 
-def told(ms: dict[int, list[float]], rounds: int) -> Told:
+def told(ms: dict[int, list[float]], rounds: int) -> DemoResult:
     """A live phase, then rounds of two settled steps by version 0 and 2 each, and one after each swap."""
     steps = [Step(1, True, True, 1.0, 1.0, [], []), Step(2, False, True, 1.0, 1.0, [], [])]
     for k in range(rounds):
@@ -52,7 +52,7 @@ def told(ms: dict[int, list[float]], rounds: int) -> Told:
                 Step(version, False, settled, 1.0, took, [], [])
                 for settled, took in ((False, 99.0), (True, times[k]), (True, times[k]))
             ]
-    return Told({}, [], steps)
+    return DemoResult({}, [], steps)
 
 
 @pytest.mark.parametrize(("best", "sure"), [([9.0, 9.5, 8.0, 9.0, 9.2], True), ([9.0, 12.0, 8.0, 13.0, 9.2], False)])

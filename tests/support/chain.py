@@ -1,10 +1,10 @@
-"""A small problem in two variants of memory, with two schedules that can be told apart, for tests of what stores and
-carries schedules."""
+"""A small problem with two schedules that can be told apart, for tests of what stores and sends schedules."""
 
 from __future__ import annotations
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from support import problems
 
 
 def chain(
@@ -15,26 +15,11 @@ def chain(
     offload: float | None = 1.0,
     link: str | None = None,
 ) -> Problem:
-    """Two devices, one stage each, activations of 1000 bytes and memory for `memory` of them."""
-    leave = (
-        {} if offload is None else {"offload_ms": offload * scale, "reload_ms": offload * scale, "offload_bytes": 1000}
-    )
-    stage = {
-        "forward_ms": forward * scale,
-        "backward_input_ms": scale,
-        "backward_weight_ms": scale,
-        "activation_bytes": 1000,
-        "saved_for_weight_bytes": 500,
-        **leave,
-    }
-    return Problem.from_dict(
-        {
-            "microbatches": m,
-            "p2p_ms": 0.1 * scale,
-            "devices": [{"activation_budget_bytes": memory * 1000, "link": link}] * 2,
-            "stages": [{**stage, "device": d} for d in range(2)],
-        }
-    )
+    """Two devices, one stage each, activations of 1000 bytes and memory for `memory` of them. Without `offload`, in ms,
+    nothing can be offloaded."""
+    leave = {} if offload is None else {"offload": (offload * scale, offload * scale, 1000)}
+    costs = problems.stage((forward * scale, scale, scale), (1000, 500), **leave)
+    return problems.pipeline(2, m, memory * 1000, costs, p2p_ms=0.1 * scale, device={"link": link})
 
 
 def gpipe(problem: Problem) -> Schedule:

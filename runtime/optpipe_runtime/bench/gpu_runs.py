@@ -33,7 +33,7 @@ COUNTERS = "num_alloc_retries", "num_device_alloc"  # of torch.cuda.memory_stats
 
 
 @dataclass(frozen=True)
-class Setup:
+class GpuSetup:
     """A GPT in `stages` stages, of which `emulated` also runs between emulated neighbours, whose messages take
     `p2p_ms`."""
 
@@ -94,7 +94,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Measured:
+class GpuMeasurements:
     """All measurements. Pairs are of a schedule that keeps everything and of one that offloads half."""
 
     problem: Problem
@@ -107,7 +107,7 @@ class Measured:
     plain_ms: tuple[float, float]  # a plain copy of all of them to (pinned) host memory, and back
 
 
-def measure(setup: Setup) -> Measured:
+def measure(setup: GpuSetup) -> GpuMeasurements:
     """Runs everything. Raises `InputError` if the process has process groups already."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or cuBLAS may add in any order
     with single_rank("bench gpu"):
@@ -115,7 +115,7 @@ def measure(setup: Setup) -> Measured:
 
 
 class _Bench:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: GpuSetup) -> None:
         self._setup, self._device, self._cuda = setup, setup.device, setup.device.type == "cuda"
         with setup.device:
             modules = gpt.stages(setup.size, setup.stages)
@@ -126,7 +126,7 @@ class _Bench:
         for gradient in self._gradients():
             gradient.zero_()
 
-    def measured(self) -> Measured:
+    def measured(self) -> GpuMeasurements:
         setup = self._setup
         with Pipeline(
             dict(enumerate(self._modules)), [0] * setup.stages, gpt.loss, setup.microbatches, full_duplex=True
@@ -144,7 +144,7 @@ class _Bench:
             kept_stage, late_ms = self._emulated(pipe, kept(spread, ahead))
             halved_stage, later_ms = self._emulated(pipe, halved(spread, ahead))
             part_bytes = tuple(pipe._rank.stages[0].part_bytes(PARTS))
-        return Measured(
+        return GpuMeasurements(
             problem=problem,
             inside=(kept_inside, halved_inside),
             copies=copies,

@@ -15,6 +15,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.swap import schedules as swapping
+from support import problems
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
@@ -63,25 +64,15 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | None] = (), **stage: Any) -> Problem:
     """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a
     peer."""
-    costs = {
-        "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0,
-        "activation_bytes": 100, "saved_for_weight_bytes": 100,
-        "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 90, "recompute_ms": 1.0, "checkpoint_bytes": 10,
-    } | stage  # fmt: skip
     peer = dict(enumerate(peers))
-    evicted = {"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 90}
-    return Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": 0.1,
-            "devices": [
-                {"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)
-            ],
-            "stages": [
-                {"device": rank} | costs | (evicted if peer.get(rank) is not None else {}) for rank in placement
-            ],
-        }
-    )
+
+    def costs(rank: int) -> dict[str, Any]:
+        evict = {} if peer.get(rank) is None else {"evict": (1, 1, 90)}
+        return problems.stage((1, 1, 1), (100, 100), offload=(1, 1, 90), recompute=(1, 10), **evict)
+
+    devices = [{"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)]
+    stages = [{"device": rank} | costs(rank) | stage for rank in placement]
+    return Problem.from_dict({"microbatches": microbatches, "p2p_ms": 0.1, "devices": devices, "stages": stages})
 
 
 def numbers(modules: dict[int, nn.Module]) -> Gradients:

@@ -104,7 +104,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
     layout = Layout.of(schedules[0].problem)
     allocated = used = reserved = 0
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
-        pool, run = pipe._rank.pool, pipe._steps.executor.run
+        pool, run = pipe._rank.pool, pipe._step_runner.executor.run
 
         def counted(*arguments: Any) -> Any:
             nonlocal allocated
@@ -113,7 +113,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
             allocated += pool._allocated - before
             return report
 
-        pipe._steps.executor.run = counted  # type: ignore[method-assign]
+        pipe._step_runner.executor.run = counted  # type: ignore[method-assign]
         for step in range(steps):
             pipe.load(schedules[step % len(schedules)])
             used = max(used, pipe.step(*batch(step, layout.microbatches)).host_peak_bytes)

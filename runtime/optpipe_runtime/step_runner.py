@@ -1,4 +1,4 @@
-"""`Steps`: training steps and evaluations of one rank, with what comes before and after the executor: learning the
+"""`StepRunner`: training steps and evaluations of one rank, with what comes before and after the executor: learning the
 stages, swapping schedules, replicas, ties, and repeating a step that ran out of memory."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optpipe_runtime.swap.undo import ran_out, snapshot
 log = logging.getLogger("optpipe.runtime")
 
 
-class Steps:
+class StepRunner:
     """Every method is collective."""
 
     def __init__(self, rank: Rank, replicas: Replicas) -> None:
