@@ -220,6 +220,8 @@ class _Step(NamedTuple):
 
 def _predicted_ms(problem: Problem, schedule: Schedule) -> float:
     """The time of a step by the costs as they are now."""
+    if schedule.problem is problem:
+        return schedule.makespan_ms
     return Schedule(problem, schedule.programs, schedule.links).makespan_ms
 
 

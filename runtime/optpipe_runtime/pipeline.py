@@ -133,20 +133,8 @@ class Pipeline:
         host_optimizers: Mapping[int, Factory] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._rank, self._replicas = build(
-            stages,
-            placement,
-            loss_fn,
-            microbatches,
-            host_memory_bytes,
-            full_duplex,
-            routes,
-            microbatch_routes,
-            peers,
-            links,
-            host_optimizers,
-            group,
-        )
+        layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
+        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, group)
         self._step_runner = StepRunner(self._rank, self._replicas)
         self._schedules = self._step_runner.schedules
         self.measured: Measured | None = None

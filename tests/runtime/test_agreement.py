@@ -30,6 +30,11 @@ def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> Non
             np.testing.assert_array_equal(grad, plain[name])
 
 
+def test_rank_0_checks_a_schedule_once_and_the_others_rely_on_it(ranks: Ranks) -> None:
+    schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
+    assert ranks(cases.checks, placement=[0, 1], schedule=schedule) == [2, 0], "once loaded, once offered"
+
+
 def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
     told = ranks(cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)

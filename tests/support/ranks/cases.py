@@ -14,6 +14,7 @@ from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.lowering import prepare as preparing
 from optpipe_runtime.swap import schedules as swapping
 from support import problems
 
@@ -199,6 +200,28 @@ def train_with_offers(
     finally:
         swapping.lower = real
     return versions, gradients, complaint
+
+
+def checks(placement: Sequence[int], schedule: Schedule) -> int:
+    """How often this rank checks a schedule that rank 0 loads and then offers."""
+    real, count = preparing.check, 0
+
+    def counting(*arguments: Any) -> list[str]:
+        nonlocal count
+        count += 1
+        return real(*arguments)
+
+    preparing.check = counting
+    try:
+        with Pipeline(own_stages(placement), placement, loss_fn, schedule.problem.microbatches) as pipe:
+            pipe.load(schedule)
+            if pipe.number == 0:
+                pipe.offer(schedule)
+            while pipe.version < 2:
+                pipe.step(*batch(0, schedule.problem.microbatches))
+    finally:
+        preparing.check = real
+    return count
 
 
 def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:
