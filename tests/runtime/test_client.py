@@ -104,7 +104,7 @@ def test_a_service_that_starts_later_is_found(settings: Settings, caplog: pytest
             assert [" is unavailable: " in line for line in warnings(caplog)] == [True], (
                 "one warning an outage, however many attempts"
             )
-            assert [line.rpartition(" is ")[2] for line in news(caplog)] == ["there again"]
+            assert [line.rpartition(" is ")[2] for line in news(caplog)] == ["available again"]
 
 
 def test_a_service_that_is_restarted_goes_on_with_the_job(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
