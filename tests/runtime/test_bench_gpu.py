@@ -1,5 +1,4 @@
-"""`bench gpu` on the CPU: all of it but CUDA itself, for which there is a stand-in where time on the GPU is what
-counts."""
+"""`bench gpu` on CPU: everything but CUDA itself. Where time on the GPU matters, a fake GPU stands in."""
 
 from __future__ import annotations
 

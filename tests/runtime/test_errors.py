@@ -1,4 +1,4 @@
-"""Whatever fails in a step is told with rank, op, stage and micro-batch, on the rank where it fails and on those that
+"""A failure in a step is reported with rank, op, stage and micro-batch, on the rank where it happens and on those that
 wait for it."""
 
 from __future__ import annotations

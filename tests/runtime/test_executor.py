@@ -1,5 +1,5 @@
-"""Two ranks run schedules on a real model: losses and gradients are those of a plain run, to the bit where sums have
-the same order."""
+"""Two ranks run schedules on a real model: losses and gradients are those of a plain run, bit by bit if sums have the
+same order."""
 
 from __future__ import annotations
 

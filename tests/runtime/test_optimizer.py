@@ -1,4 +1,4 @@
-"""Optimizers on the host: training is, to the bit, that of a plain run in which every stage has the same optimizer."""
+"""Optimizers on the host: the training is bit by bit that of a plain run with the same optimizer for every stage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An optimizer on the host over the engine of a GPU, on simulated streams: nothing races for parameters, gradients or
-the host's memory."""
+"""An optimizer on the host with the copy engine of a GPU, on simulated streams: no accesses to parameters, gradients or
+host memory race."""
 
 from __future__ import annotations
 

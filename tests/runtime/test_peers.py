@@ -1,5 +1,4 @@
-"""Evictions between two ranks: gradients are those of a plain run, the bytes really leave and really lie on the other
-rank."""
+"""Evictions between two ranks: gradients are those of a plain run, and the bytes really move to the other rank."""
 
 from __future__ import annotations
 

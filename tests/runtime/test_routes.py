@@ -1,5 +1,5 @@
-"""Routes: micro-batches pass the same stages in other orders, or stages of their own; losses and gradients are those of
-a plain run."""
+"""Routes: micro-batches pass the stages in different orders, or different stages. Losses and gradients are those of a
+plain run."""
 
 from __future__ import annotations
 

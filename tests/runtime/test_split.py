@@ -1,5 +1,5 @@
-"""Deferred weight gradients: the same bits as plain autograd, later; and plain autograd wherever deferring would not be
-right."""
+"""Deferred weight gradients have the same bits as those of plain autograd. Where deferring would be wrong, plain
+autograd runs."""
 
 from __future__ import annotations
 

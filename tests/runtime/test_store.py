@@ -1,5 +1,5 @@
-"""What autograd saves leaves for real: weak references show freed storages, using what is away raises, and what comes
-back is the same."""
+"""Offloaded tensors really leave: weak references show freed storages, using an offloaded tensor raises, and reloaded
+bytes are the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The copy engine, the host destination and the activations of a GPU, on simulated streams: no schedule lets a copy and
-a computation race for memory."""
+"""The copy engine of a GPU on simulated streams: in no schedule do a copy and a computation race for memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a swap: back from a schedule that is slower or runs out of memory, and on with another number of
+"""After a swap: back from a schedule that is slower or runs out of memory, and on with another number of
 micro-batches."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training script does around a pipeline, against the same training in one process; and docs/training.md, whose
+"""A training script around a pipeline compared with the same training in one process; and docs/training.md, whose
 script runs."""
 
 from __future__ import annotations

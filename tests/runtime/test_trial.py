@@ -1,4 +1,4 @@
-"""Times and their spread, and what a GPU has left: figures by hand, with a clock and a device of the test's."""
+"""Times, their spread, and the budget of a GPU, computed by hand with a fake clock and a fake device."""
 
 from __future__ import annotations
 

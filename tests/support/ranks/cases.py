@@ -1,4 +1,5 @@
-"""A small transformer in stages, the plain run that every schedule must equal, and what the ranks do in the tests."""
+"""A small transformer in stages, the plain run that every schedule must equal, and functions that ranks run in many
+tests."""
 
 from __future__ import annotations
 

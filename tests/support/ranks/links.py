@@ -1,5 +1,4 @@
-"""What the ranks do in `test_links`: they train over links that they share, with copies that last long enough to
-collide."""
+"""What the ranks run in `test_links`: training over shared links, with copies that are slow enough to overlap."""
 
 from __future__ import annotations
 
