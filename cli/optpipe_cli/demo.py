@@ -23,7 +23,7 @@ from optpipe_cli.bench.runtime import difference
 from optpipe_cli.launch import torchrun
 
 if TYPE_CHECKING:
-    from optpipe_runtime.demo.train import Plan, Step, Told
+    from optpipe_runtime.demo.train import DemoResult, DemoSettings, Step
 
 TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
@@ -34,10 +34,10 @@ def demo() -> None:
 
     need("runtime")
     need("server")
-    from optpipe_runtime.demo.train import Plan
+    from optpipe_runtime.demo.train import DemoSettings
 
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
-        outcome = run(Plan(), Path(folder))
+        outcome = run(DemoSettings(), Path(folder))
     if not outcome.sound:
         raise typer.Exit(1)
 
@@ -68,10 +68,10 @@ class Outcome:
         return self.loss_difference <= TOLERANCE and self.within_memory and self.found_in_cache
 
 
-def run(plan: Plan, folder: Path) -> Outcome:
+def run(plan: DemoSettings, folder: Path) -> Outcome:
     """Run the demo in `folder` and print its table."""
     from optpipe_runtime.demo import reference
-    from optpipe_runtime.demo.train import Told
+    from optpipe_runtime.demo.train import DemoResult
 
     ranks = max(2, min(4, os.cpu_count() or 1))
     plan.save(folder / "plan.json")
@@ -92,7 +92,7 @@ def run(plan: Plan, folder: Path) -> Outcome:
             environment=environment,
         )
         adopted = _adopted(url)
-    told = Told.load(folder / "told.json")
+    told = DemoResult.load(folder / "told.json")
     typer.echo(_why_not_interleaved(told))
     typer.echo("the same steps in one plain process, to compare the losses")
     plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
@@ -163,7 +163,7 @@ def _adopted(url: str) -> list[str]:
     return lines
 
 
-def _why_not_interleaved(told: Told) -> str:
+def _why_not_interleaved(told: DemoResult) -> str:
     """Whether interleaved 1F1B, 1F1B with several stages a rank, fits this budget, and if not, why."""
     from optpipe.anytime import solve
     from optpipe.model.problem import Problem
@@ -172,16 +172,16 @@ def _why_not_interleaved(told: Told) -> str:
     return "interleaved 1F1B fits this budget" if result.schedule else f"interleaved 1F1B does not fit: {result.reason}"
 
 
-def _best(told: Told) -> int:
+def _best(told: DemoResult) -> int:
     return min(range(len(told.schedules)), key=lambda version: told.schedules[version]["predicted_ms"])
 
 
-def _middle(told: Told, version: int) -> tuple[float, float]:
+def _middle(told: DemoResult, version: int) -> tuple[float, float]:
     """Median and interquartile range of a schedule's settled steps while the machine was quiet, in ms."""
     return _spread([step for step in told.steps if step.version == version and step.settled and not step.live])
 
 
-def rounds(told: Told, best: int, count: int) -> list[float]:
+def rounds(told: DemoResult, best: int, count: int) -> list[float]:
     """Return the gain of each of the last `count` rounds, in which the first and the best schedule alternated."""
     settled = [step for step in told.steps if step.settled and not step.live and step.version in (0, best)]
     medians = [median(step.ms for step in phase) for _, phase in groupby(settled, key=lambda step: step.version)][
@@ -207,7 +207,7 @@ def _spread(steps: list[Step]) -> tuple[float, float]:
     return median(values), high - low
 
 
-def _print_table(told: Told) -> None:
+def _print_table(told: DemoResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -251,7 +251,7 @@ def _figure(middle: tuple[float, float]) -> str:
     return f"{middle[0]:.0f} ± {middle[1]:.0f}" if middle[1] == middle[1] else "–"
 
 
-def _look_up(told: Told, folder: Path) -> bool:
+def _look_up(told: DemoResult, folder: Path) -> bool:
     """Look the same problem up again, by the command line."""
     from optpipe.model.problem import Problem
 

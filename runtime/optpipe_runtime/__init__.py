@@ -1,7 +1,8 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `follow`, `factory`: what users call; `arguments`, `build`, `steps`: the parts of `Pipeline`;
+- `pipeline`, `follow`, `factory`: what users call; `arguments`, `build`, `step_runner`: the parts of
+  `Pipeline`;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;

@@ -52,7 +52,7 @@ def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:
         for name, first in by_rank[0].items():
             if theirs[name] != first:
                 raise InputError(
-                    f"{name} is {first} on rank 0 and {theirs[name]} on rank {rank}: every rank gives the same"
+                    f"{name} is {first} on rank 0 and {theirs[name]} on rank {rank}: it must be the same on every rank"
                 )
 
 
@@ -60,7 +60,7 @@ def device_of(stages: Mapping[int, nn.Module]) -> torch.device | None:
     """The device of the stages' parameters; None if they have no parameters."""
     devices = {tensor.device for module in stages.values() for tensor in module.parameters()}
     if len(devices) > 1:
-        raise InputError(f"stages are on {sorted(map(str, devices))}: a rank's stages are on one device")
+        raise InputError(f"stages are on {sorted(map(str, devices))}: a rank's stages must be on one device")
     return devices.pop() if devices else None
 
 
@@ -70,7 +70,8 @@ def compute_device(own: torch.device | None, kinds: Sequence[str | None]) -> tor
     used = sorted({kind for kind in kinds if kind is not None})
     if len(used) > 1:
         raise InputError(
-            f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks compute on the same kind of device"
+            f"stages are on {' and '.join(used)}, by rank {list(kinds)}: all ranks must compute on the same kind of "
+            "device"
         )
     if own is not None:
         return own

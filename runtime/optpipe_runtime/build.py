@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +26,22 @@ from optpipe_runtime.ranks.team import Team
 from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.runner import StageRunner
 
+# placement, microbatches, routes, microbatch_routes, peers, links, full_duplex: the arguments of `Layout.make`
+LayoutArguments = tuple[Sequence[int], int, Any, Any, Sequence[Any] | None, Sequence[Any] | None, bool]
+
 
 def build(
     stages: Mapping[int, nn.Module],
-    placement: Sequence[int],
+    layout_arguments: LayoutArguments,
     loss_fn: LossFn,
-    microbatches: int,
     host_memory_bytes: int | None,
-    full_duplex: bool,
-    routes: Sequence[Sequence[int]] | None,
-    microbatch_routes: Sequence[int] | None,
-    peers: Sequence[int | None] | None,
-    links: Sequence[str | None] | None,
     host_optimizers: Mapping[int, Factory] | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[Rank, Replicas]:
     """Collective. Raises `InputError` for arguments that are wrong or do not fit together, on every rank."""
     if not dist.is_initialized():
         raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
+    placement, microbatches, *_, peers, links, full_duplex = layout_arguments
     team = Team(group)
     cpu_group = CpuGroup(team)
 
@@ -51,7 +50,7 @@ def build(
             stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size
         )
         require_bytes("host_memory_bytes", host_memory_bytes)
-        layout = Layout.make(placement, microbatches, routes, microbatch_routes, peers, links, full_duplex)
+        layout = Layout.make(*layout_arguments)
         if not callable(loss_fn) and not layout.last.isdisjoint(stages):
             raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
         return layout, device_of(stages), Replicas(stages, team)

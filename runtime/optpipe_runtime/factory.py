@@ -52,7 +52,7 @@ class Setup:
         names = [name for name in inspect.signature(Pipeline).parameters if name not in REQUIRED]
         for name in self.options:
             if name not in names:
-                raise InputError(f"options has {name!r}: must be of {', '.join(names)}")
+                raise InputError(f"options has {name!r}: must be one of {', '.join(names)}")
         return Pipeline(self.stages, self.placement, self.loss_fn, microbatches, **self.options)
 
 
@@ -72,7 +72,7 @@ def find_factory(name: str) -> Callable[[int, int], Setup]:
     if not callable(factory):
         there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise InputError(
-            f"model = {name!r}: {module_name} has no function {function_name}, but {', '.join(there) or 'none at all'}"
+            f"model = {name!r}: {module_name} has no function {function_name}; it has {', '.join(there) or 'none'}"
         )
     try:
         inspect.signature(factory).bind(0, 1)

@@ -91,7 +91,7 @@ class Follower:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
         if unknown := sorted(search.keys() - SEARCH_OPTIONS):
             raise InputError(
-                f"{unknown[0]}: is no argument of Follower or of ScheduleClient, which takes "
+                f"{unknown[0]}: is not an argument of Follower or of ScheduleClient, which takes "
                 f"{', '.join(SEARCH_OPTIONS)}"
             )
         api_key(search.get("key"))  # raises here, not in the first step
@@ -220,6 +220,8 @@ class _Step(NamedTuple):
 
 def _predicted_ms(problem: Problem, schedule: Schedule) -> float:
     """The time of a step by the costs as they are now."""
+    if schedule.problem is problem:
+        return schedule.makespan_ms
     return Schedule(problem, schedule.programs, schedule.links).makespan_ms
 
 

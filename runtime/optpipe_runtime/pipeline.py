@@ -44,7 +44,7 @@ from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.stage.io import LossFn
-from optpipe_runtime.steps import Steps
+from optpipe_runtime.step_runner import StepRunner
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -133,22 +133,10 @@ class Pipeline:
         host_optimizers: Mapping[int, Factory] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._rank, self._replicas = build(
-            stages,
-            placement,
-            loss_fn,
-            microbatches,
-            host_memory_bytes,
-            full_duplex,
-            routes,
-            microbatch_routes,
-            peers,
-            links,
-            host_optimizers,
-            group,
-        )
-        self._steps = Steps(self._rank, self._replicas)
-        self._schedules = self._steps.schedules
+        layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
+        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, group)
+        self._step_runner = StepRunner(self._rank, self._replicas)
+        self._schedules = self._step_runner.schedules
         self.measured: Measured | None = None
         self._closed = False
 
@@ -175,7 +163,7 @@ class Pipeline:
         StepReport
             Losses, times and peak bytes of this rank.
         """
-        return self._steps.step(inputs, targets, trace)
+        return self._step_runner.step(inputs, targets, trace)
 
     @_collective
     def evaluate(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
@@ -183,7 +171,7 @@ class Pipeline:
 
         Arguments are those of `step`. The modules' modes are the caller's.
         """
-        return self._steps.evaluate(inputs, targets, trace)
+        return self._step_runner.evaluate(inputs, targets, trace)
 
     @_collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -206,10 +194,10 @@ class Pipeline:
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
             raise InputError(
                 "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
-                "gradients is known: clip there, in a register_step_pre_hook of the optimizer, the stage's own"
+                "gradients is known: clip each stage in a register_step_pre_hook of its optimizer"
             )
         parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
-        uncounted = (parameter for tie in self._steps.ties for parameter in tie.uncounted)
+        uncounted = (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
         return clip(parameters, uncounted, self._rank.cpu_group, max_norm, norm_type)
 
     def synchronize(self) -> None:
@@ -249,7 +237,7 @@ class Pipeline:
                     f"tie: stage {stages[0]} has a copy, and updates it on the host before gradients are summed over "
                     "the copies: leave the stage out of host_optimizers"
                 )
-        self._steps.ties.append(Tie(copy, self._rank.cpu_group, self._rank.team))
+        self._step_runner.ties.append(Tie(copy, self._rank.cpu_group, self._rank.team))
 
     @_collective
     def gather(self, value: Any) -> list[Any]:
@@ -369,7 +357,7 @@ class Pipeline:
         Problem
             The same on every rank.
         """
-        if not self._steps.executor.idle:
+        if not self._step_runner.executor.idle:
             raise OptPipeError("a pipeline is profiled only between two steps")
         rank = self._rank
         require_equal(rank.cpu_group, offload_parts=offload_parts, repeats=repeats)
@@ -381,7 +369,7 @@ class Pipeline:
             return budget(rank) if activation_budget_bytes is None else activation_budget_bytes
 
         with self._replicas.whole():
-            self._steps.require_learned(inputs, targets)
+            self._step_runner.require_learned(inputs, targets)
             m = rank.layout.microbatches
             first_inputs = cut(inputs, m, "inputs")[0] if rank.takes_inputs else ()
             first_targets = cut(targets, m, "targets")[0] if rank.takes_targets else ()
@@ -390,7 +378,7 @@ class Pipeline:
                 self.measured = profile(rank, first_inputs, first_targets, budget_bytes, offload_parts, repeats)
         if rank.number == 0 and self.measured.launch_bound:
             log.warning(
-                "these may be as long as the host takes to launch them, stage and time: %s", self.measured.launch_bound
+                "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound
             )
         self.problem = self.measured.problem
         return self.measured.problem

@@ -97,7 +97,7 @@ def test_without_ranks_it_says_how_to_start_them(
         ("os.path:isfile", "it is called with rank and ranks: too many positional arguments"),
         (
             "support.chain:nothing",
-            "support.chain has no function nothing, but Problem, Schedule, chain, gpipe, one_by_one",
+            "support.chain has no function nothing; it has Problem, Schedule, chain, gpipe, one_by_one",
         ),
     ],
 )
@@ -111,5 +111,5 @@ def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, mon
 
 def test_an_option_that_there_is_none_of() -> None:
     options = "host_memory_bytes, full_duplex, routes, microbatch_routes, peers, links, host_optimizers, group"
-    with pytest.raises(InputError, match=f"options has 'ful_duplex': must be of {options}"):
+    with pytest.raises(InputError, match=f"options has 'ful_duplex': must be one of {options}"):
         Setup({}, [0], len, None, None, {"ful_duplex": True}).pipeline(1)  # type: ignore[arg-type]

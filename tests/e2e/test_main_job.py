@@ -15,9 +15,9 @@ from support.ports import free_port
 from optpipe_cli import demo
 from optpipe_cli.launch import torchrun
 from optpipe_runtime.demo.gpt import Size
-from optpipe_runtime.demo.train import Plan, Told
+from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
-SMALL = Plan(
+SMALL = DemoSettings(
     microbatches=4,
     solve_s=6.0,
     block=3,
@@ -34,7 +34,7 @@ def _two_ranks(monkeypatch):
 
 def test_the_main_job(tmp_path, capsys):
     outcome = demo.run(SMALL, tmp_path)
-    told = Told.load(tmp_path / "told.json")
+    told = DemoResult.load(tmp_path / "told.json")
     assert outcome.sound
     assert outcome.loss_difference <= 1e-5
     assert told.schedules[0]["method"] == "po-f"
@@ -65,9 +65,11 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
             killer.join()
 
     monkeypatch.setattr(demo, "_service", doomed)
-    plan = Plan(microbatches=4, first_s=3.0, solve_s=60.0, block=3, rounds=1, most_live_steps=30, size=SMALL.size)
+    plan = DemoSettings(
+        microbatches=4, first_s=3.0, solve_s=60.0, block=3, rounds=1, most_live_steps=30, size=SMALL.size
+    )
     outcome = demo.run(plan, tmp_path)
-    told = Told.load(tmp_path / "told.json")
+    told = DemoResult.load(tmp_path / "told.json")
     assert outcome.loss_difference <= 1e-5
     assert outcome.within_memory
     assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"
@@ -108,7 +110,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         jobs = ask("/v1/jobs")["jobs"]
         log, adoptions = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
-    told = Told.load(tmp_path / "told.json")
+    told = DemoResult.load(tmp_path / "told.json")
     assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
         "nothing was submitted again"
     )

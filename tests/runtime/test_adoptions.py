@@ -1,4 +1,4 @@
-"""When the service hears of a schedule that was swapped in, and what figure."""
+"""When the service is told of a swapped-in schedule, and of which step time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begun() -> tuple[Adoptions, list[tuple[int, int, float | None]]]:
     return adoptions, client.told
 
 
-def test_what_is_swapped_in_is_told_at_once_and_measured_without_its_first_step() -> None:
+def test_a_swap_is_told_at_once_and_its_first_step_is_not_measured() -> None:
     adoptions, told = begun()
     assert told == [(3, 7, None)]
     adoptions.measured([(1, 50.0), (1, 60.0), (2, 99.0)])
@@ -41,7 +41,7 @@ def test_what_is_swapped_in_is_told_at_once_and_measured_without_its_first_step(
     assert told[1:] == [(3, 7, 11.0)]
 
 
-def test_a_figure_is_told_when_there_is_twice_as_much_behind_it() -> None:
+def test_a_median_is_told_again_after_twice_as_many_steps() -> None:
     adoptions, told = begun()
     for _ in range(3000):
         adoptions.measured([(2, 10.0)])
@@ -51,7 +51,7 @@ def test_a_figure_is_told_when_there_is_twice_as_much_behind_it() -> None:
     assert MOST_STEPS == 2**10
 
 
-def test_the_last_figure_is_of_all_steps() -> None:
+def test_the_last_median_is_over_all_steps() -> None:
     adoptions, told = begun()
     adoptions.measured([(2, 99.0), *[(2, 10.0)] * 8])
     adoptions.measured([(2, 20.0)] * 7)
@@ -61,7 +61,7 @@ def test_the_last_figure_is_of_all_steps() -> None:
     assert told[1:] == [(3, 7, 10.0), (3, 7, 20.0)]
 
 
-def test_each_schedule_has_its_own_figure() -> None:
+def test_each_schedule_has_its_own_median() -> None:
     adoptions, told = begun()
     client: Any = Client()
     client.told = told
@@ -74,7 +74,7 @@ def test_each_schedule_has_its_own_figure() -> None:
     assert told[4:] == [(4, 10, 5.0)]
 
 
-def test_what_was_refused_or_left_again_is_no_adoption() -> None:
+def test_a_refused_or_replaced_schedule_is_not_adopted() -> None:
     client: Any = Client()
     adoptions = Adoptions()
     adoptions.swapped(1, LATER.schedule, 1)  # loaded

@@ -1,4 +1,4 @@
-"""Schedules change between steps on all ranks or on none, and an offer never stops the training."""
+"""All ranks change the schedule between steps, or none does, and an offer never stops the training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def test_all_ranks_take_an_offer_or_all_keep_what_they_have(ranks: Ranks) -> Non
             np.testing.assert_array_equal(grad, plain[name])
 
 
-def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
+def test_rank_0_checks_a_schedule_once_and_the_others_rely_on_it(ranks: Ranks) -> None:
+    schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
+    assert ranks(cases.checks, placement=[0, 1], schedule=schedule) == [2, 0], "once loaded, once offered"
+
+
+def test_wrong_arguments_raise_a_clear_error_on_every_rank(ranks: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 4), ONE_F_ONE_B)
     told = ranks(cases.refuse_on_the_way, placement=[0, 1], schedule=schedule)
     for rank, sentences in enumerate(told):
@@ -45,14 +50,12 @@ def test_mistakes_end_in_a_sentence_on_every_rank(ranks: Ranks) -> None:
         assert sentences[8] == "loss_fn must return a tensor with one number, the mean loss of a micro-batch"
         assert sentences[9] == "the ranks prepared different schedules: they were profiled differently"
         assert sentences[10] == "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
-        assert sentences[11].startswith(
-            "rank 0: load was given no optpipe.Schedule on rank 0, whose schedule counts; a search"
-        )
+        assert sentences[11].startswith("rank 0: load was given no optpipe.Schedule on rank 0; if a search found none")
     assert told[0][12] == "offer was given a NoneType: an optpipe.Schedule can be offered"
     assert told[1][12] == "offer was called on rank 1: schedules are offered on rank 0"
 
 
-def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
+def test_no_rank_swaps_if_one_lacks_host_memory(ranks: Ranks) -> None:
     problem = cases.problem([0, 1], 4)
     first, away = Schedule.parse(problem, ONE_F_ONE_B), Schedule.parse(problem, [OFFLOADED[0], ONE_F_ONE_B[1]])
     for complaint, version, steps in ranks(cases.too_little_host_memory, placement=[0, 1], first=first, away=away):
@@ -60,7 +63,7 @@ def test_where_one_rank_lacks_host_memory_none_swaps(ranks: Ranks) -> None:
         assert (version, steps) == (1, 10)
 
 
-def test_no_step_after_one_that_failed(ranks: Ranks) -> None:
+def test_no_step_runs_after_a_failed_step(ranks: Ranks) -> None:
     schedule = Schedule.parse(cases.problem([0, 0], 2), [["0F0", "0F1", "1F0", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]])
     said, where = ranks(cases.after_a_failure, placement=[0, 0], schedule=schedule)[0]
     assert said == (

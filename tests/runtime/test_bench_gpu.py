@@ -1,5 +1,4 @@
-"""`bench gpu` on the CPU: all of it but CUDA itself, for which there is a stand-in where time on the GPU is what
-counts."""
+"""`bench gpu` on CPU: everything but CUDA itself. Where time on the GPU matters, a fake GPU stands in."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.problems import pipeline, stage
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -54,28 +54,17 @@ CERTAIN = {  # whatever else the machine does
 
 
 def problem(devices: int, stages: int, copy_ms: float = 4.0, microbatches: int = 8) -> Problem:
-    stage = {
-        "forward_ms": 10.0, "backward_input_ms": 10.0, "backward_weight_ms": 8.0,
-        "activation_bytes": 100, "saved_for_weight_bytes": 60,
-        "offload_ms": copy_ms, "reload_ms": copy_ms, "offload_bytes": 100, "offload_parts": 2,
-    }  # fmt: skip
-    placed = [{"device": s % devices} | stage for s in range(stages)]
-    return Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": 0.5 if devices > 1 else 0.0,
-            "transfer_mode": "full_duplex",
-            "devices": [{"activation_budget_bytes": 2**20}] * devices,
-            "stages": placed,
-        }
-    )
+    costs = stage((10, 10, 8), (100, 60), offload=(copy_ms, copy_ms, 100), offload_parts=2)
+    placed = [{"device": s % devices} | costs for s in range(stages)]
+    p2p_ms = 0.5 if devices > 1 else 0.0
+    return pipeline(devices, microbatches, 2**20, placed, p2p_ms=p2p_ms, transfer_mode="full_duplex")
 
 
 # Schedules
 
 
 @pytest.mark.parametrize(("devices", "warm_up"), [(1, [3]), (4, [3, 2, 1, 0])])
-def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_keeps_up(
+def test_half_of_long_lived_activations_is_offloaded_at_no_cost_if_the_link_keeps_up(
     devices: int, warm_up: list[int]
 ) -> None:
     given = problem(devices, 4)
@@ -90,7 +79,7 @@ def test_half_of_what_lives_long_enough_leaves_and_costs_nothing_where_the_link_
     assert share_offloaded(alone(problem(1, 4))) == 1.0
 
 
-def test_a_link_too_slow_costs_as_little_as_it_can_with_as_much_offloaded() -> None:
+def test_a_slow_link_costs_as_little_as_possible() -> None:
     given = problem(1, 2, copy_ms=200.0)
     slow = halved(given, [2])
     assert check(given, slow) == []
@@ -101,7 +90,7 @@ def test_a_link_too_slow_costs_as_little_as_it_can_with_as_much_offloaded() -> N
 # Stand-ins for the neighbours
 
 
-def test_messages_come_when_the_timeline_has_them_there() -> None:
+def test_emulated_messages_arrive_when_the_timeline_says() -> None:
     given = problem(3, 3, microbatches=2)
     schedule = kept(given, [2, 1, 0])
     first, middle = arrivals(schedule, 0), arrivals(schedule, 1)
@@ -112,7 +101,7 @@ def test_messages_come_when_the_timeline_has_them_there() -> None:
     assert first[Message(Kind.B, 0, 0)] == 52.0, "three forwards there, two backwards back, four messages"
 
 
-def test_the_sleeper_lets_nothing_through_before_its_moment() -> None:
+def test_the_sleeper_waits_until_the_moment_of_a_message() -> None:
     early, late = Message(Kind.F, 1, 0), Message(Kind.F, 1, 1)
     sleeper = Sleeper({early: 5.0, late: 30.0})
     sleeper.start_step()
@@ -172,7 +161,7 @@ class FakeEvent:
         return end.at - self.at
 
 
-def test_spins_last_as_long_as_they_should_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spins_have_the_right_length_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch, cycles_per_ms=1.7e6)
     moments = {Message(Kind.F, 1, 0): 0.0, Message(Kind.B, 1, 0): 21.0, Message(Kind.F, 1, 1): 10.0}
     spinner = Spinner(torch.device("cuda", 0), moments)
@@ -191,7 +180,9 @@ def test_spins_last_as_long_as_they_should_from_the_second_step_on(monkeypatch: 
 
 
 @pytest.mark.parametrize("make", [kept, halved])
-def test_a_stage_between_stand_ins_takes_as_long_as_predicted(make: Callable[[Problem, list[int]], Schedule]) -> None:
+def test_a_stage_between_emulated_neighbours_takes_as_long_as_predicted(
+    make: Callable[[Problem, list[int]], Schedule],
+) -> None:
     """Stages and copies that sleep, so that it is the messages' moments that count, not the machine."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     times, batch = paced.Times(20.0, 20.0, 16.0, 12.0), torch.randn(4 * paced.SHAPE[0], paced.SHAPE[1])
@@ -251,15 +242,15 @@ def test_a_figure_has_its_unit() -> None:
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[tuple[gpu_runs.Setup, gpu_runs.Measured]]:
-    setup = gpu_runs.Setup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
+def measured() -> Iterator[tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements]]:
+    setup = gpu_runs.GpuSetup(torch.device("cpu"), gpt.Size(32, 1, 3, 64, 1), stages=3, emulated=1, microbatches=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_runs, "ROUNDS", 1)
         yield setup, gpu_runs.measure(setup)
 
 
-def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(
-    measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
+def test_on_cpu_only_figures_of_cuda_are_not_measured(
+    measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements],
 ) -> None:
     report = gpu.judge(*measured)
     assert {row.what for row in report.rows if row.passed is None} == ON_CUDA
@@ -269,7 +260,7 @@ def test_on_the_cpu_only_what_cuda_alone_shows_is_not_measured(
 
 
 def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
-    measured: tuple[gpu_runs.Setup, gpu_runs.Measured],
+    measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements],
 ) -> None:
     _, found = measured
     for steps in (*found.inside, found.copies, *found.stage):
@@ -280,11 +271,11 @@ def test_every_op_ran_once_a_step_and_held_no_more_than_certified(
         assert len(steps.reports) == gpu_runs.STEPS
 
 
-def test_memory_of_the_driver_is_judged(measured: tuple[gpu_runs.Setup, gpu_runs.Measured]) -> None:
+def test_memory_of_the_cuda_allocator_is_judged(measured: tuple[gpu_runs.GpuSetup, gpu_runs.GpuMeasurements]) -> None:
     _, found = measured
     keeps, halves = found.inside
 
-    def with_allocated(extra: int, retries: int) -> gpu_runs.Measured:
+    def with_allocated(extra: int, retries: int) -> gpu_runs.GpuMeasurements:
         report = keeps.reports[0]
         trace = tuple(time._replace(allocated_bytes=1000 + time.certified_bytes + extra) for time in report.trace)
         steps = replace(
@@ -380,13 +371,13 @@ def test_a_stage_has_a_few_hundred_million_parameters() -> None:
     assert all(400e6 < count < 440e6 for count in counts)
 
 
-def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(setup: gpu_runs.Setup) -> None:
+def test_a_model_too_large_for_the_device_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(setup: gpu_runs.GpuSetup) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(gpu, "measure", fail)
     with pytest.raises(InputError, match=r"take a smaller --context, --width or --blocks: CUDA out of memory$"):
-        gpu.run(gpu_runs.Setup(torch.device("cpu"), gpt.Size()))
+        gpu.run(gpu_runs.GpuSetup(torch.device("cpu"), gpt.Size()))
 
 
 @pytest.mark.parametrize(
@@ -396,12 +387,12 @@ def test_a_model_too_large_for_the_device_is_one_sentence(monkeypatch: pytest.Mo
         (["--emulate-stage", "0/1"], "at least 2"),
         (["--emulate-stage", "half"], "--emulate-stage = half"),
         (["--width", "4097"], "--width = 4097: expected a multiple of 128"),
-        (["--device", "cpu", "--width", "4", "--context", "2"], "nothing can be offloaded"),
+        (["--device", "cpu", "--width", "4", "--context", "2"], "nothing of a stage's activation can be offloaded"),
         (["--device", "tpu"], "--device = tpu: expected cuda, cuda:N or cpu"),
         (["--device", "cuda:99"], "--device = cuda:99: torch"),
     ],
 )
-def test_what_cannot_run_here_is_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_a_bench_that_cannot_run_here_exits_with_an_error(arguments: list[str], sentence: str) -> None:
     result = CliRunner().invoke(app, ["bench", "gpu", *arguments])
     assert isinstance(result.exception, InputError)
     assert sentence in str(result.exception)

@@ -1,5 +1,5 @@
-"""Between steps a user evaluates, takes batches of another size, freezes and unfreezes: every turn is that of a plain
-run, to the bit."""
+"""Between steps a user evaluates, takes batches of another size, freezes and unfreezes parameters: results are those of
+a plain run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAIN, EVALUATE = Turn(train=True), Turn(train=False)
     ],
     ids=["evaluations", "shapes", "freezing"],
 )
-def test_every_turn_is_that_of_a_plain_run(ranks: Ranks, programs: list[list[str]], turns: list[Turn]) -> None:
+def test_every_phase_equals_a_plain_run(ranks: Ranks, programs: list[list[str]], turns: list[Turn]) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 4), programs)
     results = ranks(changes.turns, schedule=schedule, taken=turns)
     for turn, expected, *found in zip(turns, changes.plain(4, turns), *results, strict=True):

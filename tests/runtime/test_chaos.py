@@ -1,5 +1,5 @@
-"""Two hundred random certified schedules, swapped step by step, and services that fail: the training stays that of a
-plain run."""
+"""Two hundred random certified schedules are swapped step by step, and services fail: the training equals a plain
+run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def telling_lies(_: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("service", [killed_on_the_way, slow, telling_lies])
-def test_whatever_the_service_does_the_training_goes_on(
+def test_training_goes_on_whatever_the_service_does(
     ranks: Ranks,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

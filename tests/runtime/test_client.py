@@ -1,5 +1,4 @@
-"""The client with a real service: schedules arrive, other costs are told, and an end of the service is no end of
-anything."""
+"""The client with a real service: schedules arrive, costs change, and the service may end and come back."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_better_schedules_are_offered_once(settings: Settings, caplog: pytest.Lo
     assert warnings(caplog) == []
 
 
-def test_an_infeasible_problem_is_said_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_infeasible_problem_is_logged_once(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="infeasible", **QUICK) as client:
         until(lambda: client.ended)
         assert client.poll() is None
@@ -80,7 +79,7 @@ def test_a_refused_problem_is_not_sent_again(settings: Settings, caplog: pytest.
     assert "refuses this problem: job: method" in warnings(caplog)[0]
 
 
-def test_with_a_key_it_is_let_in(settings: Settings) -> None:
+def test_a_key_gives_access(settings: Settings) -> None:
     database = Database(settings.database)
     key = Keys(database).create("us", ["submit", "read"])
     database.close()
@@ -94,7 +93,7 @@ def test_with_a_key_it_is_let_in(settings: Settings) -> None:
 # The service comes and goes
 
 
-def test_a_service_that_comes_later_is_found(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_that_starts_later_is_found(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     with ScheduleClient(f"http://127.0.0.1:{port}/", chain(), method="hang", **QUICK) as client:
         until(lambda: client._search._backoff.failures >= 5)
@@ -102,10 +101,10 @@ def test_a_service_that_comes_later_is_found(settings: Settings, caplog: pytest.
         with running(settings, port):
             assert until(client.poll).version == 1
             until(lambda: news(caplog))
-            assert [" is away: " in line for line in warnings(caplog)] == [True], (
+            assert [" is unavailable: " in line for line in warnings(caplog)] == [True], (
                 "one warning an outage, however many attempts"
             )
-            assert [line.rpartition(" is ")[2] for line in news(caplog)] == ["there again"]
+            assert [line.rpartition(" is ")[2] for line in news(caplog)] == ["available again"]
 
 
 def test_a_service_that_is_restarted_goes_on_with_the_job(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,13 +158,13 @@ def test_a_full_service_is_asked_again(settings: Settings, caplog: pytest.LogCap
             until(lambda: warnings(caplog))
             assert client.poll() is None
         assert jobs_at(url) == []
-    assert "is away: HTTP status 429" in warnings(caplog)[0]
+    assert "is unavailable: HTTP status 429" in warnings(caplog)[0]
 
 
 # The costs change
 
 
-def test_a_search_goes_on_with_other_costs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_search_goes_on_with_new_costs(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     """It is the same job, from its best; what runs is the best that is known for the new costs, too, so nothing is
     offered."""
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang", **QUICK) as client:
@@ -197,7 +196,7 @@ def test_after_the_end_of_a_search_it_begins_again(settings: Settings, caplog: p
     assert warnings(caplog) == []
 
 
-def test_another_problem_altogether_is_another_job(settings: Settings) -> None:
+def test_another_problem_becomes_another_job(settings: Settings) -> None:
     """The number of micro-batches is no matter of costs; nor does a cancelled job come back."""
     with running(settings) as (url, _), ScheduleClient(url, chain(), method="hang", **QUICK) as client:
         first = until(client.poll)

@@ -1,4 +1,4 @@
-"""What the training has swapped in: the service hears of it, sooner or later, once for each thing there is to say."""
+"""The service is told, now or later, which schedules the training has swapped in."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def told(asked: list[Asked]) -> list[tuple[str, Any]]:
     return [(request.path, request.json()) for request in asked if request.method == "PUT"]
 
 
-def test_an_adoption_is_told_and_told_again_with_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adoption_is_told_and_told_again_with_the_measured_time(caplog: pytest.LogCaptureFixture) -> None:
     """Also after the search is over."""
     with (
         fake_service(by_path({**FOUND, "/adoptions/1": HEARD})) as (url, asked),
@@ -49,7 +49,7 @@ def test_an_adoption_is_told_and_told_again_with_what_was_measured(caplog: pytes
     assert warnings(caplog) == []
 
 
-def test_a_service_that_is_away_hears_the_last_word_later() -> None:
+def test_an_unavailable_service_is_told_the_last_state_later() -> None:
     heard = one_after_the_other(
         fake.resetting, Answer(503, headers={"Retry-After": "0"}), fake.resetting_in_the_middle, HEARD
     )
@@ -69,7 +69,7 @@ def test_a_service_that_is_away_hears_the_last_word_later() -> None:
     assert contents[-1] == {"step": 3, "measured_iteration_ms": 9.0}
 
 
-def test_what_changed_while_it_was_told_is_told_again() -> None:
+def test_a_change_during_a_request_is_told_again() -> None:
     waits: list[Asked] = []
 
     def slow(asked: Asked) -> Answer:
@@ -90,7 +90,7 @@ def test_what_changed_while_it_was_told_is_told_again() -> None:
 
 
 @pytest.mark.parametrize("answer", [Answer(404), Answer(422), Answer(302)])
-def test_what_the_service_will_not_hear_is_given_up(answer: Answer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_adoption_is_given_up(answer: Answer, caplog: pytest.LogCaptureFixture) -> None:
     table = {**FOUND, "/adoptions/1": answer, "/adoptions/2": HEARD}
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
         until(lambda: client.ended)
@@ -102,7 +102,7 @@ def test_what_the_service_will_not_hear_is_given_up(answer: Answer, caplog: pyte
     assert line.startswith("the adoption of schedule 1 of job a1 was not taken: ")
 
 
-def test_a_close_does_not_wait_for_a_service_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_an_unavailable_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optpipe_runtime.service.client.TELL_S", 0.3)
     with fake_service(by_path({**FOUND, "/adoptions/1": fake.silent})) as (url, asked):
         client = ScheduleClient(url, chain())

@@ -1,4 +1,4 @@
-"""No call of the training waits: neither for the client's thread, whatever holds that, nor for the service."""
+"""No call of the training waits, neither for the thread of the client nor for the service."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_calls_are_short_whatever_the_service_does(answers: Answers, monkeypatch
     )
 
 
-def test_a_close_that_has_nothing_to_tell_waits_for_nothing() -> None:
+def test_close_waits_for_nothing_if_there_is_nothing_to_tell() -> None:
     with fake_service(fake.silent) as (url, asked):
         client = ScheduleClient(url, chain(), read_timeout_s=600.0)
         until(lambda: asked)

@@ -1,5 +1,5 @@
-"""What is offered to the training: the newest, once, only if it is better than what runs, and for the costs as they
-are."""
+"""What is offered to the training: the newest schedule, once, if it is better than the running one and for the current
+costs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_newest_is_offered_once() -> None:
         assert client.poll() is None
 
 
-def test_what_is_worse_than_what_came_before_is_not_offered() -> None:
+def test_a_schedule_worse_than_the_last_offer_is_not_offered() -> None:
     answers = by_path(finding(gpipe(chain()), one_by_one(chain())))
     with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
         until(lambda: client.ended)
@@ -45,7 +45,7 @@ def test_what_is_worse_than_what_came_before_is_not_offered() -> None:
         assert (offer.version, offer.seq) == (1, 1)
 
 
-def test_what_is_no_better_than_what_runs_is_not_offered() -> None:
+def test_a_schedule_no_better_than_the_running_one_is_not_offered() -> None:
     answers = by_path(finding(one_by_one(chain()), gpipe(chain())))
     with (
         fake_service(answers) as (url, asked),
@@ -56,7 +56,7 @@ def test_what_is_no_better_than_what_runs_is_not_offered() -> None:
     assert asked[0].json()["warm_start"]["method"] == "gpipe"
 
 
-def test_what_runs_but_no_longer_fits_sets_no_mark() -> None:
+def test_a_running_schedule_that_no_longer_fits_is_not_compared_with() -> None:
     tight = chain(memory=1)
     answers = by_path(finding(one_by_one(tight)))
     with fake_service(answers) as (url, _), ScheduleClient(url, tight, warm_start=gpipe(chain()), **QUICK) as client:
@@ -65,7 +65,7 @@ def test_what_runs_but_no_longer_fits_sets_no_mark() -> None:
         assert check(tight, offer.schedule) == []
 
 
-def test_an_offer_for_costs_that_have_changed_is_none() -> None:
+def test_an_offer_for_old_costs_is_dropped() -> None:
     answers = by_path({**finding(one_by_one(chain())), "/events": fake.open_events(fake.one())})
     with fake_service(answers) as (url, _), ScheduleClient(url, chain(), **QUICK) as client:
         until(lambda: client._newest)
@@ -73,7 +73,7 @@ def test_an_offer_for_costs_that_have_changed_is_none() -> None:
         assert client.poll() is None
 
 
-def test_of_many_changes_the_last_counts() -> None:
+def test_only_the_last_of_many_changes_counts() -> None:
     last = chain(scale=2.0)
     posed = one_after_the_other(fake.silent, fake.job(version=2))  # whoever waits for an answer is called away
     table = {
@@ -96,7 +96,7 @@ def test_of_many_changes_the_last_counts() -> None:
     assert told == [chain(scale=1.25), last]
 
 
-def test_a_service_that_was_away_hears_of_the_newest_costs() -> None:
+def test_a_service_that_was_unavailable_gets_the_newest_costs() -> None:
     table = {**finding(gpipe(SLOWER)), "/jobs": one_after_the_other(fake.silent, fake.job())}
     with fake_service(by_path(table)) as (url, asked), ScheduleClient(url, chain(), **QUICK) as client:
         until(lambda: asked)

@@ -1,4 +1,5 @@
-"""The client and a service that lies, breaks off, asks for patience, wants a key or has forgotten the job."""
+"""The client with a service that gives wrong answers, breaks connections, asks to wait, requires a key or has lost the
+job."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _log_everything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "url", ["", "localhost:8000", "ftp://host", "http://", "http://host:x", "/v1", "http://me:secret@host"]
 )
-def test_a_url_that_is_none_is_a_sentence(url: str) -> None:
+def test_an_invalid_url_is_an_input_error(url: str) -> None:
     with pytest.raises(InputError, match="must be http://HOST:PORT") as refusal:
         base_url(url)
     assert "secret" not in str(refusal.value)
@@ -63,13 +64,15 @@ def test_a_url_that_is_none_is_a_sentence(url: str) -> None:
         (fake.endless(b"x"), f"an answer longer than {longest_answer(chain())} bytes"),
     ],
 )
-def test_a_lie_is_not_offered(answer: Answer | Answers, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_schedule_is_not_offered(
+    answer: Answer | Answers, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     answers = by_path({"/jobs": JOB, "/events": ENDS, "/incumbents/1": answer})
     with fake_service(answers) as (url, _), ScheduleClient(url, chain(memory=1), **QUICK) as client:
         until(lambda: client.ended)
         assert client.poll() is None
     [line] = warnings(caplog)
-    assert "is wrong" in line
+    assert "gives wrong answers" in line
     assert why in line
 
 
@@ -79,28 +82,28 @@ STREAM = {"Content-Type": "text/event-stream"}
 @pytest.mark.parametrize(
     ("answers", "word"),
     [
-        ({"/jobs": Answer(500, b"oops")}, "away"),
-        ({"/jobs": fake.resetting}, "away"),
-        ({"/jobs": fake.resetting_in_the_middle}, "away"),
-        ({"/jobs": Answer(200, b"<html>hello")}, "wrong"),
-        ({"/jobs": fake.endless(b"[")}, "wrong"),
-        ({"/jobs": Answer(201, b"[]")}, "wrong"),
-        ({"/jobs": Answer(201, b'{"id": "../../admin"}')}, "wrong"),
-        ({"/jobs": Answer(302, b"elsewhere")}, "wrong"),
-        ({"/jobs": JOB}, "away"),
-        ({"/jobs": JOB, "/events": fake.events()}, "away"),
-        ({"/jobs": JOB, "/events": fake.events(b": ping\n\n")}, "away"),
-        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: {\n\n")}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: " + b"x" * 2**21)}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.endless(b"data: x\n")}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.endless(b"x")}, "wrong"),
-        ({"/jobs": JOB, "/events": fake.events(b"event: end\ndata: []\n\n")}, "wrong"),
-        ({"/jobs": JOB, "/events": Answer(206)}, "wrong"),
-        ({"/jobs": JOB, "/events": ENDS, "/incumbents/1": Answer(500)}, "away"),
-        ({"/jobs": JOB, "/events": Answer(204), "/a1": fake.as_json({"state": "running"})}, "away"),
+        ({"/jobs": Answer(500, b"oops")}, "is unavailable"),
+        ({"/jobs": fake.resetting}, "is unavailable"),
+        ({"/jobs": fake.resetting_in_the_middle}, "is unavailable"),
+        ({"/jobs": Answer(200, b"<html>hello")}, "gives wrong answers"),
+        ({"/jobs": fake.endless(b"[")}, "gives wrong answers"),
+        ({"/jobs": Answer(201, b"[]")}, "gives wrong answers"),
+        ({"/jobs": Answer(201, b'{"id": "../../admin"}')}, "gives wrong answers"),
+        ({"/jobs": Answer(302, b"elsewhere")}, "gives wrong answers"),
+        ({"/jobs": JOB}, "is unavailable"),
+        ({"/jobs": JOB, "/events": fake.events()}, "is unavailable"),
+        ({"/jobs": JOB, "/events": fake.events(b": ping\n\n")}, "is unavailable"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: {\n\n")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: incumbent\ndata: " + b"x" * 2**21)}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.endless(b"data: x\n")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.endless(b"x")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": fake.events(b"event: end\ndata: []\n\n")}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": Answer(206)}, "gives wrong answers"),
+        ({"/jobs": JOB, "/events": ENDS, "/incumbents/1": Answer(500)}, "is unavailable"),
+        ({"/jobs": JOB, "/events": Answer(204), "/a1": fake.as_json({"state": "running"})}, "is unavailable"),
     ],
 )
-def test_garbage_is_one_warning(
+def test_an_invalid_answer_is_logged_once(
     answers: dict[str, Answer | Answers], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -109,24 +112,24 @@ def test_garbage_is_one_warning(
     ):
         until(lambda: client._search._backoff.failures >= 3)
         assert client.poll() is None
-    assert [f" is {word}: " in line for line in warnings(caplog)] == [True]
+    assert [f" {word}: " in line for line in warnings(caplog)] == [True]
 
 
 @pytest.mark.parametrize(
     "answers",
     [{"/jobs": fake.trickling}, {"/jobs": JOB, "/events": fake.silent}, {"/jobs": JOB, "/events": fake.trickling}],
 )
-def test_who_never_comes_to_an_end_is_away(
+def test_a_service_that_never_finishes_an_answer_is_unavailable(
     answers: dict[str, Answer | Answers], caplog: pytest.LogCaptureFixture
 ) -> None:
     with fake_service(by_path(answers)) as (url, _), ScheduleClient(url, chain(), **IMPATIENT) as client:
         until(lambda: client._search._backoff.failures >= 2)
         assert client.poll() is None
     [line] = warnings(caplog)
-    assert " is away: no answer within " in line
+    assert " is unavailable: no answer within " in line
 
 
-def test_a_service_that_mends_its_ways_is_believed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_is_believed_again_after_a_wrong_answer(caplog: pytest.LogCaptureFixture) -> None:
     answers = by_path(
         {
             "/jobs": JOB,
@@ -140,10 +143,10 @@ def test_a_service_that_mends_its_ways_is_believed(caplog: pytest.LogCaptureFixt
         assert (offer.version, offer.seq) == (1, 2)
         until(lambda: client.ended)
     assert len(warnings(caplog)) == 1
-    assert news(caplog)[0].endswith("is right again")
+    assert news(caplog)[0].endswith("gives right answers again")
 
 
-def test_no_answer_that_is_sound_is_too_long() -> None:
+def test_no_valid_answer_is_too_long() -> None:
     """Whatever ops a schedule has, and with the order of a shared link."""
     problem = chain(m=64, memory=64, link="host")
     programs = [
@@ -179,7 +182,7 @@ def test_a_retry_is_the_same_submission() -> None:
     assert submissions[0].body == submissions[1].body == submissions[2].body
 
 
-def test_events_go_on_where_they_broke_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_continue_where_they_stopped(caplog: pytest.LogCaptureFixture) -> None:
     """The stream breaks after each event, and what was told already is told again: each incumbent is fetched once, in
     order."""
 
@@ -303,7 +306,7 @@ def test_waits_are_doubled_up_to_the_longest_and_differ(monkeypatch: pytest.Monk
     assert len({*waited}) == len(waited), "clients that were sent away together come back apart"
 
 
-def test_who_waits_hears_of_other_costs_and_of_the_end() -> None:
+def test_new_costs_and_close_end_a_wait() -> None:
     table = {
         "/jobs": one_after_the_other(Answer(503, headers={"Retry-After": "3600"}), JOB),
         "/events": ENDS,
@@ -324,7 +327,7 @@ def test_seconds_to_wait(text: str, seconds: float) -> None:
     assert _seconds(text) == seconds
 
 
-def test_a_date_to_wait_for() -> None:
+def test_retry_after_may_be_a_date() -> None:
     assert 50 < _seconds(formatdate(time.time() + 60, usegmt=True)) <= 61
     assert _seconds(formatdate(time.time() - 60, usegmt=True)) == 0
 
@@ -332,7 +335,7 @@ def test_a_date_to_wait_for() -> None:
 # Keys
 
 
-def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_and_never_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even to a log that takes everything, of a client whose every request fails in another way."""
     caplog.set_level(logging.DEBUG)
     for given in (KEY, None):
@@ -344,7 +347,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
                 until(lambda: client.ended)
                 assert KEY not in repr(client) + repr(client._connection)
             assert {request.headers["Authorization"] for request in asked} == {f"Bearer {KEY}"}
-    assert "does not let this client in: it does not know the API key" in caplog.text
+    assert "refuses this client: it does not know the API key" in caplog.text
     assert KEY not in caplog.text
     assert "s3cr3t" not in caplog.text
 
@@ -352,7 +355,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
 @pytest.mark.parametrize(
     ("answer", "key", "why"),
     [
-        (Answer(401), None, "it wants an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
+        (Answer(401), None, "it requires an API key; give one of its own by key= or by OPTPIPE_KEY in the environment"),
         (
             Answer(401),
             KEY,
@@ -361,7 +364,7 @@ def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture, monkey
         (fake.as_json({"detail": "The key has not the scope submit."}, 403), KEY, "The key has not the scope submit."),
     ],
 )
-def test_who_is_not_let_in_says_so_once(
+def test_a_refused_client_logs_it_once(
     answer: Answer, key: str | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with fake_service(lambda _: answer) as (url, asked), ScheduleClient(url, chain(), key=key, **QUICK) as client:
@@ -371,14 +374,12 @@ def test_who_is_not_let_in_says_so_once(
         client.adopted(Offer(1, gpipe(chain()), "a1", 1), 3)
         until(lambda: len(asked) == 3)
         assert client.poll() is None
-    expected = (
-        f"the solver service at {url} does not let this client in: {why}; training goes on with the schedule it has"
-    )
+    expected = f"the solver service at {url} refuses this client: {why}; training goes on with the schedule it has"
     assert warnings(caplog) == [expected]
 
 
 @pytest.mark.parametrize("key", ["", "op 1", "op_ü", "op_1\r\nX-Evil: 1", "x" * 201])
-def test_a_key_that_is_none_is_a_sentence_without_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_key_is_an_error_that_does_not_show_it(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"^key: must be an API key of the service") as refusal:
         api_key(key)
     assert not key or key not in str(refusal.value)
@@ -392,7 +393,7 @@ def test_a_key_that_is_none_is_a_sentence_without_it(key: str, monkeypatch: pyte
 # Other costs
 
 
-def test_a_job_goes_on_with_other_costs() -> None:
+def test_a_job_goes_on_with_new_costs() -> None:
     """What it found for the costs before is not asked for; the mark is what runs."""
     slower = chain(scale=1.5)
     events = one_after_the_other(
@@ -441,7 +442,7 @@ def test_a_job_that_cannot_go_on_is_followed_by_another(status: int, cancelled: 
     assert [request.path for request in asked if request.path.endswith("/cancel")] == cancelled
 
 
-def test_a_queue_that_is_full_is_asked_again_with_the_costs() -> None:
+def test_a_full_queue_is_asked_again_with_the_costs() -> None:
     slower = chain(scale=1.5)
     problem = one_after_the_other(Answer(429, headers={"Retry-After": "0"}), fake.resetting, fake.job(version=2))
     events = one_after_the_other(ENDS, fake.events(fake.one(2, version=2), fake.end()))

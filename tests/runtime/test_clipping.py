@@ -1,4 +1,4 @@
-"""One rank's gradients are clipped to the bit as torch clips them, in every type; over several ranks: test_training."""
+"""On one rank gradients are clipped bit by bit as by torch, in every type. Several ranks: test_training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_as_torch_does(dtype: torch.dtype) -> None:
+def test_clipping_equals_that_of_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ours, theirs = (nn.Linear(7, 5, dtype=dtype) for _ in range(2))
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""What passes between ranks, and what is left of a pipeline that has ended."""
+"""Messages between ranks, and connections that are left of a pipeline that has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_pipelines_made_one_after_the_other_leave_no_connections_behind(ranks: R
         assert opened[2] == opened[1]
 
 
-def test_a_conjugate_and_a_negative_arrive_as_what_they_are(ranks: Ranks) -> None:
+def test_conjugate_and_negative_views_arrive_resolved(ranks: Ranks) -> None:
     assert ranks(connections.views, schedule=SCHEDULE) == [None, [0.0, 0.0]]
 
 

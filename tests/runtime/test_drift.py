@@ -1,4 +1,4 @@
-"""Op times of steps: medians that noise does not move, and the problem that they make."""
+"""Op times of steps: medians that noise does not move, and the problem made of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measured(*reports: StepReport, problem: Problem | None = PROBLEM, window: in
 AS_PROFILED = {Kind.F: 10.0, Kind.B: 10.0, Kind.W: 10.0, Kind.O: 20.0, Kind.R: 20.0}
 
 
-def test_what_is_as_profiled_is_no_drift() -> None:
+def test_unchanged_times_are_no_drift() -> None:
     assert measured(report(AS_PROFILED)) == PROBLEM
     assert drift(PROBLEM, PROBLEM) == 0
 
@@ -94,7 +94,7 @@ def test_a_fused_backward_stretches_both_halves() -> None:
     assert (found.stages[0].backward_input_ms, found.stages[0].backward_weight_ms) == (20.0, 10.0)
 
 
-def test_what_did_not_run_keeps_its_time_but_a_recompute_goes_with_its_forward() -> None:
+def test_ops_that_did_not_run_keep_their_times_but_a_recompute_follows_its_forward() -> None:
     stages = [stage.model_copy(update={"recompute_ms": 9.0, "checkpoint_bytes": 10}) for stage in PROBLEM.stages]
     found = measured(report({Kind.F: 20.0}), problem=PROBLEM.replace(stages=stages))
     assert found.stages[0] == stages[0].model_copy(update={"forward_ms": 20.0, "recompute_ms": 18.0})
@@ -116,13 +116,13 @@ def test_parts_add_up() -> None:
     assert drift(PROBLEM.replace(stages=stages), found) == pytest.approx(4 / 30)
 
 
-def test_all_ranks_times_are_put_together() -> None:
+def test_times_of_all_ranks_are_combined() -> None:
     found = retimed(PROBLEM, [{(0, Kind.F): 11.0}, {(1, Kind.F): 12.0, (1, Kind.O): 21.0}])
     assert [stage.forward_ms for stage in found.stages] == [11.0, 12.0]
     assert [stage.offload_ms for stage in found.stages] == [20.0, 21.0]
     assert found.devices == PROBLEM.devices
 
 
-def test_times_without_a_profile_make_no_problem() -> None:
+def test_times_without_a_profile_are_an_error() -> None:
     with pytest.raises(InputError, match=r"before pipe\.profile"):
         measured(report(AS_PROFILED), problem=None)

@@ -1,4 +1,4 @@
-"""Whatever fails in a step is told with rank, op, stage and micro-batch, on the rank where it fails and on those that
+"""A failure in a step is reported with rank, op, stage and micro-batch, on the rank where it happens and on those that
 wait for it."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WAITING = "rank 0 was at 0B0: B of stage 0, micro-batch 0, waiting for the gradi
 @pytest.mark.parametrize(
     ("what", "failing", "sentence", "other"), [("copy", 0, COPY, None), ("loss", 1, LOSS, WAITING)]
 )
-def test_what_fails_is_named_on_every_rank(
+def test_a_failure_is_named_on_every_rank(
     ranks: Ranks, what: str, failing: int, sentence: str, other: str | None
 ) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 2), PROGRAMS)

@@ -1,4 +1,4 @@
-"""What is held after every op, beside what is certified there; a step that holds more says after which op."""
+"""Bytes held after every op compared with the certificate. A step that holds more says after which op."""
 
 from __future__ import annotations
 

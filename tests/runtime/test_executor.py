@@ -1,5 +1,5 @@
-"""Two ranks run schedules on a real model: losses and gradients are those of a plain run, to the bit where sums have
-the same order."""
+"""Two ranks run schedules on a real model: losses and gradients are those of a plain run, bit by bit if sums have the
+same order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_same_bits_with_two_chunks_on_a_rank(ranks: Ranks) -> None:
     same(ranks, [0, 1, 1, 0], [V_SHAPED])
 
 
-def test_swaps_between_steps_change_nothing(ranks: Ranks) -> None:
+def test_swaps_between_steps_do_not_change_results(ranks: Ranks) -> None:
     reports = same(ranks, [0, 1], [ONE_F_ONE_B, OFFLOADED, SPLIT, RECOMPUTED])
     assert [report.version for report in reports[0]] == [1, 2, 3, 4]
 
@@ -53,7 +53,7 @@ def test_tied_embeddings_get_the_sum_of_both_gradients(ranks: Ranks) -> None:
     np.testing.assert_allclose(first[1]["tied"], whole["tied"], rtol=1e-4, atol=1e-7)
 
 
-def test_the_trace_has_every_op_in_its_place(ranks: Ranks) -> None:
+def test_the_trace_has_every_op_in_order(ranks: Ranks) -> None:
     for rank, (report,) in enumerate(same(ranks, [0, 1], [OFFLOADED])):
         assert [str(time.op) for time in report.trace] == OFFLOADED[rank]
         ended = {str(time.op): time.end_ms for time in report.trace}
@@ -63,7 +63,7 @@ def test_the_trace_has_every_op_in_its_place(ranks: Ranks) -> None:
         assert all(a.end_ms <= b.start_ms for a, b in pairwise(compute))
 
 
-def test_what_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> None:
+def test_an_output_that_no_later_stage_uses_gets_no_gradient(ranks: Ranks) -> None:
     """None as in a plain run, not zeros, which an optimizer with momentum or weight decay would take for a gradient."""
     placement = [0, 1, 0]
     programs = [

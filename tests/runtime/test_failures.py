@@ -1,5 +1,5 @@
-"""A rank fails, or is killed: every rank has an error at once that names it, none waits, and where all live a new
-pipeline works."""
+"""A rank fails or is killed: every rank raises an error that names it, and none waits. If all live, a new pipeline
+works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACES = {2: [0, 1], 3: [0, 1, 2, 2, 1, 0], 4: [0, 1, 2, 3]}
 
 
 @pytest.fixture(params=[2, 3, 4])
-def crew(request: pytest.FixtureRequest) -> Ranks:
+def pool(request: pytest.FixtureRequest) -> Ranks:
     return request.getfixturevalue({2: "ranks", 3: "three_ranks", 4: "four_ranks"}[request.param])  # type: ignore[no-any-return]
 
 
@@ -33,11 +33,11 @@ def waves(placement: list[int], microbatches: int = 4) -> Schedule:
 
 
 @pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "BW")])
-def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str) -> None:
-    placement = PLACES[crew.world]
+def test_all_ranks_report_a_rank_that_raises(pool: Ranks, where: str, kind: str) -> None:
+    placement = PLACES[pool.world]
     losses, (gradients,) = cases.plain(len(placement), 4)
-    for bad in (0, crew.world - 1):
-        told = crew(failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2))
+    for bad in (0, pool.world - 1):
+        told = pool(failures.in_trouble, placement=placement, schedule=waves(placement), trouble=Trouble(bad, where, 2))
         s = placement.index(bad)
         at = f"rank {bad} was at {s}{kind}1: {kind} of stage {s}, micro-batch 1"
         for rank, heard in enumerate(told):
@@ -51,7 +51,7 @@ def test_all_ranks_hear_of_a_rank_that_raises(crew: Ranks, where: str, kind: str
         assert told[placement[-1]].losses == pytest.approx(losses[0])
 
 
-def test_all_ranks_hear_of_a_stage_that_raises_while_it_is_learned(four_ranks: Ranks) -> None:
+def test_all_ranks_report_a_stage_that_raises_while_it_is_learned(four_ranks: Ranks) -> None:
     told = four_ranks(
         failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1)
     )
@@ -62,25 +62,25 @@ def test_all_ranks_hear_of_a_stage_that_raises_while_it_is_learned(four_ranks: R
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
-def test_all_others_hear_of_a_rank_that_is_killed(crew: Ranks, where: str) -> None:
+def test_all_other_ranks_report_a_rank_that_is_killed(pool: Ranks, where: str) -> None:
     """At a message, at the boundary of a step, and those who never talk to it, too."""
-    placement = PLACES[crew.world]
-    for dead in (0, crew.world - 1) if where == "forward" else (crew.world - 1,):
+    placement = PLACES[pool.world]
+    for dead in (0, pool.world - 1) if where == "forward" else (pool.world - 1,):
         trouble = Trouble(dead, where, 2, kill=True)
-        for heard in crew.survivors(
+        for heard in pool.survivors(
             failures.in_trouble, dead, placement=placement, schedule=waves(placement), trouble=trouble
         ):
             assert heard.error.startswith(f"OptPipeError: rank {dead} did not answer any more; rank ")
             assert heard.later.startswith(f"this pipeline has failed, make a new one: rank {dead} did not answer")
 
 
-def test_all_ranks_hear_of_one_that_leaves_by_an_error_of_its_own(four_ranks: Ranks) -> None:
+def test_all_ranks_report_a_rank_that_leaves_with_an_error(four_ranks: Ranks) -> None:
     told = four_ranks(failures.leaving, placement=PLACES[4], schedule=waves(PLACES[4]))
     assert told.pop(1) == "KeyError: 'data'"
     assert set(told) == {"OptPipeError: rank 1: KeyError: 'data'"}
 
 
-def test_a_mistake_of_one_rank_is_told_on_all(ranks: Ranks) -> None:
+def test_a_wrong_argument_of_one_rank_is_reported_on_all(ranks: Ranks) -> None:
     missing = "activation_budget_bytes is missing: how many bytes of activations may this rank hold?"
     first, second = ranks(failures.mistaken, placement=[0, 1])
     assert first == ["rank 1: stages has [] on rank 1: placement puts [1] there", f"rank 1: {missing}", "2"]
@@ -98,18 +98,19 @@ def test_a_mistake_of_one_rank_is_told_on_all(ranks: Ranks) -> None:
         ({"full_duplex": True}, "full_duplex is False on rank 0 and True on rank 1"),
     ],
 )
-def test_what_ranks_give_differently_is_said_and_none_waits(
+def test_arguments_that_differ_between_ranks_are_an_error_on_all(
     ranks: Ranks, different: dict[str, Any], sentence: str
 ) -> None:
     assert (
-        ranks(failures.apart, placement=[0, 1], different=different) == [f"{sentence}: every rank gives the same"] * 2
+        ranks(failures.apart, placement=[0, 1], different=different)
+        == [f"{sentence}: it must be the same on every rank"] * 2
     )
 
 
-def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
+def test_ranks_with_different_repeats_do_not_start_to_measure(ranks: Ranks) -> None:
     assert (
         ranks(failures.measured_apart, placement=[0, 1])
-        == ["repeats is 1 on rank 0 and 2 on rank 1: every rank gives the same"] * 2
+        == ["repeats is 1 on rank 0 and 2 on rank 1: it must be the same on every rank"] * 2
     )
 
 
@@ -123,7 +124,7 @@ def test_ranks_that_would_not_measure_alike_do_not_begin(ranks: Ranks) -> None:
         ),
     ],
 )
-def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> None:
+def test_a_wrong_group_is_an_error_on_all_ranks(ranks: Ranks, how: str, sentence: str) -> None:
     assert ranks(failures.grouped, placement=[0, 1], how=how) == [sentence] * 2
 
 
@@ -136,12 +137,12 @@ def test_a_wrong_group_is_told_on_all(ranks: Ranks, how: str, sentence: str) -> 
         ({"host_optimizers": {1: 5}}, "'int' object is not callable"),
     ],
 )
-def test_what_one_rank_gives_wrongly_is_told_on_all(ranks: Ranks, different: dict[str, Any], here: str) -> None:
+def test_an_invalid_argument_of_one_rank_is_reported_on_all(ranks: Ranks, different: dict[str, Any], here: str) -> None:
     what = "TypeError: " if "callable" in here else ""
     assert ranks(failures.apart, placement=[0, 1], different=different) == [f"rank 1: {what}{here}", here]
 
 
-def test_no_step_after_the_end_of_torch_distributed(tmp_path: Path) -> None:
+def test_no_step_runs_after_torch_distributed_has_ended(tmp_path: Path) -> None:
     own = Ranks(STARTER, 2, tmp_path)
     told = own(failures.shut_down, placement=[0, 1], schedule=waves([0, 1]))
     own.close()
@@ -152,6 +153,6 @@ def test_no_step_after_the_end_of_torch_distributed(tmp_path: Path) -> None:
     )
 
 
-def test_no_step_after_the_end(ranks: Ranks) -> None:
+def test_no_step_runs_after_close(ranks: Ranks) -> None:
     told = ranks(failures.closed, placement=[0, 1], schedule=waves([0, 1]))
     assert told == ["step was called after close: this pipeline has ended, make a new one"] * 2

@@ -1,4 +1,4 @@
-"""The benchmark that puts measured beside predicted: it runs what it says, and its figures are those of the runs."""
+"""The benchmark that compares measurements with predictions: its figures are those of the runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optpipe_runtime.bench.fidelity import Case, Task
 from optpipe_runtime.bench.paced import Times
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
-from optpipe_runtime.demo.train import Step, Told
+from optpipe_runtime.demo.train import DemoResult, Step
 
 SMALL = Size(width=32, heads=2, blocks=4, context=16, sequences=2)
 
@@ -36,7 +36,7 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
     assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
 
 
-def test_the_model_that_computes_has_the_losses_of_the_plain_run(ranks: Ranks) -> None:
+def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:
     task = Task([Case("zb-h1"), Case("po-f", 2, memory=1.8)], 4, 2, size=SMALL)
     for row in ranks(fidelity.run, task=task)[0]:
         plain = reference.losses(SMALL, 2, 4, fidelity.WARM_UP + 2)
@@ -44,7 +44,7 @@ def test_the_model_that_computes_has_the_losses_of_the_plain_run(ranks: Ranks) -
         assert row.measured_peak == row.predicted_peak
 
 
-def told(ms: dict[int, list[float]], rounds: int) -> Told:
+def told(ms: dict[int, list[float]], rounds: int) -> DemoResult:
     """A live phase, then rounds of two settled steps by version 0 and 2 each, and one after each swap."""
     steps = [Step(1, True, True, 1.0, 1.0, [], []), Step(2, False, True, 1.0, 1.0, [], [])]
     for k in range(rounds):
@@ -53,11 +53,11 @@ def told(ms: dict[int, list[float]], rounds: int) -> Told:
                 Step(version, False, settled, 1.0, took, [], [])
                 for settled, took in ((False, 99.0), (True, times[k]), (True, times[k]))
             ]
-    return Told({}, [], steps)
+    return DemoResult({}, [], steps)
 
 
 @pytest.mark.parametrize(("best", "sure"), [([9.0, 9.5, 8.0, 9.0, 9.2], True), ([9.0, 12.0, 8.0, 13.0, 9.2], False)])
-def test_the_demos_gain_is_told_round_by_round(best: list[float], sure: bool) -> None:
+def test_the_gain_of_the_demo_is_computed_round_by_round(best: list[float], sure: bool) -> None:
     found = demo.rounds(told({0: [10.0] * 5, 2: best}, 5), 2, 5)
     assert found == pytest.approx([1 - ms / 10 for ms in best])
     gain = demo.gain_of(found)
@@ -65,5 +65,5 @@ def test_the_demos_gain_is_told_round_by_round(best: list[float], sure: bool) ->
     assert (gain.low > 0) == sure
 
 
-def test_where_nothing_better_was_found_nothing_is_gained() -> None:
+def test_without_a_better_schedule_the_gain_is_zero() -> None:
     assert demo.gain_of(demo.rounds(told({0: [10.0] * 5}, 5), 0, 5)) == (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""A script that follows the service: what it trains, what it tells, and what it does when a stage slows down."""
+"""A script that follows the service: its losses, its scalars, and what it does when a stage slows down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ M = 4
 NOWHERE = "http://127.0.0.1:1"
 
 
-def test_without_a_service_it_trains_as_a_plain_run_and_tells_all(ranks: Ranks) -> None:
+def test_without_a_service_it_trains_as_a_plain_run_and_writes_all_scalars(ranks: Ranks) -> None:
     steps, every = 6, 4
     (_, versions, scalars), (losses, _, none) = ranks(
         follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=steps, every=every
@@ -45,7 +45,7 @@ def test_without_a_service_it_trains_as_a_plain_run_and_tells_all(ranks: Ranks) 
     assert [k for k, ms in scalars["optpipe/predicted_ms"] if ms > 0] == [4, 6], "when the ranks meet, and at the end"
 
 
-def test_what_the_service_finds_is_swapped_in(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_of_the_service_are_swapped_in(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_solver(monkeypatch)
     with running(settings_in(tmp_path)) as (url, _):
         (_, versions, _), (losses, _, _) = ranks(
@@ -56,7 +56,7 @@ def test_what_the_service_finds_is_swapped_in(ranks: Ranks, tmp_path: Path, monk
     assert (versions[0], versions[-1]) == (1, 2)
 
 
-def test_what_runs_before_the_profile_runs_on(ranks: Ranks) -> None:
+def test_a_schedule_loaded_before_the_profile_runs_on(ranks: Ranks) -> None:
     (_, versions, _), (losses, _, _) = ranks(
         follow.follow, placement=[0, 1], microbatches=M, url=NOWHERE, steps=2, every=4, begun=True
     )
@@ -69,7 +69,7 @@ def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
     assert ranks(follow.compiled) == [True, True]
 
 
-def test_the_loop_of_the_page(ranks: Ranks) -> None:
+def test_the_loop_in_the_docs_runs(ranks: Ranks) -> None:
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
     (profiled, problem), (_, other) = ranks(follow.script, text=page.split("```python\n")[2].split("```")[0])
     assert problem == other
@@ -153,7 +153,7 @@ def test_a_stage_that_slows_down_is_noticed_and_a_better_schedule_swapped_in(ran
     assert all(figure > 0 for figure in figures)
 
 
-def test_the_service_hears_of_another_number_of_microbatches(ranks: Ranks) -> None:
+def test_the_service_gets_another_number_of_microbatches(ranks: Ranks) -> None:
     with answering(lambda problem, number: one_at_a_time(problem)) as (url, posed, _):
         _, losses = ranks(follow.regroups, url=url, microbatches=M, then=M // 2)
     assert losses == [pytest.approx(losses[0])] * 4
@@ -161,19 +161,19 @@ def test_the_service_hears_of_another_number_of_microbatches(ranks: Ranks) -> No
 
 
 @pytest.mark.parametrize(("every", "threshold"), [(0, 0.2), (16, 0.0), (16, -1.0), (16, float("nan"))])
-def test_arguments_that_make_no_sense(every: int, threshold: float) -> None:
+def test_invalid_arguments_are_refused(every: int, threshold: float) -> None:
     nothing: Any = None
     with pytest.raises(InputError, match="at least 1 step, and more than 0"):
         Follower(nothing, NOWHERE, every=every, threshold=threshold)
 
 
-def test_an_address_that_is_none_is_said_at_once() -> None:
+def test_an_invalid_address_is_refused_at_once() -> None:
     nothing: Any = None
     with pytest.raises(InputError, match="must be http://HOST:PORT"):
         Follower(nothing, "localhost")
 
 
-def test_a_key_that_is_none_is_said_at_once() -> None:
+def test_an_invalid_key_is_refused_at_once() -> None:
     nothing: Any = None
     with pytest.raises(InputError, match=r"^key: must be an API key of the service"):
         Follower(nothing, NOWHERE, key="two words")
@@ -192,9 +192,10 @@ def test_one_at_a_time_on_two_routes() -> None:
     assert check(problem, one_at_a_time(problem)) == []
 
 
-def test_what_no_search_takes_is_refused_at_once() -> None:
+def test_an_unknown_option_is_refused_at_once() -> None:
     nothing: Any = None
     with pytest.raises(
-        InputError, match=r"^methud: is no argument of Follower or of ScheduleClient, which takes method, objective, "
+        InputError,
+        match=r"^methud: is not an argument of Follower or of ScheduleClient, which takes method, objective, ",
     ):
         Follower(nothing, NOWHERE, methud="auto")

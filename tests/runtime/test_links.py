@@ -1,5 +1,5 @@
-"""Ranks that share a host link take turns on it: gradients are those of a plain run, and no two transfers of a lane
-ever meet."""
+"""Ranks that share a host link use it in order: gradients are those of a plain run, and no two transfers of a channel
+overlap."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def meetings(transfers: list[Transfer], full_duplex: bool) -> int:
 
 @settings(max_examples=3)
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]), st.sampled_from(["half_duplex", "full_duplex"]))
-def test_two_ranks_take_turns(ranks: Ranks, data: Any, placement: list[int], mode: str) -> None:
+def test_two_ranks_use_a_shared_link_in_order(ranks: Ranks, data: Any, placement: list[int], mode: str) -> None:
     take_turns(ranks, data, shared(placement, 3, ["pcie0", "pcie0"], mode, offload_parts=2))
 
 
@@ -74,7 +74,7 @@ def test_two_ranks_take_turns(ranks: Ranks, data: Any, placement: list[int], mod
     st.sampled_from(["half_duplex", "full_duplex"]),
     st.sampled_from([["a", "a", "a", "a"], ["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", None, "a", "a"]]),
 )
-def test_four_ranks_take_turns(
+def test_four_ranks_use_shared_links_in_order(
     four_ranks: Ranks, data: Any, placement: list[int], mode: str, links: list[str | None]
 ) -> None:
     take_turns(four_ranks, data, shared(placement, 2, links, mode))
@@ -88,7 +88,7 @@ def take_turns(ranks: Ranks, data: Any, problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
-def test_without_turns_they_meet(ranks: Ranks, mode: str) -> None:
+def test_without_tokens_transfers_overlap(ranks: Ranks, mode: str) -> None:
     """Else the tests above show nothing."""
     schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], mode), OFFLOADED, {"pcie0": ORDER})
 
@@ -100,7 +100,7 @@ def test_without_turns_they_meet(ranks: Ranks, mode: str) -> None:
     assert any(met(alone=True) for _ in range(10))
 
 
-def test_in_full_duplex_one_way_does_not_wait_for_the_other() -> None:
+def test_in_full_duplex_one_direction_does_not_wait_for_the_other() -> None:
     schedule = Schedule.parse(shared([0, 1], 3, ["pcie0", "pcie0"], "full_duplex"), OFFLOADED, {"pcie0": ORDER})
     out, back = prepare(schedule, 1, Layout.of(schedule.problem)).link_orders
     assert out is not None
@@ -110,7 +110,7 @@ def test_in_full_duplex_one_way_does_not_wait_for_the_other() -> None:
     assert (out.first, out.last, back.first, back.last) == (0, 1, 1, 0)
 
 
-def test_links_that_differ_are_refused() -> None:
+def test_a_schedule_for_other_links_is_refused() -> None:
     problem = shared([0, 1], 3, ["pcie0", "pcie0"])
     schedule = Schedule.parse(problem, OFFLOADED, {"pcie0": ORDER})
     assert prepare(schedule, 0, Layout.make([0, 1], 3, links=["pcie0", "pcie0"])).link_orders
@@ -160,18 +160,18 @@ def test_tokens_of_a_pair_have_one_order() -> None:
     assert (zero.first, zero.last) == (one.first, one.last) == (0, 0)
 
 
-def test_the_digest_knows_the_order() -> None:
+def test_the_digest_depends_on_the_order() -> None:
     layout = Layout.make([0, 1], 3, links=["pcie0", "pcie0"])
     other = ["1O0", "0O0", *ORDER[2:]]
     a, b = (Schedule.parse(shared([0, 1], 3, ["pcie0"] * 2), OFFLOADED, {"pcie0": order}) for order in (ORDER, other))
     assert prepare(a, 0, layout).digest != prepare(b, 0, layout).digest
 
 
-def test_as_many_links_as_ranks(ranks: Ranks) -> None:
+def test_there_is_one_link_for_each_rank(ranks: Ranks) -> None:
     assert ranks(rank_links.too_few_links) == ["links has 1 entries: there are 2 ranks, one entry each"] * 2
 
 
-def test_all_who_share_meet_once_before_any_step(four_ranks: Ranks) -> None:
+def test_ranks_that_share_a_link_exchange_a_byte_before_any_step(four_ranks: Ranks) -> None:
     """Which only NCCL needs; gloo shows that nobody waits for ever."""
     assert four_ranks(rank_links.meet, members=[0, 1, 3]) == [True, True, False, True]
 
@@ -192,6 +192,6 @@ def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given
         require_queues(shares, torch.device("cuda", 0))
 
 
-def test_a_link_has_a_name() -> None:
+def test_a_link_needs_a_name() -> None:
     with pytest.raises(InputError, match="link"):
         Layout.make([0, 1], 2, links=["", 3])

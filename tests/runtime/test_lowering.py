@@ -1,5 +1,5 @@
-"""What a rank is told to do: messages match pair by pair, nobody waits for ever, and what cannot run here is refused in
-a sentence."""
+"""What a rank runs: messages match pair by pair, no rank waits for ever, and a schedule that cannot run here is
+refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_messages_match_in_any_valid_schedule(data: Any, placement: list[int], m
     run_by_hand([prepare(schedule, rank, Layout.of(problem)) for rank in range(max(placement) + 1)])
 
 
-def test_few_receives_wait_where_the_order_is_plain() -> None:
+def test_few_receives_are_posted_if_the_order_is_simple() -> None:
     problem = cases.problem([0, 1], 6)
     forwards = [f"0F{j}" for j in range(6)]
     programs = [forwards + [f"0BW{j}" for j in range(6)], [f"1{kind}{j}" for j in range(6) for kind in ("F", "BW")]]
@@ -46,7 +46,7 @@ def test_receives_are_posted_in_the_senders_order() -> None:
     assert [message.microbatch for message, _ in plan.actions[0].post] == [1, 0]
 
 
-def test_what_the_host_holds_at_once_is_counted() -> None:
+def test_the_peak_of_host_memory_is_counted() -> None:
     problem = cases.problem([0], 2, offload_parts=2)
     texts = [
         "0F0",
@@ -82,13 +82,15 @@ FINE = [["0F0", "0BW0"], ["1F0", "1BW0"]]
         ([["0F0", "0BW0"], ["1F0", "1O0", "1D0", "1BW0"]], [0, 1], 1, "has no reload"),
     ],
 )
-def test_what_cannot_run_here_is_refused(programs: Any, placement: list[int], microbatches: int, sentence: str) -> None:
+def test_a_schedule_that_cannot_run_here_is_refused(
+    programs: Any, placement: list[int], microbatches: int, sentence: str
+) -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 1), programs)
     with pytest.raises(ScheduleError, match=sentence):
         prepare(schedule, 0, Layout.make(placement, microbatches))
 
 
-def test_a_schedule_must_fit_what_was_measured_here() -> None:
+def test_a_schedule_must_fit_the_measured_problem() -> None:
     schedule = Schedule.parse(cases.problem([0, 1], 1), FINE)
     larger = cases.problem([0, 1], 1, activation_bytes=10**10)
     with pytest.raises(ScheduleError, match="device 0 needs 10000000000 bytes during 0F0 and has 1000000000"):

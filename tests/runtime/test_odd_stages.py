@@ -64,7 +64,7 @@ def state(module: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("way", ["kept", "offloaded", "recomputed"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
-def test_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None:
+def test_odd_stages_train_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(BATCH, 8, WIDTH) for _ in range(2)]
     modules = []
@@ -148,7 +148,7 @@ def test_targets_that_the_loss_changes_in_place_are_changed_once(recompute: bool
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_what_leaves_is_not_the_batch(recompute: bool, link: Link) -> None:
+def test_outputs_do_not_share_memory_with_the_batch(recompute: bool, link: Link) -> None:
     stage = StageRunner(0, nn.Identity(), CPU, link, HostPool(CPU))
     batch = torch.zeros(4 * BATCH, 8, WIDTH)
     x = batch[:BATCH]
@@ -167,7 +167,7 @@ def test_a_loss_without_a_gradient_is_refused(loss: Callable[[Tensor], Any], lin
         learn(stage, (torch.zeros(BATCH, WIDTH),), ())
 
 
-def test_a_batch_whose_gradient_nobody_would_compute_is_refused() -> None:
+def test_a_batch_that_requires_a_gradient_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"^inputs requires a gradient, and a step computes those of parameters only: detach it"
     ):
@@ -183,7 +183,7 @@ def test_a_stage_that_cannot_be_learned_keeps_its_state(link: Link) -> None:
     assert torch.equal(module[0].running_mean, torch.zeros(8))  # type: ignore[arg-type]
 
 
-def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(link: Link) -> None:
+def test_parameters_may_be_frozen_later_but_not_unfrozen(link: Link) -> None:
     module, x, ones = linear(), torch.zeros(BATCH, 8, WIDTH), torch.ones(BATCH, 8, WIDTH)
     stage = StageRunner(0, module, CPU, link, HostPool(CPU))
     learn(stage, (x,))
@@ -198,7 +198,7 @@ def test_what_is_frozen_later_still_runs_and_what_is_unfrozen_later_is_refused(l
         stage.forward(0, (x,))
 
 
-def test_a_gradient_that_nobody_waits_for_is_no_silent_loss(link: Link) -> None:
+def test_a_gradient_that_no_stage_waits_for_is_an_error(link: Link) -> None:
     """An input that the stage did not use when it was learned, and uses now."""
     uses = False
     stage = StageRunner(0, Of(lambda f, x, y: f(x) + y if uses else f(x), linear()), CPU, link, HostPool(CPU))

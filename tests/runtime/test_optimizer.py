@@ -1,4 +1,4 @@
-"""Optimizers on the host: training is, to the bit, that of a plain run in which every stage has the same optimizer."""
+"""Optimizers on the host: the training is bit by bit that of a plain run with the same optimizer for every stage."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_four_steps_are_those_of_a_plain_run_to_the_bit(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("mode", ["half_duplex", "full_duplex"])
-def test_gradients_and_parameters_take_turns_on_a_shared_link(ranks: Ranks, mode: str) -> None:
+def test_gradients_and_parameters_use_a_shared_link_in_order(ranks: Ranks, mode: str) -> None:
     own = problem([0, 1, 0, 1])
     shared = own.replace(
         devices=[device.model_copy(update={"link": "pcie0"}) for device in own.devices], transfer_mode=mode
@@ -78,7 +78,9 @@ def test_gradients_and_parameters_take_turns_on_a_shared_link(ranks: Ranks, mode
 
 
 @pytest.mark.parametrize("hosted", [[2, 3], [0, 1, 2, 3], [2]])
-def test_swaps_between_schedules_with_and_without_updates_change_nothing(ranks: Ranks, hosted: list[int]) -> None:
+def test_swaps_between_schedules_with_and_without_updates_do_not_change_results(
+    ranks: Ranks, hosted: list[int]
+) -> None:
     """A stage that the schedule does not update is updated at the end of the step."""
     steps = [wave(), without_updates(wave()), without_updates(wave()), wave(), without_updates(wave())]
     if 3 not in hosted:
@@ -104,7 +106,7 @@ def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, place
 
 
 @pytest.mark.parametrize("module_first", [True, False])
-def test_what_was_saved_goes_on_to_the_bit(ranks: Ranks, module_first: bool) -> None:
+def test_a_saved_state_resumes_bit_by_bit(ranks: Ranks, module_first: bool) -> None:
     results = ranks(rank_optimizer.resume, schedule=wave(), hosted=[2, 3], at=2, steps=4, module_first=module_first)
     losses, expected = rank_optimizer.plain(4, M, 4)
     assert results[1][0] == losses[2:]
@@ -113,7 +115,7 @@ def test_what_was_saved_goes_on_to_the_bit(ranks: Ranks, module_first: bool) -> 
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-def test_the_host_keeps_what_the_device_rounds_away(ranks: Ranks) -> None:
+def test_the_host_keeps_more_precision_than_the_device(ranks: Ranks) -> None:
     for device, host in ranks(rank_optimizer.low_precision, schedule=wave(), steps=3):
         for name, value in host.items():
             assert value.dtype == np.float32
@@ -122,14 +124,14 @@ def test_the_host_keeps_what_the_device_rounds_away(ranks: Ranks) -> None:
         assert moved, "updates below bfloat16's grain are kept in float32"
 
 
-def test_what_is_loaded_into_the_module_counts(ranks: Ranks) -> None:
+def test_a_state_loaded_into_the_module_reaches_the_host(ranks: Ranks) -> None:
     for loaded, told, evaluated in ranks(rank_optimizer.load_between_steps, schedule=wave()):
         assert loaded == 0.0, "one step of learning rate 0 leaves what was loaded"
         assert "parameters were changed while their update was waiting on the host" in told
         assert evaluated
 
 
-def test_mistakes_are_refused_in_a_sentence(ranks: Ranks) -> None:
+def test_wrong_uses_of_a_host_optimizer_are_refused(ranks: Ranks) -> None:
     for rank, told in enumerate(ranks(rank_optimizer.mistakes, schedule=wave())):
         expected = [
             "host_optimizers[9]: there are 4 stages, numbered from 0",
@@ -147,12 +149,12 @@ def test_mistakes_are_refused_in_a_sentence(ranks: Ranks) -> None:
         assert [sentence[: len(start)] for sentence, start in zip(told, expected, strict=True)] == expected
 
 
-def test_what_fails_in_an_update_is_named(ranks: Ranks) -> None:
+def test_a_failure_in_an_update_is_named(ranks: Ranks) -> None:
     notes = ranks(rank_optimizer.failing_update, schedule=wave())[0]
     assert any("rank 0 was at the end of the step; what failed is 2U0: U of stage 2" in note for note in notes)
 
 
-def test_updates_without_an_optimizer_are_refused_by_the_stages_rank_alone() -> None:
+def test_updates_without_an_optimizer_are_refused_by_the_rank_of_the_stage() -> None:
     prepare(wave(), 0, Layout.of(wave().problem), host_updates={2})
     with pytest.raises(ScheduleError, match="3P0 in the program of device 1: stage 3 has no optimizer on the host"):
         prepare(wave(), 1, Layout.of(wave().problem), host_updates={2})

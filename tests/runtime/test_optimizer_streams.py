@@ -1,5 +1,5 @@
-"""An optimizer on the host over the engine of a GPU, on simulated streams: nothing races for parameters, gradients or
-the host's memory."""
+"""An optimizer on the host with the copy engine of a GPU, on simulated streams: no accesses to parameters, gradients or
+host memory race."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_nothing_races(full_duplex: bool) -> None:
         (HostOptimizer, Unordered, "copy_.default and "),
     ],
 )
-def test_the_simulation_sees_what_is_not_ordered(kind: type[HostOptimizer], engine: Any, raced: str) -> None:
+def test_the_simulation_finds_unordered_accesses(kind: type[HostOptimizer], engine: Any, raced: str) -> None:
     assert any(raced in found for found in races(kind, engine))

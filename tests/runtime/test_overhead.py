@@ -1,4 +1,4 @@
-"""What the runtime costs the host is measured on real steps."""
+"""The cost of the runtime on the host is measured on real steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Evictions between two ranks: gradients are those of a plain run, the bytes really leave and really lie on the other
-rank."""
+"""Evictions between two ranks: gradients are those of a plain run, and the bytes really move to the other rank."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def test_any_valid_schedule_gives_the_same_sums(
     )
 
 
-def test_what_is_evicted_lies_on_the_peer(ranks: Ranks) -> None:
+def test_evicted_bytes_are_on_the_peer(ranks: Ranks) -> None:
     """Three of the first rank's activations at once without eviction; with it two at most, the others beside the peer's
     own."""
     problem: Problem = ranks(cases.measure, placement=[0, 1], microbatches=4, offload_parts=1, peers=[1, None])[0]
@@ -63,7 +62,7 @@ def test_what_is_evicted_lies_on_the_peer(ranks: Ranks) -> None:
     assert there.peak_activation_bytes >= alone.peak_activation_bytes + 2 * evicted
 
 
-def test_a_pipeline_without_that_peer_refuses() -> None:
+def test_a_pipeline_without_the_peer_refuses_the_schedule() -> None:
     problem = cases.problem([0, 1], 4, [1, None])
     schedule = Schedule.parse(problem, BPIPE)
     assert any(op.kind == Kind.E for op in schedule.programs[0].ops())

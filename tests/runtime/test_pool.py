@@ -1,5 +1,5 @@
-"""Host memory is allocated once, exactly as much as is needed, and locked for as long as it is there; an engine keeps
-its order to the end."""
+"""Host memory is allocated once, in the exact size, and stays locked while it is used. An engine keeps its order after
+a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> Non
         assert used == reserved
 
 
-def test_copies_cross_pages_and_nothing_is_lost() -> None:
+def test_copies_across_pages_lose_nothing() -> None:
     link, pool = Link(CPU, False), HostPool(CPU)
     sizes = [1, PAGE["cpu"] - 1, 3 * PAGE["cpu"], 0, 7, 2 * PAGE["cpu"] + 5]
     pieces = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
@@ -52,7 +52,7 @@ def test_copies_cross_pages_and_nothing_is_lost() -> None:
     link.close()
 
 
-def test_locked_memory_is_exact_and_unlocked_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_memory_has_the_exact_size_and_is_unlocked_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's part is played; that it does what it says is not measured."""
     told: list[Any] = []
     driver = SimpleNamespace(
@@ -84,7 +84,7 @@ def test_memory_on_cpu_is_not_locked() -> None:
     assert memory.tensor().tolist() == [0] * 8
 
 
-def test_what_comes_after_a_failed_transfer_fails() -> None:
+def test_transfers_after_a_failed_one_fail() -> None:
     """It would run out of turn."""
     lane, done = ThreadEngine(), []
     first, second = lane.run(lambda: 1 / 0), lane.run(lambda: done.append(1))

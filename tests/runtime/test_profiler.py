@@ -1,4 +1,4 @@
-"""The profiled problem: what it says a schedule needs is what the schedule then takes."""
+"""The profiled problem predicts the memory that a schedule really takes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_measured_bytes_are_the_certified_ones(ranks: Ranks, parts: int) -> None
         assert here.host_peak_bytes == 0
 
 
-def test_profiling_leaves_gradients_alone(ranks: Ranks) -> None:
+def test_profiling_does_not_change_gradients(ranks: Ranks) -> None:
     for _, _, gradients in ranks(cases.profiled, placement=[0, 1], microbatches=M):
         assert all(np.all(gradient == 1) for gradient in gradients.values())
 
@@ -94,7 +94,7 @@ def inside(spans: list[tuple[float, float]], others: list[tuple[float, float]]) 
     return sum(max(0.0, min(b, last) - max(a, first)) for a, b in spans) / sum(b - a for a, b in spans)
 
 
-def test_a_rank_with_quick_copies_goes_on_until_the_slow_one_has_done(ranks: Ranks) -> None:
+def test_a_rank_with_fast_copies_measures_until_the_slow_one_has_finished(ranks: Ranks) -> None:
     (measured, quick, _), (_, slow, _) = ranks(profile.copies, placement=[0, 1], copy_s=[0.02, 0.2])
     here, there = measured.stages[0]["offload_ms"], measured.stages[1]["offload_ms"]
     assert here.count > 2 * there.count >= 6
@@ -103,7 +103,7 @@ def test_a_rank_with_quick_copies_goes_on_until_the_slow_one_has_done(ranks: Ran
     assert inside(measuring, quick) > 0.5
 
 
-def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
+def test_full_duplex_is_measured_in_both_directions_at_once(ranks: Ranks) -> None:
     results = ranks(profile.copies, placement=[0, 1], copy_s=[0.05, 0.05], full_duplex=True)
     for found, out, back in results:
         assert found.problem.transfer_mode == "full_duplex"
@@ -114,7 +114,7 @@ def test_both_ways_at_once_where_training_has_it(ranks: Ranks) -> None:
             assert times["reload_ms"].ms >= 50
 
 
-def test_ranks_that_take_turns_on_a_link_do_so_here(ranks: Ranks) -> None:
+def test_ranks_that_share_a_link_measure_one_after_the_other(ranks: Ranks) -> None:
     (measured, first, _), (_, second, _) = ranks(
         profile.copies, placement=[0, 1], copy_s=[0.005, 0.005], links=["a", "a"]
     )
@@ -130,5 +130,5 @@ def test_the_loss_is_part_of_the_last_stage_of_each_route(ranks: Ranks) -> None:
     assert first < 0.5 * last
 
 
-def test_a_batch_that_is_changed_in_place_is_profiled_by_copies(ranks: Ranks) -> None:
+def test_a_batch_that_stages_change_in_place_is_cloned_for_the_profile(ranks: Ranks) -> None:
     assert ranks(profile.changing_the_batch) == [True, True]

@@ -47,7 +47,7 @@ def link() -> Iterator[Link]:
     link.close()
 
 
-def test_each_op_takes_and_gives_back_what_it_says(link: Link) -> None:
+def test_each_op_allocates_and_frees_the_bytes_it_should(link: Link) -> None:
     gc.collect()  # what earlier tests left
     pool = HostPool(CPU)
     stage = StageRunner(0, Large(), CPU, link, pool)

@@ -1,5 +1,5 @@
-"""Routes: micro-batches pass the same stages in other orders, or stages of their own; losses and gradients are those of
-a plain run."""
+"""Routes: micro-batches pass the stages in different orders, or different stages. Losses and gradients are those of a
+plain run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_pipeline_with_routes_is_profiled_with_them(ranks: Ranks) -> None:
     assert problem.p2p_ms > 0
 
 
-def test_routes_that_cannot_be_are_refused(ranks: Ranks) -> None:
+def test_invalid_routes_are_refused(ranks: Ranks) -> None:
     mistakes: dict[str, dict[str, Any]] = {
         "the pipeline: routes[0][1] = 7: there are 2 stages": {"routes": [[0, 7]]},
         "the pipeline: stages[1] is on no route": {"routes": [[0]]},
@@ -88,7 +88,7 @@ def test_a_schedule_with_other_routes_is_refused() -> None:
         prepare(schedule, 0, Layout.make([0, 1, 1, 0], 1, [[0, 1], [2, 3]], [0]))
 
 
-def test_ties_that_cannot_be_are_refused(ranks: Ranks) -> None:
-    assert set(ranks(rank_routes.tie_nothing)) == {"tie: every rank passed None, so there is no copy to tie"}
+def test_invalid_ties_are_refused(ranks: Ranks) -> None:
+    assert set(ranks(rank_routes.tie_nothing)) == {"tie: every rank passed None, so there is nothing to tie"}
     (told,) = set(ranks(rank_routes.tie_unlike))
     assert told.startswith("tie: ranks 0 and 1 hold copies of shapes [[3, 2], [3]] and [[32], [32],")

@@ -1,5 +1,5 @@
-"""Deferred weight gradients: the same bits as plain autograd, later; and plain autograd wherever deferring would not be
-right."""
+"""Deferred weight gradients have the same bits as those of plain autograd. Where deferring would be wrong, plain
+autograd runs."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_without_deferring_it_is_plain_autograd() -> None:
 
 
 @pytest.mark.parametrize("first", [nn.Linear(8, 6), nn.Embedding(4, 6)])
-def test_what_follows_may_change_the_output_in_place(first: nn.Module) -> None:
+def test_later_ops_may_change_the_output_in_place(first: nn.Module) -> None:
     module = nn.Sequential(first, nn.ReLU(inplace=True))
     queue, expected = plain_and_split(
         module, WORDS if isinstance(first, nn.Embedding) else torch.randn(2, 5, 8), module
@@ -183,7 +183,7 @@ def test_layer_norms_wait_for_w(shape: tuple[int, ...], bias: bool) -> None:
     require_equal(gradients(module), expected)
 
 
-def test_norms_that_do_not_wait() -> None:
+def test_norms_that_do_not_wait_for_w() -> None:
     module, queue = nn.LayerNorm(8), WeightQueue()
     queue.deferring = True
     with Splitting(norms=False):
@@ -230,7 +230,7 @@ def test_parts_of_a_weight() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_weight_that_is_computed_of_weights_is_no_product_with_one(others: int) -> None:
+def test_a_weight_computed_from_weights_gets_its_gradient_at_b(others: int) -> None:
     """Its gradient comes at B, as does that of every parameter that it is made of."""
     module = nn.ParameterList([torch.randn(8, 8), torch.randn(8, 8)])
     queue, expected = plain_and_split(
@@ -242,7 +242,7 @@ def test_a_weight_that_is_computed_of_weights_is_no_product_with_one(others: int
         torch.testing.assert_close(grad, expected[name])
 
 
-def test_gradients_come_at_once_where_no_backward_of_a_pipeline_runs() -> None:
+def test_gradients_come_at_once_outside_a_pipeline() -> None:
     module = nn.Sequential(nn.Conv1d(5, 5, 1), nn.Linear(8, 6))
     x = torch.randn(2, 5, 8)
     with Splitting():
@@ -256,7 +256,7 @@ def test_gradients_come_at_once_where_no_backward_of_a_pipeline_runs() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_tensors_of_several_are_left_to_torch(layout: torch.layout) -> None:
+def test_nested_tensors_are_left_to_torch(layout: torch.layout) -> None:
     module, queue = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6)), WeightQueue()
     queue.deferring = True
     parts = [torch.randn(3, 8), torch.randn(5, 8)]

@@ -78,7 +78,7 @@ def require_as_plain(module: nn.Module, plain: nn.Module, inputs: list[Tensor], 
 @pytest.mark.parametrize(
     "program", ["F0 F1 B0 B1 W1 W0", "F0 F1 F2 B0 BW1 B2 W2 W0", "F0 O0 C1 B0 B1 W1 W0", "F0 F1 BW1 BW0"]
 )
-def test_a_queue_of_its_own_in_any_order(program: str, link: Link) -> None:
+def test_a_module_with_its_own_queue_works_in_any_order(program: str, link: Link) -> None:
     """W1 takes what B0 left, since that is the oldest: all is done in the end, and each time as many bytes go."""
     module = nn.Sequential(linear(), Delaying())
     plain = copy.deepcopy(module)
@@ -90,7 +90,7 @@ def test_a_queue_of_its_own_in_any_order(program: str, link: Link) -> None:
     assert not module[1].pending
 
 
-def test_what_a_queue_of_its_own_keeps_is_counted(link: Link) -> None:
+def test_tensors_in_a_modules_own_queue_are_counted(link: Link) -> None:
     module = nn.Sequential(nn.Tanh(), Delaying())
     stage = runner(module, link)
     run(stage, "F0 F1 B0 B1", batches(2))
@@ -114,7 +114,7 @@ def test_a_step_that_is_given_up_leaves_nothing_in_the_queue(link: Link) -> None
     require_as_plain(module, plain, batches(2), run(stage, "F0 F1 B0 B1 W1 W0", batches(2)))
 
 
-def test_a_class_that_does_not_say_so_is_registered(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_without_the_method_can_be_registered(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Delaying):
         need_backward_dw = None  # type: ignore[assignment]
 
@@ -126,7 +126,7 @@ def test_a_class_that_does_not_say_so_is_registered(link: Link, monkeypatch: pyt
     require_as_plain(module, plain, batches(1), run(runner(module, link), "F0 B0 W0", batches(1)))
 
 
-def test_a_delaying_module_used_without_a_pipeline_is_left_alone(link: Link) -> None:
+def test_a_delaying_module_outside_a_pipeline_is_left_alone(link: Link) -> None:
     module = Delaying()
     run(runner(module, link), "F0 BW0", batches(1))
     torch.autograd.backward(module(batches(1)[0].requires_grad_()), torch.ones(BATCH, 8, WIDTH))
@@ -190,7 +190,7 @@ def test_hooks_of_a_parameter_are_called_once_with_its_gradient(link: Link) -> N
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_norms_wait_where_b_still_frees_memory(dropout: float, link: Link) -> None:
+def test_norms_wait_for_w_if_b_still_frees_memory(dropout: float, link: Link) -> None:
     """A linear layer keeps input and output gradient until W; with as much for the norm it is more than F kept, but for
     a mask."""
     module = nn.Sequential(nn.LayerNorm(WIDTH), *(nn.Dropout(dropout), nn.Softmax(-1)) * 2, linear())
@@ -202,7 +202,7 @@ def test_norms_wait_where_b_still_frees_memory(dropout: float, link: Link) -> No
     assert stage.at_b == (set() if dropout else {"0.weight", "0.bias"})
 
 
-def test_autocast_around_a_step_is_one_around_its_forwards(link: Link) -> None:
+def test_autocast_around_a_step_applies_to_its_forwards_only(link: Link) -> None:
     """The backward of a float32 layer inside stays one of float32."""
 
     class Inside(nn.Module):
@@ -261,7 +261,7 @@ def held(stage: StageRunner) -> tuple[int, int]:
     return after_f, stage.held_bytes(0)
 
 
-def test_what_norms_would_add(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upper_bound_of_what_norms_would_hold(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     _, without = held(runner(Block(), link))
     monkeypatch.setattr("optpipe_runtime.stage.learn.would_hold", lambda _: 0)
     stage = runner(Block(), link)
@@ -270,7 +270,7 @@ def test_what_norms_would_add(link: Link, monkeypatch: pytest.MonkeyPatch) -> No
     assert with_them == pytest.approx(1.25 * without, rel=0.01)
 
 
-def test_convolutions_let_go_of_what_lies_between_them(link: Link) -> None:
+def test_convolutions_free_what_lies_between_them(link: Link) -> None:
     layers = [
         layer for _ in range(3) for layer in (nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
     ]
@@ -301,7 +301,7 @@ def test_odd_stages_in_a_pipeline(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("layer", [linear, lambda: nn.LayerNorm(WIDTH)])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
-def test_a_weight_that_changes_after_its_use_is_told(layer: Callable[[], nn.Module], split: bool, link: Link) -> None:
+def test_a_weight_changed_after_its_use_is_an_error(layer: Callable[[], nn.Module], split: bool, link: Link) -> None:
     """As by autograd. The input's gradient would be that of another weight."""
 
     def run(inner: nn.Module, x: Tensor) -> Tensor:

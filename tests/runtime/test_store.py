@@ -1,5 +1,5 @@
-"""What autograd saves leaves for real: weak references show freed storages, using what is away raises, and what comes
-back is the same."""
+"""Offloaded tensors really leave: weak references show freed storages, using an offloaded tensor raises, and reloaded
+bytes are the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("split", [True, False])
-def test_out_and_back_changes_no_bit(link: Link, parts: int, split: bool) -> None:
+def test_offload_and_reload_change_no_bit(link: Link, parts: int, split: bool) -> None:
     torch.manual_seed(1)
     module, x, dy = cases.Block(), torch.randn(SHAPE), torch.randn(SHAPE)
     plain = x.clone().requires_grad_()
@@ -94,7 +94,7 @@ def test_the_received_input_is_freed_too(link: Link) -> None:
     assert memory.expired()
 
 
-def test_an_input_that_nothing_saved_does_not_stay(link: Link) -> None:
+def test_an_input_that_nothing_saved_is_freed(link: Link) -> None:
     stage, _ = make(nn.Flatten(), link)
     x = torch.randn(SHAPE)
     memory = StorageWeakRef(x.untyped_storage())
@@ -104,7 +104,7 @@ def test_an_input_that_nothing_saved_does_not_stay(link: Link) -> None:
     assert stage.held_bytes(0) == 0
 
 
-def test_using_what_is_offloaded_raises(link: Link) -> None:
+def test_using_an_offloaded_tensor_raises(link: Link) -> None:
     stage, _ = make(cases.Block(), link)
     stage.forward(0, (torch.randn(SHAPE),))
     stage.offload(0, 0)
@@ -126,7 +126,7 @@ class Remembering(nn.Module):
         return result
 
 
-def test_what_others_hold_is_found(link: Link) -> None:
+def test_blocks_that_something_else_holds_are_found(link: Link) -> None:
     stage, pool = make(Remembering(), link)
     assert stage.io[0].shared_blocks == {0}
     assert stage.io[0].block_bytes == (0,)
@@ -214,7 +214,7 @@ def test_parts_differ_by_one_block_at_most(sizes: tuple[int, ...], n: int) -> No
     ("blocks", "parts", "lost"),
     [(1, 2, 0), (1, 3, 0.061), (1, 4, 0.001), (1, 8, 0.499), (2, 3, 0.058), (2, 4, 0), (2, 8, 0.001), (4, 8, 0)],
 )
-def test_what_unequal_parts_of_a_gpt_lose(link: Link, blocks: int, parts: int, lost: float) -> None:
+def test_the_loss_by_unequal_parts_of_a_gpt(link: Link, blocks: int, parts: int, lost: float) -> None:
     """The share of the bytes that could leave and does not count, since the problem takes each part for as small as the
     smallest."""
     size = gpt.Size()
@@ -245,7 +245,7 @@ def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
     assert all(map(torch.equal, gradients(module), expected))
 
 
-def test_nothing_stays_after_a_step(link: Link) -> None:
+def test_nothing_is_held_after_a_step(link: Link) -> None:
     stage, _ = make(cases.Block(), link)
     gc.collect()
     gc.disable()
@@ -285,7 +285,7 @@ class Changing(nn.Module):
 
 @pytest.mark.parametrize("what", ["activation", "buffer"])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_what_is_changed_after_it_was_saved_gives_no_wrong_gradient(link: Link, what: str, recompute: bool) -> None:
+def test_a_tensor_changed_after_it_was_saved_is_an_error(link: Link, what: str, recompute: bool) -> None:
     stage, _ = make(Changing(what), link)
     stage.forward(0, (torch.randn(SHAPE),), recompute=recompute)
     if recompute:
@@ -294,7 +294,7 @@ def test_what_is_changed_after_it_was_saved_gives_no_wrong_gradient(link: Link, 
         stage.backward(0, (torch.randn(SHAPE),), split=True)
 
 
-def test_what_is_changed_and_not_needed_is_nobodys_mistake(link: Link) -> None:
+def test_a_changed_tensor_that_is_not_needed_is_no_error(link: Link) -> None:
     stage, _ = make(Changing("nothing"), link)
     stage.forward(0, (torch.randn(SHAPE),))
     (dx,) = stage.backward(0, (torch.ones(SHAPE),), split=True)

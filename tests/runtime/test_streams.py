@@ -1,5 +1,4 @@
-"""The copy engine, the host destination and the activations of a GPU, on simulated streams: no schedule lets a copy and
-a computation race for memory."""
+"""The copy engine of a GPU on simulated streams: in no schedule do a copy and a computation race for memory."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class Unawaited(StreamEngine):
     ("engine", "raced"),
     [(Unordered, "copy_.default and its allocation"), (Unawaited, "its end and copy_.default")],
 )
-def test_the_simulation_sees_what_is_not_ordered(engine: Any, raced: str, full_duplex: bool) -> None:
+def test_the_simulation_finds_unordered_accesses(engine: Any, raced: str, full_duplex: bool) -> None:
     ops = [Op.parse(text) for text in AWAY]
     assert races(ops, full_duplex) == []
     assert raced in races(ops, full_duplex, engine)
@@ -121,7 +120,7 @@ class Hasty(OnHost):
         pass
 
 
-def test_the_simulation_sees_pages_given_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_finds_pages_freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "OnHost", Hasty)
     ops = [Op.parse(text) for text in AWAY]
     assert "copy_.default and copy_.default" in races(ops, full_duplex=True)

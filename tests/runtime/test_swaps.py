@@ -1,4 +1,4 @@
-"""What follows a swap: back from a schedule that is slower or runs out of memory, and on with another number of
+"""After a swap: back from a schedule that is slower or runs out of memory, and on with another number of
 micro-batches."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_step_that_runs_out_of_memory_is_undone_and_repeated_by_the_schedule_b
         assert line.endswith("OutOfMemoryError: too much")
 
 
-def test_without_a_schedule_before_the_step_is_undone_and_said_so(ranks: Ranks) -> None:
+def test_without_an_earlier_schedule_the_step_is_undone_and_an_error_says_so(ranks: Ranks) -> None:
     made = schedules({"first": ONE_F_ONE_B, "second": SPLIT})
     told = ranks(swaps.nothing_to_go_back_to, placement=[0, 1], first=made["first"], second=made["second"])
     expected = (
@@ -200,7 +200,7 @@ def test_a_schedule_for_another_number_of_microbatches(ranks: Ranks) -> None:
     assert refusals[0].endswith("its first dimension must be a multiple of the 5 micro-batches")
 
 
-def test_where_the_host_has_too_little_for_it_the_schedule_before_runs_on(ranks: Ranks) -> None:
+def test_with_too_little_host_memory_the_earlier_schedule_runs_on(ranks: Ranks) -> None:
     few, many = _in_turn(2), _in_turn(12)
     _, (method, losses, _) = told = ranks(
         swaps.too_little_on_the_host, placement=[0, 1], first=few, second=many, pages=2

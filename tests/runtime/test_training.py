@@ -1,4 +1,4 @@
-"""What a training script does around a pipeline, against the same training in one process; and docs/training.md, whose
+"""A training script around a pipeline compared with the same training in one process; and docs/training.md, whose
 script runs."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_gradients_are_the_mean_over_the_replicas(four_ranks: Ranks, how: str) -
             close(results[ranks[0]][step].gradients | results[ranks[1]][step].gradients, gradients[step])
 
 
-def test_replicas_without_a_wrapper_train_apart(four_ranks: Ranks) -> None:
+def test_replicas_without_a_wrapper_train_separately(four_ranks: Ranks) -> None:
     """Each to the bit as a plain run over its own half of the batch."""
     schedules = [parsed(SPLIT, OFFLOADED), parsed(OFFLOADED, SPLIT)]
     results = four_ranks(replicas.replicated, schedules=schedules, how="alone")
@@ -76,7 +76,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
+def test_other_calls_do_not_disturb_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
     """Neither a profile, evaluations, accumulation, a tie, unused layers nor buffers; what it adds is no activation."""
     how, options = WRAPPERS[wrapper]
     (schedule,) = parsed(OFFLOADED)
@@ -93,7 +93,7 @@ def test_nothing_disturbs_a_wrapper(four_ranks: Ranks, wrapper: str) -> None:
     assert (results[0].means == results[2].means) == (how == "ddp")  # which alone keeps buffers equal
 
 
-def test_replicas_need_not_run_the_same(four_ranks: Ranks) -> None:
+def test_replicas_may_run_different_schedules(four_ranks: Ranks) -> None:
     """Nor swap or learn together: what they exchange, they exchange once a step at its ends."""
     (first,), (better,) = parsed(ONE_F_ONE_B), parsed(OFFLOADED)
     results = four_ranks(replicas.uneven, first=first, better=better)
@@ -127,9 +127,9 @@ def test_a_step_that_is_undone_leaves_nothing_in_a_wrapper(four_ranks: Ranks, wr
         close(results[ranks[0]][1] | results[ranks[1]][1], replicas.gradients(modules))
 
 
-def test_who_loses_a_replica_is_told(ranks: Ranks) -> None:
+def test_a_lost_replica_is_reported(ranks: Ranks) -> None:
     (told,) = ranks.survivors(replicas.bereft, dying=0, schedule=gpipe([0, 0], 2), how="fsdp")
-    assert "another replica has failed, or the exchange with it" in told
+    assert "another replica has failed, or the communication with it" in told
 
 
 def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
@@ -149,7 +149,7 @@ def test_wrappers_that_cannot_work_are_refused(four_ranks: Ranks) -> None:
             assert message.startswith(part.format(**names))
 
 
-def test_optimizers_see_what_they_see_in_a_plain_run(ranks: Ranks) -> None:
+def test_optimizers_work_as_in_a_plain_run(ranks: Ranks) -> None:
     """Any whose update of a parameter depends on that parameter alone: the same bits."""
     habits = [
         *map(Habits, rank_training.OPTIMIZERS),
@@ -166,7 +166,7 @@ def test_optimizers_see_what_they_see_in_a_plain_run(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_that_of_the_whole_model(ranks: Ranks, norm_type: float) -> None:
+def test_clipping_uses_the_norm_of_the_whole_model(ranks: Ranks, norm_type: float) -> None:
     schedules = parsed(SPLIT, OFFLOADED)
     results = ranks(rank_training.clipped, schedules=schedules, max_norm=0.3, norm_type=norm_type)
     _, gradients, norms = rank_training.plain(2, 4, steps=2, max_norm=0.3, norm_type=norm_type)
@@ -187,7 +187,7 @@ def test_a_loss_scale_that_overflows_on_one_rank_skips_the_step_on_all(ranks: Ra
     close(results[0][2] | results[1][2], parameters)
 
 
-def test_autocast_may_come_and_go(ranks: Ranks) -> None:
+def test_autocast_may_change_between_steps(ranks: Ranks) -> None:
     states = [False, True, False]
     (schedule,) = parsed(SPLIT)
     (_, first), (losses, last) = ranks(rank_training.autocast, schedule=schedule, states=states)
@@ -271,12 +271,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_pages_script_runs(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_the_script_in_the_docs_runs(four_ranks: Ranks, tmp_path: Path) -> None:
     said = four_ranks(rank_training.script, text="\n".join(blocks("python")), folder=str(tmp_path))
     assert [len(re.findall(r"step \d: loss \d+\.\d+, gradient norm \d", text)) for text in said] == [0, 3, 0, 3]
 
 
-def test_the_pages_diff_is_that_of_the_examples() -> None:
+def test_the_diff_in_the_docs_is_that_of_the_examples() -> None:
     before, after = ((DOCS.parent / name).read_text(encoding="utf-8").splitlines() for name in EXAMPLES)
     diff = list(difflib.unified_diff(before, after, *EXAMPLES, n=1, lineterm=""))
     assert blocks("diff") == ["\n".join(diff) + "\n"]

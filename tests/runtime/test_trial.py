@@ -1,4 +1,4 @@
-"""Times and their spread, and what a GPU has left: figures by hand, with a clock and a device of the test's."""
+"""Times, their spread, and the budget of a GPU, computed by hand with a fake clock and a fake device."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_routes_count_by_their_microbatches() -> None:
 
 
 @pytest.mark.parametrize(("host_ms", "bound"), [(0.0, False), (1.7, False), (1.9, True), (5.0, True)])
-def test_what_takes_as_long_as_its_launches_is_launch_bound(host_ms: float, bound: bool) -> None:
+def test_an_op_as_long_as_its_launches_is_launch_bound(host_ms: float, bound: bool) -> None:
     assert Spread(2.0, 0.1, 7, host_ms).launch_bound == bound
 
 
-def test_what_is_launch_bound_is_told_of_gpus_only() -> None:
+def test_only_ops_on_gpus_are_reported_as_launch_bound() -> None:
     times = {3: {"forward_ms": Spread(2.0, 0.1, 7, 1.95), "backward_input_ms": Spread(9.0, 0.1, 7, 2.0)}}
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     cpu: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -71,7 +71,7 @@ def test_what_is_launch_bound_is_told_of_gpus_only() -> None:
     assert profiler._launch_bound(cpu, times) == []
 
 
-def test_a_gpus_budget_is_what_it_has_left_when_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_of_a_gpu_leaves_room_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = {0: nn.Linear(10, 10, bias=False), 1: nn.Linear(10, 10)}
     stages[1].bias.requires_grad_(False)
     stages[1].weight.grad = torch.zeros(10, 10)
@@ -86,7 +86,7 @@ def test_a_gpus_budget_is_what_it_has_left_when_gradients_are_there(monkeypatch:
     assert profiler.budget(rank) == 0
 
 
-def test_a_cpu_has_no_budget_of_its_own() -> None:
+def test_a_cpu_has_no_default_budget() -> None:
     rank: Any = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(InputError, match="activation_budget_bytes is missing"):
         profiler.budget(rank)

@@ -1,5 +1,4 @@
-"""A service that answers as a test wants, with every misdeed of which a peer is capable, and remembers what it was
-asked."""
+"""A service that answers as a test wants, correctly or in any wrong way, and remembers its requests."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class Asked:
     path: str
     headers: Mapping[str, str]
     body: bytes
-    over: threading.Event = field(repr=False)  # the test has ended: whoever waits must stop
+    over: threading.Event = field(repr=False)  # set when the test has ended: an answer must not wait any more
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -46,7 +45,7 @@ Answers = Callable[[Asked], Answer]
 
 @contextmanager
 def fake_service(answers: Answers) -> Iterator[tuple[str, list[Asked]]]:
-    """Its url, and what it has been asked so far, in order."""
+    """Yields its url, and the list of its requests so far."""
     asked: list[Asked] = []
     over = threading.Event()
 
@@ -54,7 +53,7 @@ def fake_service(answers: Answers) -> Iterator[tuple[str, list[Asked]]]:
         protocol_version = "HTTP/1.0"  # a connection a request; a body ends with it
 
         def handle(self) -> None:
-            with suppress(OSError):  # who asked may have gone
+            with suppress(OSError):  # the client may have closed the connection
                 super().handle()
 
         def answer(self) -> None:
@@ -89,7 +88,7 @@ def fake_service(answers: Answers) -> Iterator[tuple[str, list[Asked]]]:
 
 
 def by_path(table: Mapping[str, Answer | Answers]) -> Answers:
-    """What to answer by how the path ends; 404 to everything else."""
+    """Answers by the end of the path; 404 for every other path."""
 
     def answers(asked: Asked) -> Answer:
         for ending, answer in table.items():
@@ -101,7 +100,7 @@ def by_path(table: Mapping[str, Answer | Answers]) -> Answers:
 
 
 def one_after_the_other(*those: Answer | Answers) -> Answers:
-    """The last one again and again."""
+    """Gives these answers in order, and then the last one again and again."""
     waiting = list(those)
 
     def answers(asked: Asked) -> Answer:
@@ -111,7 +110,7 @@ def one_after_the_other(*those: Answer | Answers) -> Answers:
     return answers
 
 
-# What a sound service says
+# Answers of a service that works
 
 
 def as_json(content: Any, status: int = 200) -> Answer:
@@ -140,7 +139,7 @@ def events(*pieces: bytes) -> Answer:
 
 
 def open_events(*pieces: bytes) -> Answers:
-    """Events after which none comes, and no end."""
+    """These events, and then no more, and no end."""
     return lambda asked: Answer(200, held_open(asked, *pieces))
 
 
@@ -153,7 +152,7 @@ def incumbent(schedule: Schedule | dict[str, Any], seq: int = 1) -> Answer:
     return as_json({"seq": seq, "schedule": document(schedule) if isinstance(schedule, Schedule) else schedule})
 
 
-# Misdeeds
+# Wrong answers
 
 
 def held_open(asked: Asked, *pieces: bytes) -> Iterator[bytes]:
@@ -162,13 +161,13 @@ def held_open(asked: Asked, *pieces: bytes) -> Iterator[bytes]:
 
 
 def silent(asked: Asked) -> Answer:
-    """Takes the request and says nothing."""
+    """Takes the request and never answers."""
     asked.over.wait(60)
     raise ResetError
 
 
 def trickling(asked: Asked) -> Answer:
-    """Something now and then, so that no read ever waits long, and never enough."""
+    """A byte now and then, so that no read waits long, and never enough of them."""
 
     def bytes_now_and_then() -> Iterator[bytes]:
         while not asked.over.wait(0.02):
@@ -178,7 +177,7 @@ def trickling(asked: Asked) -> Answer:
 
 
 def endless(piece: bytes) -> Answers:
-    """As much as the client takes, to a gigabyte."""
+    """As much as the client reads, up to a gigabyte."""
     many = piece * (2**16 // len(piece))
 
     def answers(asked: Asked) -> Answer:

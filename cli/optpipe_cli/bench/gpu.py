@@ -44,7 +44,7 @@ def gpu(
     need("runtime", "torch")
     from optpipe.model.problem import write_file
     from optpipe_runtime.bench.gpu import run
-    from optpipe_runtime.bench.gpu_runs import Setup
+    from optpipe_runtime.bench.gpu_runs import GpuSetup
     from optpipe_runtime.demo.gpt import Size
 
     require_writable(trace)
@@ -53,7 +53,7 @@ def gpu(
     if width % heads:
         raise InputError(f"--width = {width}: expected a multiple of {HEAD}, or less than {2 * HEAD}")
     size = Size(width, heads, blocks * stages, context, sequences=1)
-    report = run(Setup(_device(device), size, stages, emulated, microbatches, p2p_ms))
+    report = run(GpuSetup(_device(device), size, stages, emulated, microbatches, p2p_ms))
     write_file(trace, report.trace)
     if json:
         print_json(report.to_dict())

@@ -12,14 +12,14 @@ import torch
 from optpipe.errors import InputError
 from optpipe.model.ops import COMPUTE, MARKS, TRANSFERS, Kind
 from optpipe.show.trace import Track, document, tracks
-from optpipe_runtime.bench.gpu_runs import COUNTERS, Measured, Setup, Steps, measure
+from optpipe_runtime.bench.gpu_runs import COUNTERS, GpuMeasurements, GpuSetup, Steps, measure
 from optpipe_runtime.bench.gpu_schedules import share_offloaded
 from optpipe_runtime.bench.gpu_verdict import Report, Row
 
 WORKSPACE = 0.05  # of the certified peak: messages under way, and results that wait for a neighbour
 
 
-def run(setup: Setup) -> Report:
+def run(setup: GpuSetup) -> Report:
     """Measures and judges. Raises `InputError` if the device has too little memory for the model."""
     try:
         return judge(setup, measure(setup))
@@ -27,7 +27,7 @@ def run(setup: Setup) -> Report:
         raise InputError(f"take a smaller --context, --width or --blocks: {str(error).partition('. ')[0]}") from error
 
 
-def judge(setup: Setup, measured: Measured) -> Report:
+def judge(setup: GpuSetup, measured: GpuMeasurements) -> Report:
     """Compares what is required with what was measured."""
     cuda = setup.device.type == "cuda"
     rows = (*_inside(measured), *_copies(measured), *_stage(setup, measured), *_memory(measured, cuda))
@@ -48,7 +48,7 @@ def judge(setup: Setup, measured: Measured) -> Report:
     )
 
 
-def _inside(measured: Measured) -> tuple[Row, ...]:
+def _inside(measured: GpuMeasurements) -> tuple[Row, ...]:
     """All stages in one process: offloading compared with keeping."""
     keeps, halves = measured.inside
     certified, fell = keeps.certified_bytes - halves.certified_bytes, keeps.peak_bytes - halves.peak_bytes
@@ -63,7 +63,7 @@ def _inside(measured: Measured) -> tuple[Row, ...]:
     )
 
 
-def _copies(measured: Measured) -> tuple[Row, ...]:
+def _copies(measured: GpuMeasurements) -> tuple[Row, ...]:
     """Offloads and reloads of stage 0, with nothing beside them, compared with one plain copy of as many bytes."""
     return tuple(
         Row(f"{what}, of a plain copy's rate", "at least", 0.85, plain / _copy_ms(measured, kind), "%")
@@ -71,7 +71,7 @@ def _copies(measured: Measured) -> tuple[Row, ...]:
     )
 
 
-def _stage(setup: Setup, measured: Measured) -> tuple[Row, ...]:
+def _stage(setup: GpuSetup, measured: GpuMeasurements) -> tuple[Row, ...]:
     """One stage between emulated neighbours: its span compared with the predicted one."""
     return tuple(
         Row(
@@ -92,11 +92,11 @@ def predicted_span(steps: Steps) -> float:
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
-def _copy_ms(measured: Measured, kind: Kind) -> float:
+def _copy_ms(measured: GpuMeasurements, kind: Kind) -> float:
     return sum(measured.copies.op_ms(kind, 0, part) for part in range(len(measured.part_bytes)))
 
 
-def _figures(measured: Measured) -> dict[str, float]:
+def _figures(measured: GpuMeasurements) -> dict[str, float]:
     """Further figures, predicted and measured, in ms; and rates of copies in GB/s."""
     nbytes = sum(measured.part_bytes)
     figures: dict[str, float] = {}
@@ -115,7 +115,7 @@ def _figures(measured: Measured) -> dict[str, float]:
     return figures
 
 
-def _memory(measured: Measured, cuda: bool) -> tuple[Row, ...]:
+def _memory(measured: GpuMeasurements, cuda: bool) -> tuple[Row, ...]:
     """Over all steps: what was held after every op compared with the certificates, and whether the allocator asked the
     driver for memory."""
     runs = (*measured.inside, measured.copies, *measured.stage)

@@ -32,7 +32,7 @@ COUNTERS = "num_alloc_retries", "num_device_alloc"  # of torch.cuda.memory_stats
 
 
 @dataclass(frozen=True)
-class Setup:
+class GpuSetup:
     """A GPT in `stages` stages, of which `emulated` also runs between emulated neighbours, whose messages take
     `p2p_ms`."""
 
@@ -93,7 +93,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Measured:
+class GpuMeasurements:
     """All measurements. Pairs are of a schedule that keeps everything and of one that offloads half."""
 
     problem: Problem
@@ -106,7 +106,7 @@ class Measured:
     plain_ms: tuple[float, float]  # a plain copy of all of them to (pinned) host memory, and back
 
 
-def measure(setup: Setup) -> Measured:
+def measure(setup: GpuSetup) -> GpuMeasurements:
     """Runs everything. Raises `InputError` if the process has process groups already."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or cuBLAS may add in any order
     with single_rank("bench gpu"):
@@ -114,7 +114,7 @@ def measure(setup: Setup) -> Measured:
 
 
 class _Bench:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: GpuSetup) -> None:
         self._setup, self._device, self._cuda = setup, setup.device, setup.device.type == "cuda"
         with setup.device:
             modules = gpt.stages(setup.size, setup.stages)
@@ -125,7 +125,7 @@ class _Bench:
         for gradient in self._gradients():
             gradient.zero_()
 
-    def measured(self) -> Measured:
+    def measured(self) -> GpuMeasurements:
         setup = self._setup
         with Pipeline(
             dict(enumerate(self._modules)), [0] * setup.stages, gpt.loss, setup.microbatches, full_duplex=True
@@ -134,7 +134,7 @@ class _Bench:
                 *self._batch, activation_budget_bytes=None if self._cuda else ENOUGH, offload_parts=PARTS
             )
             if not all(stage.can_offload for stage in problem.stages):
-                raise InputError("of a stage's activation nothing can be offloaded: take a larger --width or --context")
+                raise InputError("nothing of a stage's activation can be offloaded: take a larger --width or --context")
             ahead = [setup.stages - 1]
             kept_inside, halved_inside = self._alternating(pipe, [kept(problem, ahead), halved(problem, ahead)])
             differing = self._differing(pipe, [kept_inside.schedule, halved_inside.schedule])
@@ -143,7 +143,7 @@ class _Bench:
             kept_stage, late_ms = self._emulated(pipe, kept(spread, ahead))
             halved_stage, later_ms = self._emulated(pipe, halved(spread, ahead))
             part_bytes = tuple(pipe._rank.stages[0].part_bytes(PARTS))
-        return Measured(
+        return GpuMeasurements(
             problem=problem,
             inside=(kept_inside, halved_inside),
             copies=copies,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 NOT_MEASURED = "not measured"
@@ -36,14 +36,7 @@ class Row:
         return f"{value:.1%}" if self.unit == "%" else f"{value:.4g} {self.unit}".rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "asked": self.asked,
-            "limit": self.limit,
-            "reached": self.reached,
-            "unit": self.unit,
-            "verdict": self.verdict,
-        }
+        return asdict(self) | {"verdict": self.verdict}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ T = TypeVar("T")
 
 WARM_UP = 3
 WIDTH, LAYERS = 32, 4
+COSTS = {  # of every stage; only their order counts
+    **dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 1.0),
+    **dict.fromkeys(("activation_bytes", "saved_for_weight_bytes"), 2**30),
+}
 
 
 @dataclass(frozen=True)
@@ -89,19 +93,12 @@ class Lowering:
 
 def lowering(devices: int = 64, microbatches: int = 512, repeats: int = 5) -> Lowering:
     """For 1F1B with split backwards, on the device in the middle."""
-    costs = {
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 1,
-        "saved_for_weight_bytes": 1,
-    }
     problem = Problem.from_dict(
         {
             "microbatches": microbatches,
             "p2p_ms": 0.1,
-            "devices": [{"activation_budget_bytes": 2**40}] * devices,
-            "stages": [{"device": d} | costs for d in range(devices)],
+            "devices": [{"activation_budget_bytes": 2**50}] * devices,
+            "stages": [{"device": d} | COSTS for d in range(devices)],
         }
     )
     schedule, layout = kept(problem, range(devices)[::-1]), Layout.of(problem)
@@ -115,19 +112,12 @@ def _repeated(steps: int, call: Callable[[], T]) -> list[T]:
 
 def _schedule(stages: int, microbatches: int, ways: Sequence[tuple[str, str]]) -> Schedule:
     """One micro-batch after the other. `ways` say in turn which ops follow a forward and precede a backward."""
-    costs = {
-        "forward_ms": 1.0,
-        "backward_input_ms": 1.0,
-        "backward_weight_ms": 1.0,
-        "activation_bytes": 2**30,
-        "saved_for_weight_bytes": 2**30,
-    }
     away = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2**30, "recompute_ms": 1.0, "checkpoint_bytes": 2**30}
     problem = Problem.from_dict(
         {
             "microbatches": microbatches,
             "devices": [{"activation_budget_bytes": 2**50}],
-            "stages": [{"device": 0} | costs | away] * stages,
+            "stages": [{"device": 0} | COSTS | away] * stages,
         }
     )
     program = []

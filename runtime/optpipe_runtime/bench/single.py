@@ -16,7 +16,7 @@ def single_rank(what: str) -> Iterator[None]:
     """In this context torch.distributed has this process as its only rank. Raises `InputError` if the process has
     process groups already."""
     if dist.is_initialized():
-        raise InputError(f"{what} makes a process group of its own: torch.distributed is initialised in this process")
+        raise InputError(f"{what} needs a process in which torch.distributed is not initialized")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # there is no other rank
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:

@@ -1,5 +1,5 @@
-"""A byte-level GPT, and how it is cut into pipeline stages: pre-norm blocks of causal attention and MLP, an untied
-head."""
+"""A byte-level GPT, and how it is cut into pipeline stages. It has pre-norm blocks of causal attention and MLP, and an
+untied head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of one micro-batch."""
+    """The size of the model and of one micro-batch."""
 
     width: int = 256
     heads: int = 4
@@ -26,7 +26,7 @@ class Size:
 
 
 class Embedding(nn.Module):
-    """(n, t) bytes to (n, t, width)."""
+    """From (n, t) bytes to (n, t, width)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and beside a residual."""
+    """Attention and MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """(n, t, width) to (n, t, 256) logits."""
+    """From (n, t, width) to (n, t, 256) logits."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Head(nn.Module):
 
 
 def stages(size: Size, count: int, seed: int = 0) -> list[nn.Module]:
-    """The model as `count` stages of about equal work, the same for every caller with this seed."""
+    """The model as `count` stages of about equal work. The same seed gives the same parameters on every rank."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = [Embedding(size), *(Block(size) for _ in range(size.blocks)), Head(size)]
     cuts = [0, *(1 + round(size.blocks * k / count) for k in range(1, count)), len(layers)]

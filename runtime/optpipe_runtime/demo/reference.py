@@ -1,4 +1,4 @@
-"""The same model, data and optimizer in one plain process: what the pipeline's losses must equal."""
+"""The same model, data and optimizer in one plain process. The losses of the pipeline must equal its losses."""
 
 from __future__ import annotations
 

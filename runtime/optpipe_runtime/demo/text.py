@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python standard library's own sources."""
+"""A text that every machine has: the source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def corpus() -> Tensor:
 
 
 def batch(text: Tensor, step: int, sequences: int, context: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step, the same on every rank: (sequences, context) bytes and the ones that follow each, as
+    """The batch of a step, the same on every rank: (sequences, context) bytes, and the byte that follows each, as
     int64."""
     generator = torch.Generator().manual_seed(step)
     begins = torch.randint(0, len(text) - context - 1, (sequences,), generator=generator)

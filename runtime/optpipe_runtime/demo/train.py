@@ -1,9 +1,9 @@
-"""The training of `optpipe demo`, one process a rank, started by torchrun: profile, ask the service, train, swap, note
-what was measured.
+"""The training of `optpipe demo`, one process on each rank, started by torchrun. It profiles, asks the service, trains,
+swaps schedules, and saves what it measured.
 
-While the service solves, every schedule that it finds is swapped in (the live phase). The solver then shares the cores
-with the ranks, so the gain is measured afterwards: in the quiet phase the first and the best schedule take turns, a few
-steps each, so that what the machine does besides comes upon both.
+While the service solves, every schedule that it finds is swapped in (the live phase). The solver shares the cores with
+the ranks then, so the gain is measured afterwards: in the quiet phase the first and the best schedule alternate, a few
+steps each, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from optpipe_runtime.service.client import Offer, ScheduleClient
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How large and how long. `budget`: each rank's memory, in activations of all its stages for one micro-batch."""
+class DemoSettings:
+    """How large the training is and how long it takes. `budget` is each rank's memory, in activations of all its stages
+    for one micro-batch."""
 
     microbatches: int = 4
     budget: float = 1.8
-    first_s: float = 20.0  # how long to wait for a first schedule before the plainest one is taken
+    first_s: float = 20.0  # how long to wait for a first schedule of the service
     solve_s: float = 20.0
-    block: int = 5  # steps that a schedule runs before another takes its turn
+    block: int = 5  # steps that a schedule runs before another is swapped in
     rounds: int = 10  # of the quiet phase
-    turn: int = 2  # steps of each of the two schedules in a round, beside the first after the swap
+    turn: int = 2  # measured steps of each of the two schedules in a round
     most_live_steps: int = 60
     size: gpt.Size = field(default_factory=gpt.Size)
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path) -> DemoSettings:
         content = json.loads(path.read_text())
         return cls(**{**content, "size": gpt.Size(**content["size"])})
 
@@ -52,11 +53,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step showed, over all ranks."""
+    """What was measured in one step, over all ranks."""
 
     version: int  # of the schedule, counted from 0
-    live: bool  # the solver was running beside it
-    settled: bool  # not the first step after a swap
+    live: bool  # whether the solver was running at the same time
+    settled: bool  # false for the first step after a swap
     loss: float
     ms: float  # the slowest rank's
     peak_bytes: list[int]
@@ -64,15 +65,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the training tells at its end: the problem, the schedules in the order of their first use, and the steps."""
+class DemoResult:
+    """What the training saves: the problem, the schedules in the order of their first use, and the steps."""
 
     problem: dict[str, Any]
     schedules: list[dict[str, Any]]
     steps: list[Step]
 
     @classmethod
-    def load(cls, path: Path) -> Told:
+    def load(cls, path: Path) -> DemoResult:
         content = json.loads(path.read_text())
         return cls(content["problem"], content["schedules"], [Step(**step) for step in content["steps"]])
 
@@ -83,7 +84,7 @@ class Told:
 class Training:
     """This rank's stage, optimizer and data, and what all ranks have measured."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DemoSettings) -> None:
         self.plan, self.rank, self.ranks = plan, dist.get_rank(), dist.get_world_size()
         self._text = corpus()
         placement = looped(self.ranks)
@@ -99,8 +100,8 @@ class Training:
         return batch(self._text, step, self.plan.microbatches * self.plan.size.sequences, self.plan.size.context)
 
     def profile(self) -> Problem:
-        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks the first keeps more than p
-        activations."""
+        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks its first rank keeps more
+        than p activations."""
         profiled = self.pipe.profile(*self.data(0), activation_budget_bytes=2**40)
         self.pipe.problem = profiled.with_memory_for(self.plan.budget).replace(name="demo")
         return self.pipe.problem
@@ -110,11 +111,11 @@ class Training:
         self._optimizer.zero_grad()
         report = self.pipe.step(*self.data(len(self.steps)))
         self._optimizer.step()
-        seen: list[Any] = [None] * self.ranks
+        by_rank: list[Any] = [None] * self.ranks
         dist.all_gather_object(
-            seen, (report.loss, report.step_ms, report.peak_activation_bytes, report.host_peak_bytes)
+            by_rank, (report.loss, report.step_ms, report.peak_activation_bytes, report.host_peak_bytes)
         )
-        losses, ms, peaks, host_peaks = zip(*seen, strict=True)
+        losses, ms, peaks, host_peaks = zip(*by_rank, strict=True)
         version = self._version()
         settled = bool(self.steps) and self.steps[-1].version == version
         loss = next(loss for loss in losses if loss is not None)
@@ -137,13 +138,12 @@ class Training:
 
 
 def looped(ranks: int) -> list[int]:
-    """The rank of each stage: two stages a rank, down the ranks and again, as interleaved 1F1B and PipeOffload have
-    them."""
+    """The rank of each stage: two stages on each rank, as for interleaved 1F1B and PipeOffload."""
     return [*range(ranks), *range(ranks)]
 
 
-def train(plan: Plan, url: str) -> Told:
-    """Collective: both phases."""
+def train(plan: DemoSettings, url: str) -> DemoResult:
+    """Collective: runs both phases."""
     training = Training(plan)
     with training.pipe:
         problem = training.profile()
@@ -165,7 +165,7 @@ def train(plan: Plan, url: str) -> Told:
         finally:
             if client:
                 client.close()
-    return Told(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
+    return DemoResult(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
 
 
 def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:
@@ -187,8 +187,8 @@ def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:
 
 
 def _tell(training: Training, client: ScheduleClient, offers: list[Offer]) -> None:
-    """The service hears which of its schedules were swapped in, and what a step took: while the machine was quiet, if
-    it ran then."""
+    """Tells the service which of its schedules were swapped in, and the median step time, from the quiet phase if the
+    schedule ran then."""
     for offer in offers:
         if offer.schedule in training.schedules:
             version = training.schedules.index(offer.schedule)
@@ -199,7 +199,7 @@ def _tell(training: Training, client: ScheduleClient, offers: list[Offer]) -> No
 
 
 def _start(url: str, problem: Problem, first_s: float) -> Schedule:
-    """What a user would run without a solver: PipeOffload, asked of the service, too; it comes with the reply."""
+    """The schedule that a user would run without a solver: PipeOffload, which the service sends at once."""
     with ScheduleClient(url, problem, method="po-f", time_limit_s=first_s) as client:
         deadline = time.monotonic() + first_s
         while time.monotonic() < deadline and not client.ended:
@@ -221,12 +221,12 @@ def _row(schedule: Schedule) -> dict[str, Any]:
 
 
 def main() -> None:
-    plan, url, out = Plan.load(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+    plan, url, out = DemoSettings.load(Path(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group("gloo")
-    told = train(plan, url)
+    result = train(plan, url)
     if dist.get_rank() == 0:
-        told.save(out)
+        result.save(out)
     dist.destroy_process_group()
 
 

@@ -78,7 +78,7 @@ class Messages:
             if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise InputError(
                     f"{message} has shape {list(tensor.shape)} and type {tensor.dtype}: it was {list(spec.shape)} and "
-                    f"{spec.dtype} at the start, and what passes between stages has the same shape in every micro-batch"
+                    f"{spec.dtype} at the start, and must have the same shape in every micro-batch"
                 )
         if to == self._rank:
             self._here[message] = tensors

@@ -40,8 +40,8 @@ class CpuGroup:
         first, minus_last, *least = (int(vote) for vote in votes)
         if first != -minus_last:
             raise OptPipeError(
-                f"rank {self.rank} has called {self._method}, and another rank something else: all call the same, "
-                "in the same order"
+                f"rank {self.rank} has called {self._method}, and another rank something else: all ranks "
+                "must call the same methods in the same order"
             )
         return least[: len(values)]
 

@@ -73,15 +73,8 @@ class Layout:
 
     def unmeasured(self) -> Problem:
         """A problem of this layout before anything is measured: ops take no time and memory is unlimited."""
-        return _unmeasured(
-            self.placement,
-            self.microbatches,
-            self.routes,
-            self.microbatch_routes,
-            self.peers,
-            self.links,
-            self.full_duplex,
-        )
+        routes = self.routes, self.microbatch_routes
+        return _unmeasured(self.placement, self.microbatches, *routes, self.peers, self.links, self.full_duplex)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of a problem that say how many micro-batches there are, and their routes."""
@@ -153,13 +146,8 @@ def _unmeasured(
     links: Any,
     full_duplex: bool,
 ) -> Problem:
-    nothing = {
-        "forward_ms": 0,
-        "backward_input_ms": 0,
-        "backward_weight_ms": 0,
-        "activation_bytes": UNMEASURED_BYTES,
-        "saved_for_weight_bytes": 0,
-    }
+    times = dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 0)
+    costs = {**times, "activation_bytes": UNMEASURED_BYTES, "saved_for_weight_bytes": 0}
     alone = [None] * (max(placement) + 1)
     fields = {
         "microbatches": microbatches,
@@ -168,7 +156,7 @@ def _unmeasured(
             {"activation_budget_bytes": 2**53, "peer": peer, "link": link}
             for peer, link in zip_longest(peers or alone, links or alone)
         ],
-        "stages": [{"device": rank, **nothing} for rank in placement],
+        "stages": [{"device": rank, **costs} for rank in placement],
         "routes": routes,
         "microbatch_routes": microbatch_routes,
     }

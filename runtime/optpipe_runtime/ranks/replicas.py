@@ -90,7 +90,7 @@ class Replicas:
             try:
                 yield
             except RuntimeError as error:
-                raise OptPipeError(f"another replica has failed, or the exchange with it: {error}") from error
+                raise OptPipeError(f"another replica has failed, or the communication with it: {error}") from error
 
 
 class _Copied:

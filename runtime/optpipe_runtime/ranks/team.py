@@ -309,7 +309,7 @@ def _teams(group: Any) -> list[list[int]]:
         or len({len(team) for team in teams}) > 1
     ):
         raise InputError(
-            f"group: the pipelines have ranks {teams}; every rank must be in exactly one, and all equally long"
+            f"group: the pipelines have ranks {teams}; every rank must be in exactly one, and all must be equally large"
         )
     return teams
 

@@ -29,7 +29,7 @@ class Tie:
         )
         holders = [rank for rank, answer in enumerate(answers) if answer is not None]
         if not holders:
-            raise InputError("tie: every rank passed None, so there is no copy to tie")
+            raise InputError("tie: every rank passed None, so there is nothing to tie")
         for rank in holders[1:]:
             if answers[rank][0] != answers[holders[0]][0]:
                 shapes = [[list(shape) for shape, *_ in answers[r][0]] for r in (holders[0], rank)]

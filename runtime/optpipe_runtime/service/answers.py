@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from optpipe.errors import input_error
-from optpipe_runtime.service.errors import WrongError
+from optpipe_runtime.service.errors import InvalidAnswerError
 
 
 class JobAnswer(BaseModel):
@@ -51,8 +51,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse(model: type[Model], text: str | bytes) -> Model:
-    """Raises `WrongError` if the text is not of this model."""
+    """Raises `InvalidAnswerError` if the text is not of this model."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        raise WrongError(str(input_error(error, "its answer"))) from None
+        raise InvalidAnswerError(str(input_error(error, "its answer"))) from None

@@ -27,7 +27,7 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.service.connection import ServiceConnection, api_key, base_url
-from optpipe_runtime.service.errors import AwayError, ClosedError, DeniedError, WrongError
+from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 from optpipe_runtime.service.outages import Backoff, Outages
 from optpipe_runtime.service.remote_search import RemoteSearch
 
@@ -222,12 +222,12 @@ class ScheduleClient:
                 incumbent, content = next(iter(self._adoptions.items()))
                 try:
                     await self._connection.request("PUT", "/v1/jobs/{}/adoptions/{}".format(*incumbent), content)
-                except AwayError as away:
-                    await backoff.wait(away.retry_after_s)
+                except UnavailableError as unavailable:
+                    await backoff.wait(unavailable.retry_after_s)
                     continue
-                except ClosedError as closed:
-                    self._outages.begin("closed", closed)
-                except (WrongError, DeniedError) as refusal:
+                except UnauthorizedError as unauthorized:
+                    self._outages.begin("unauthorized", unauthorized)
+                except (InvalidAnswerError, RefusedError) as refusal:
                     log.warning(
                         "the adoption of schedule %d of job %s was not taken: %s", incumbent[1], incumbent[0], refusal
                     )

@@ -23,7 +23,7 @@ import httpcore  # noqa: F401
 import httpx
 
 from optpipe.errors import InputError
-from optpipe_runtime.service.errors import AwayError, ClosedError, DeniedError, WrongError
+from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 
 LONGEST_REQUEST = 2**20  # bytes that the service accepts
 LONGEST_ANSWER = 2**18  # bytes; the problem decides how long an answer with a schedule may be
@@ -82,45 +82,45 @@ class ServiceConnection:
             if response.status_code != 200:
                 async with self._in_time(self._reply_s):
                     await self._answer(response, LONGEST_ANSWER)
-                raise WrongError(f"HTTP status {response.status_code}")
+                raise InvalidAnswerError(f"HTTP status {response.status_code}")
             async with aclosing(_events(response)) as events:
                 while True:
                     async with self._in_time(self._read_s):
                         event = await anext(events, None)
                     if event is None:
-                        raise AwayError("the stream of events ended before the job")
+                        raise UnavailableError("the stream of events ended before the job")
                     yield event
                     await asyncio.sleep(EVENT_S)
 
     @asynccontextmanager
     async def _in_time(self, seconds: float) -> AsyncIterator[None]:
-        """Raises `AwayError` if what runs in this context takes longer, be it that nothing comes or that bytes trickle
-        in."""
+        """Raises `UnavailableError` if what runs in this context takes longer, be it that nothing comes or that bytes
+        trickle in."""
         try:
             async with asyncio.timeout(seconds):
                 yield
         except (TimeoutError, httpx.TimeoutException):
-            raise AwayError(f"no answer within {seconds:g} s") from None
+            raise UnavailableError(f"no answer within {seconds:g} s") from None
         except httpx.HTTPError as error:
-            raise AwayError(str(error) or type(error).__name__) from None
+            raise UnavailableError(str(error) or type(error).__name__) from None
 
     async def _answer(self, response: httpx.Response, longest: int) -> bytes:
         status, body = response.status_code, bytearray()
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > longest:
-                raise WrongError(f"an answer longer than {longest} bytes")
+                raise InvalidAnswerError(f"an answer longer than {longest} bytes")
         if status == 401:
-            wants = "it does not know the API key" if self._has_key else "it wants an API key"
-            raise ClosedError(f"{wants}; give one of its own by key= or by {KEY_VARIABLE} in the environment")
+            wants = "it does not know the API key" if self._has_key else "it requires an API key"
+            raise UnauthorizedError(f"{wants}; give one of its own by key= or by {KEY_VARIABLE} in the environment")
         if status == 403:
-            raise ClosedError(_detail(body))
+            raise UnauthorizedError(_detail(body))
         if status >= 500 or status in (408, 429):
-            raise AwayError(f"HTTP status {status}", _seconds(response.headers.get("retry-after", "")))
+            raise UnavailableError(f"HTTP status {status}", _seconds(response.headers.get("retry-after", "")))
         if status >= 400:
-            raise DeniedError(status, _detail(body))
+            raise RefusedError(status, _detail(body))
         if not 200 <= status < 300:
-            raise WrongError(f"HTTP status {status}")
+            raise InvalidAnswerError(f"HTTP status {status}")
         return bytes(body)
 
 
@@ -140,7 +140,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, str], N
                 yield name, data
                 name, data, size = "", "", 0
         if size + len(rest) > LONGEST_EVENT:
-            raise WrongError(f"an event longer than {LONGEST_EVENT} bytes")
+            raise InvalidAnswerError(f"an event longer than {LONGEST_EVENT} bytes")
 
 
 def _detail(reply: bytes | bytearray) -> str:
@@ -169,8 +169,7 @@ def base_url(url: str) -> str:
         parts = httpx.URL("")
     if parts.userinfo:
         raise InputError(
-            "url: must be http://HOST:PORT without a name or password; what the service wants is an API key, in "
-            f"{KEY_VARIABLE}"
+            f"url: must be http://HOST:PORT without a name or password; the service takes an API key, in {KEY_VARIABLE}"
         )
     if parts.scheme not in ("http", "https") or not parts.host:
         raise InputError(f"url = {url[:100]!r}: must be http://HOST:PORT")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class AwayError(Exception):
+class UnavailableError(Exception):
     """The service does not answer, or cannot now. `retry_after_s` is how long it asks to wait."""
 
     def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
@@ -11,15 +11,15 @@ class AwayError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class WrongError(Exception):
+class InvalidAnswerError(Exception):
     """The service gives an answer that makes no sense."""
 
 
-class ClosedError(Exception):
+class UnauthorizedError(Exception):
     """The service does not accept the API key, or requires one."""
 
 
-class DeniedError(Exception):
+class RefusedError(Exception):
     """The service refuses a request: the HTTP status and its reason."""
 
     def __init__(self, status: int, why: str) -> None:

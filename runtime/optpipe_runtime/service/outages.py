@@ -31,9 +31,9 @@ class Outages:
     """Logs one warning for each outage, however many tries it takes, and one line when it is over."""
 
     WORDS = {  # noqa: RUF012
-        "away": ("is away", "is there again"),
-        "wrong": ("is wrong", "is right again"),
-        "closed": ("does not let this client in", "lets this client in again"),
+        "unavailable": ("is unavailable", "is available again"),
+        "wrong": ("gives wrong answers", "gives right answers again"),
+        "unauthorized": ("refuses this client", "accepts this client again"),
     }
 
     def __init__(self, url: str) -> None:

@@ -18,7 +18,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_runtime.service.answers import IncumbentAnswer, IncumbentEvent, JobAnswer, JobState, parse
 from optpipe_runtime.service.connection import LONGEST_REQUEST, ServiceConnection
-from optpipe_runtime.service.errors import AwayError, ClosedError, DeniedError, WrongError
+from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
 from optpipe_runtime.service.outages import Backoff, Outages
 
 log = logging.getLogger("optpipe.client")
@@ -60,20 +60,20 @@ class RemoteSearch:
             wait_s = 0.0
             try:
                 return await self._go_on()
-            except DeniedError as denial:
-                if denial.status != 404 or self._job is None:
-                    log.warning("the solver service at %s refuses this problem: %s", self._url, denial)
+            except RefusedError as refusal:
+                if refusal.status != 404 or self._job is None:
+                    log.warning("the solver service at %s refuses this problem: %s", self._url, refusal)
                     return None
                 self._job = None  # it was purged, or the service has another database
-                self._outages.begin("away", "it does not know the job any more")
-            except ClosedError as closed:
-                self._outages.begin("closed", closed)
+                self._outages.begin("unavailable", "it does not know the job any more")
+            except UnauthorizedError as unauthorized:
+                self._outages.begin("unauthorized", unauthorized)
                 return None
-            except WrongError as wrong:
+            except InvalidAnswerError as wrong:
                 self._outages.begin("wrong", wrong)
-            except AwayError as away:
-                self._outages.begin("away", away)
-                wait_s = away.retry_after_s
+            except UnavailableError as unavailable:
+                self._outages.begin("unavailable", unavailable)
+                wait_s = unavailable.retry_after_s
             await self._backoff.wait(wait_s)
 
     def _compare_with(self, running: Schedule) -> None:
@@ -97,14 +97,14 @@ class RemoteSearch:
                 new = name == "incumbent" and await self._take(job, parse(IncumbentEvent, data))
                 # Not at every event: a service that comes and goes would fill the log.
                 if end or new or time.monotonic() - opened > self._backoff.longest:
-                    self._outages.end("away", "closed")
+                    self._outages.end("unavailable", "unauthorized")
                     self._backoff.reset()
                 if end:
                     return self._log_end(end)
         end = parse(JobState, await self._connection.request("GET", f"/v1/jobs/{job}"))
         if end.state in OPEN:
-            raise AwayError("it said that the job was over")
-        self._outages.end("away", "closed")
+            raise UnavailableError("it said that the job was over")
+        self._outages.end("unavailable", "unauthorized")
         return self._log_end(end)
 
     async def _submit(self) -> None:
@@ -132,11 +132,11 @@ class RemoteSearch:
             )
             self._problem_version = parse(JobAnswer, answer).problem_version
             self._posed = True
-        except DeniedError as denial:
-            if denial.status == 409:
-                with suppress(AwayError, WrongError, ClosedError, DeniedError):
+        except RefusedError as refusal:
+            if refusal.status == 409:
+                with suppress(UnavailableError, InvalidAnswerError, UnauthorizedError, RefusedError):
                     await self._connection.request("POST", f"/v1/jobs/{job}/cancel")
-            elif denial.status != 404:
+            elif refusal.status != 404:
                 raise
             self._job = None
 
@@ -153,7 +153,7 @@ class RemoteSearch:
                 "GET", f"/v1/jobs/{job}/incumbents/{event.seq}", longest=self._longest
             )
             schedule = self._verified(parse(IncumbentAnswer, answer))
-        except WrongError:
+        except InvalidAnswerError:
             self._seen = event.seq  # do not fetch it again
             raise
         self._seen = event.seq
@@ -164,7 +164,7 @@ class RemoteSearch:
         return True
 
     def _verified(self, incumbent: IncumbentAnswer) -> Schedule:
-        """The schedule, checked on this client's own problem. Raises `WrongError` if it is not valid."""
+        """The schedule, checked on this client's own problem. Raises `InvalidAnswerError` if it is not valid."""
         told = incumbent.schedule
         try:
             schedule = Schedule.parse(
@@ -174,7 +174,7 @@ class RemoteSearch:
         except InputError as error:
             wrong = [str(error)]
         if wrong:
-            raise WrongError(f"a schedule that is not valid: {wrong[0]}")
+            raise InvalidAnswerError(f"an invalid schedule: {wrong[0]}")
         return schedule
 
     def _length_ms(self, schedule: Schedule) -> float:

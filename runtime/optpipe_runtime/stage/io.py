@@ -35,13 +35,11 @@ class Spec(NamedTuple):
 
 
 def as_tensors(value: Any, what: str) -> Tensors:
-    """A tensor or a tuple of tensors, as a tuple. Raises `InputError` for anything else."""
+    """What `what` returns, a tensor or a tuple of tensors, as a tuple. Raises `InputError` for anything else."""
     tensors = value if isinstance(value, tuple | list) else (value,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise InputError(
-                f"{what} is a {type(tensor).__name__}: a tensor or a tuple of tensors is what passes between stages"
-            )
+            raise InputError(f"{what} returns a {type(tensor).__name__}: it must return a tensor or a tuple of tensors")
     return tuple(tensors)
 
 

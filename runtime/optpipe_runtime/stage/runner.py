@@ -176,7 +176,7 @@ class StageRunner:
             result = self._loss_fn(result, *target)
             if not isinstance(result, Tensor) or result.numel() != 1:
                 raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
-        return as_tensors(result, f"what stage {self.index} returns")
+        return as_tensors(result, f"stage {self.index}")
 
     def _gradient_states(self) -> dict[str, tuple[int, int]]:
         return {name: accumulated(parameter) for name, parameter in self.module.named_parameters()}
@@ -187,7 +187,7 @@ class StageRunner:
             if gradient is not None and i not in io.asked:
                 raise InputError(
                     f"stage {self.index} has a gradient for its input {i}, which had none at the start, so that no "
-                    "stage waits for it: what a stage uses for the loss is the same in every micro-batch"
+                    "stage waits for it: a stage must use the same inputs for the loss in every micro-batch"
                 )
         # Zeros where this micro-batch has no gradient: the previous stage waits for one.
         return tuple(
@@ -256,8 +256,8 @@ class StageRunner:
         if running.activation.sizes() != running.io.block_bytes:
             raise InputError(
                 f"stage {self.index} saves {sum(running.activation.sizes())} bytes for micro-batch {microbatch}, at "
-                f"the start it saved {sum(running.io.block_bytes)}: what is evicted has the same sizes in every "
-                "micro-batch"
+                f"the start it saved {sum(running.io.block_bytes)}: evicted activations must have the same sizes in "
+                "every micro-batch"
             )
         return running.activation.offload(0, 1, destination)
 

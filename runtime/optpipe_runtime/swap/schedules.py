@@ -129,8 +129,7 @@ class Schedules:
             raise ScheduleError(complaint)
         if content is None:
             raise InputError(
-                "load was given no optpipe.Schedule on rank 0, whose schedule counts; a search that finds none "
-                "has a reason"
+                "load was given no optpipe.Schedule on rank 0; if a search found none, its result has the reason"
             )
         if cpu_group.rank != 0 or schedule is None:
             schedule = Schedule(*content)

@@ -1,4 +1,5 @@
-"""A small transformer in stages, the plain run that every schedule must equal, and what the ranks do in the tests."""
+"""A small transformer in stages, the plain run that every schedule must equal, and functions that ranks run in many
+tests."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.lowering import prepare as preparing
 from optpipe_runtime.swap import schedules as swapping
+from support import problems
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
@@ -63,25 +66,15 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | None] = (), **stage: Any) -> Problem:
     """Costs that only order the messages; offload and recompute are possible, and evictions from ranks that have a
     peer."""
-    costs = {
-        "forward_ms": 1.0, "backward_input_ms": 1.0, "backward_weight_ms": 1.0,
-        "activation_bytes": 100, "saved_for_weight_bytes": 100,
-        "offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 90, "recompute_ms": 1.0, "checkpoint_bytes": 10,
-    } | stage  # fmt: skip
     peer = dict(enumerate(peers))
-    evicted = {"evict_ms": 1.0, "load_ms": 1.0, "evict_bytes": 90}
-    return Problem.from_dict(
-        {
-            "microbatches": microbatches,
-            "p2p_ms": 0.1,
-            "devices": [
-                {"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)
-            ],
-            "stages": [
-                {"device": rank} | costs | (evicted if peer.get(rank) is not None else {}) for rank in placement
-            ],
-        }
-    )
+
+    def costs(rank: int) -> dict[str, Any]:
+        evict = {} if peer.get(rank) is None else {"evict": (1, 1, 90)}
+        return problems.stage((1, 1, 1), (100, 100), offload=(1, 1, 90), recompute=(1, 10), **evict)
+
+    devices = [{"activation_budget_bytes": 10**9, "peer": peer.get(rank)} for rank in range(max(placement) + 1)]
+    stages = [{"device": rank} | costs(rank) | stage for rank in placement]
+    return Problem.from_dict({"microbatches": microbatches, "p2p_ms": 0.1, "devices": devices, "stages": stages})
 
 
 def numbers(modules: dict[int, nn.Module]) -> Gradients:
@@ -208,6 +201,28 @@ def train_with_offers(
     finally:
         swapping.lower = real
     return versions, gradients, complaint
+
+
+def checks(placement: Sequence[int], schedule: Schedule) -> int:
+    """How often this rank checks a schedule that rank 0 loads and then offers."""
+    real, count = preparing.check, 0
+
+    def counting(*arguments: Any) -> list[str]:
+        nonlocal count
+        count += 1
+        return real(*arguments)
+
+    preparing.check = counting
+    try:
+        with Pipeline(own_stages(placement), placement, loss_fn, schedule.problem.microbatches) as pipe:
+            pipe.load(schedule)
+            if pipe.number == 0:
+                pipe.offer(schedule)
+            while pipe.version < 2:
+                pipe.step(*batch(0, schedule.problem.microbatches))
+    finally:
+        preparing.check = real
+    return count
 
 
 def refuse_on_the_way(placement: Sequence[int], schedule: Schedule) -> list[str]:

@@ -1,5 +1,5 @@
-"""What the ranks do in `test_changes`: turns of training and evaluation between which the batch and the stages
-change."""
+"""What the ranks run in `test_changes`: training and evaluation in turn, while the batch and the stages change in
+between."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the ranks do in `test_connections`: pipelines made one after the other, and numbers that torch has conjugated on
-paper only."""
+"""What the ranks run in `test_connections`: pipelines made one after the other, and conjugate and negative views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_errors`: something fails beside the host, or never comes."""
+"""What the ranks run in `test_errors`: a copy or a loss fails."""
 
 from __future__ import annotations
 

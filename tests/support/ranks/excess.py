@@ -1,5 +1,4 @@
-"""What the ranks do in `test_excess`: a stage that saves more of some micro-batches than of the one that was
-profiled."""
+"""What the ranks run in `test_excess`: a stage that saves more for some micro-batches than for the profiled one."""
 
 from __future__ import annotations
 

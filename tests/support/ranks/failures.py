@@ -1,4 +1,4 @@
-"""What the ranks do in `test_failures`: a stage raises, or a process is killed, at a place that the test names."""
+"""What the ranks run in `test_failures`: a stage raises, or a process is killed, at a place that the test names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of `follow`."""
+"""What the ranks run in `test_follow`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the ranks do in `test_links`: they train over links that they share, with copies that last long enough to
-collide."""
+"""What the ranks run in `test_links`: training over shared links, with copies that are slow enough to overlap."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
     layout = Layout.of(schedules[0].problem)
     allocated = used = reserved = 0
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
-        pool, run = pipe._rank.pool, pipe._steps.executor.run
+        pool, run = pipe._rank.pool, pipe._step_runner.executor.run
 
         def counted(*arguments: Any) -> Any:
             nonlocal allocated
@@ -113,7 +112,7 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
             allocated += pool._allocated - before
             return report
 
-        pipe._steps.executor.run = counted  # type: ignore[method-assign]
+        pipe._step_runner.executor.run = counted  # type: ignore[method-assign]
         for step in range(steps):
             pipe.load(schedules[step % len(schedules)])
             used = max(used, pipe.step(*batch(step, layout.microbatches)).host_peak_bytes)

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_optimizer`: training with optimizers on the host, beside a plain run with the same
+"""What the ranks run in `test_optimizer`: training with optimizers on the host, and a plain run with the same
 optimizers."""
 
 from __future__ import annotations

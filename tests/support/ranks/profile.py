@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the profiler."""
+"""What the ranks run in `test_profiler`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_training` with replicas: stages in DDP or FSDP, and what may disturb them."""
+"""What the ranks run in `test_training` with replicas: stages in DDP or FSDP."""
 
 from __future__ import annotations
 

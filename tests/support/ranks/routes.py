@@ -1,4 +1,4 @@
-"""What the ranks do in `test_routes`: micro-batches pass blocks in any order, begin and end anywhere."""
+"""What the ranks run in `test_routes`: micro-batches pass blocks in any order, and begin and end anywhere."""
 
 from __future__ import annotations
 

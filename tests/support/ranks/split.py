@@ -1,4 +1,4 @@
-"""What the ranks do in `test_split_stages`: pipelines of two stages of the same kind, profiled, then trained."""
+"""What the ranks run in `test_split_stages`: pipelines of two equal stages, profiled and then trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_swaps` and `test_chaos`: trainings whose schedules change, and schedules that go wrong."""
+"""What the ranks run in `test_swaps` and `test_chaos`: training while schedules change, and schedules that go wrong."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def paced(
     modules, ran = own_stages(placement), []
     noise = np.random.default_rng(3 + dist.get_rank())
     with Pipeline(modules, placement, mse_loss, schedules["quick"].problem.microbatches) as pipe, heard() as logged:
-        real = pipe._steps.executor.run
+        real = pipe._step_runner.executor.run
 
         def run(plan: Plan, *arguments: Any, **options: Any) -> StepReport:
             outlier = 40.0 if len(ran) % 4 == 3 else 0.0
@@ -227,7 +227,7 @@ def paced(
                 real(plan, *arguments, **options), step_ms=ms[plan.schedule.method] + noise.uniform(0, 0.04) + outlier
             )
 
-        pipe._steps.executor.run = run  # type: ignore[method-assign]
+        pipe._step_runner.executor.run = run  # type: ignore[method-assign]
 
         def step(times: int = 1) -> None:
             for _ in range(times):

@@ -1,5 +1,5 @@
-"""What the ranks do in `test_systems`: one training step by each of many schedules, on a model whose parameters stay as
-they are."""
+"""What the ranks run in `test_systems`: one training step by each of many schedules, with parameters that stay the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_training`: clipping, optimizers, scaled losses, autocast, checkpoints."""
+"""What the ranks run in `test_training`: clipping, optimizers, scaled losses, autocast, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank processes over gloo on loopback: each runs the functions it is sent and answers with their results."""
+"""Rank processes over gloo on loopback. Each runs the functions that it is sent, and answers with their results."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ ANSWER_S = 4.0  # how long a rank that lives may take to answer when another is 
 
 
 class Ranks:
-    """Calls a function on all ranks at once. When one fails or none answers, all are replaced: the others may wait for
-    it."""
+    """Calls a function on all ranks at once. If one fails or does not answer, all processes are replaced, because the
+    others may wait for it."""
 
     def __init__(self, context: ForkServerContext, world: int, folder: Path) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0
@@ -73,7 +73,8 @@ class Ranks:
     def survivors(
         self, function: Callable[..., Any], dying: int, timeout: float = TIMEOUT_S, **arguments: Any
     ) -> list[Any]:
-        """The results of the others, where one rank ends on the way; then all are replaced."""
+        """Calls a function during which one rank's process ends; returns the results of the others. Then all processes
+        are replaced."""
         answers = self._ask(function, TIMEOUT_S, arguments)
         self._end()
         self._start()

@@ -1,4 +1,4 @@
-"""`Steps`: training steps and evaluations of one rank, with what comes before and after the executor: learning the
+"""`StepRunner`: training steps and evaluations of one rank, with what comes before and after the executor: learning the
 stages, swapping schedules, replicas, ties, and repeating a step that ran out of memory."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optpipe_runtime.swap.undo import ran_out, snapshot
 log = logging.getLogger("optpipe.runtime")
 
 
-class Steps:
+class StepRunner:
     """Every method is collective."""
 
     def __init__(self, rank: Rank, replicas: Replicas) -> None:
@@ -71,8 +71,8 @@ class Steps:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
         if self._learner.done and self.schedules.problem is not None:
             log.warning(
-                "the batch or the stages are not those that were profiled: what the schedule needs of time and "
-                "memory is not known"
+                "the batch or the stages differ from the profiled ones: the time and memory that the "
+                "schedule needs are not known"
             )
         self._learner.learn(inputs, targets)
         if self.schedules.running.plan is not None:
