@@ -74,7 +74,7 @@ def test_solve_as_json(run, problem):
     assert figures["peak_bytes"] == [3, 3]
 
 
-def test_what_is_proven_is_not_solved_again(run, problem):
+def test_a_proven_schedule_is_not_solved_again(run, problem):
     run("solve", "p.json", "--method", "good")
     assert (
         "(cached)" in run("solve", "p.json")[1]
@@ -87,7 +87,7 @@ def test_an_infeasible_problem_ends_with_3(run, problem):
     assert (code, out) == (3, "infeasible: device 0 needs 2 bytes and has 1\n")
 
 
-def test_what_went_wrong_on_the_way_is_said(run, problem):
+def test_notes_of_the_search_are_printed(run, problem):
     code, out, err = run("solve", "p.json", "--method", "crash")
     assert code == 0
     assert "by slow" in out
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best(run, problem, monkeypatch, me
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_cache_that_cannot_be_used_stands_in_no_ones_way(run, problem, tmp_path, monkeypatch):
+def test_an_unusable_cache_is_reported_and_ignored(run, problem, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "BUSY_S", 0.1)
     run("cache", "list")
     rival = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)

@@ -169,7 +169,7 @@ def test_a_budget_is_a_share_or_ample(monkeypatch, capsys, budgets, told):
     assert capsys.readouterr().err.startswith(told)
 
 
-def test_being_behind_is_said():
+def test_being_behind_is_reported():
     problem = Problem.load(PROBLEM)
     late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
     rows = [comparison.Row("auto", free, late) for free in ("all", "keep")]
@@ -184,7 +184,7 @@ def test_being_behind_is_said():
     assert second.startswith("1 M, the stages as given: BEHIND ")
 
 
-def test_the_frontier_is_what_no_other_betters():
+def test_the_frontier_has_no_dominated_points():
     points = [
         Point("a", 10, 5.0),
         Point("b", 5, 9.0),

@@ -19,7 +19,7 @@ from optpipe_runtime.demo.train import Plan, Told
 
 SMALL = Plan(
     microbatches=4,
-    solve_s=6.0,
+    solve_s=15.0,
     block=3,
     rounds=1,
     most_live_steps=200,
@@ -90,7 +90,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         url, pid = services.enter_context(demo._service(tmp_path, environment, port))
 
         def kill_and_start_again():
-            until(searching, within_s=120)  # some searches are over a second later
+            until(searching, within_s=120)
             os.kill(pid, signal.SIGKILL)
             services.enter_context(demo._service(tmp_path, environment, port))
 

@@ -22,8 +22,8 @@ from support.service import events, running, settings_in
 
 from optpipe_server.database import Database
 
-BACK_S = 10.0  # the longest that the service may need, once the database answers
-ENDS_S = 10.0  # what the end of a service may take
+BACK_S = 60.0  # the longest that the service may need, once the database answers
+ENDS_S = 60.0  # what the end of a service may take
 BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
 
@@ -63,7 +63,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     address, taken = f"http://127.0.0.1:{port}", set[str]()
     with (
         serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -79,10 +79,10 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         taken.add(until_taken(client))
         process.kill()
-        process.wait(10)
+        process.wait(60)
     with (
         serve_process(database, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -114,7 +114,7 @@ def test_a_service_ends_though_its_database_hangs(server: Postgres, tmp_path: Pa
     address = f"http://127.0.0.1:{port}"
     with (
         serve_process(url, port, tmp_path) as process,
-        httpx.Client(base_url=address, timeout=20, trust_env=False) as client,
+        httpx.Client(base_url=address, timeout=60, trust_env=False) as client,
     ):
         assert process.stdout is not None
         assert process.stdout.readline()
@@ -172,6 +172,6 @@ def test_a_restarted_database(server: Postgres, tmp_path: Path, fake_solver: Non
         )
         submit(client, method="infeasible")
         client.post(f"{job['url']}/cancel")
-        follower.join(30)
+        follower.join(60)
         assert [event["event"] for event in seen] == ["incumbent", "end"]
         assert json.loads(seen[-1]["data"])["state"] == "cancelled"

@@ -14,9 +14,9 @@ from optpipe.process.child import read_request
 def main() -> None:
     what = read_request().method.split()[0]
     if what == "hangs":
-        other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        other = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(os.environ["ODD_COMPARE_LOG"]).write_text(f"{os.getpid()} {other.pid}")
-        time.sleep(60)
+        time.sleep(600)
     if what == "crashes":
         sys.exit("boom")
     if what == "babbles":

@@ -89,5 +89,5 @@ def job(client: httpx.Client, method: str = "prove", **fields: Any) -> str:
     reply = client.post("/v1/jobs", json={"problem": PROBLEM, "method": method} | fields)
     assert reply.status_code == 201, reply.text
     job_id: str = reply.json()["id"]
-    assert client.get(f"/v1/jobs/{job_id}", params={"wait": 20}).json()["state"] == "done"
+    assert client.get(f"/v1/jobs/{job_id}", params={"wait": 60}).json()["state"] == "done"
     return job_id

@@ -24,7 +24,7 @@ def submit(client: httpx.Client, problem: Problem | None = None, method: str = "
 
 def until_over(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     """The job once it is over."""
-    shown: dict[str, Any] = client.get(job["url"], params={"wait": 30}).json()
+    shown: dict[str, Any] = client.get(job["url"], params={"wait": 60}).json()
     assert shown["state"] not in OPEN, shown
     return shown
 
@@ -33,7 +33,7 @@ def until_running(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     """The job once a worker has it."""
     reply = client.get(job["url"])
     while reply.json()["state"] == "queued":
-        reply = client.get(job["url"], params={"wait": 30}, headers={"If-None-Match": reply.headers["etag"]})
+        reply = client.get(job["url"], params={"wait": 60}, headers={"If-None-Match": reply.headers["etag"]})
         assert reply.status_code == 200, "nothing changed for long"
     shown: dict[str, Any] = reply.json()
     return shown
@@ -43,7 +43,7 @@ def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     """The job once it is over and its schedule is in the cache, which is moments later."""
     over = until_over(client, job)
     body = {"problem": over["best"]["schedule"]["problem"], "objective": over["objective"]}
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not ((hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"]):
         assert time.monotonic() < until
         time.sleep(0.02)

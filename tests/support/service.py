@@ -38,7 +38,7 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
             yield urls[0], server
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 

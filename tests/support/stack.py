@@ -124,7 +124,7 @@ class Stack:
         grace_s = float(SERVICES[name.partition("-")[0]]["stop_grace_period"].removesuffix("s"))
         process.terminate()
         try:
-            return process.wait(grace_s)
+            return process.wait(max(60.0, grace_s))
         finally:
             _kill(process)
 

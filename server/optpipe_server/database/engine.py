@@ -82,7 +82,9 @@ class Database:
         self._writing: Any = threading.Lock() if self.sqlite else nullcontext()
         self._lock_file = _only_writer(str(parsed.database), secondary) if self.sqlite else None
         self._lock, self._connections = threading.Lock(), WeakSet[Any]()
+        self._closed = False
         self.engine = _engine(parsed, self.sqlite)
+        event.listen(self.engine, "checkin", self._checked_in)
         if not self.sqlite:
             event.listen(self.engine, "connect", self._connected)
         self._reading = self.engine.execution_options(
@@ -98,6 +100,8 @@ class Database:
             raise
 
     def close(self) -> None:
+        """Close all connections; those that other threads use, as soon as they are done."""
+        self._closed = True
         self.engine.dispose()
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -146,6 +150,10 @@ class Database:
     def _connected(self, connection: Any, _record: object) -> None:
         with self._lock:
             self._connections.add(connection)
+
+    def _checked_in(self, connection: Any, _record: object) -> None:
+        if self._closed and connection is not None:
+            connection.close()
 
     def _migrate(self) -> None:
         with self.write() as connection:

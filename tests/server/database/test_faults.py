@@ -124,7 +124,7 @@ class Submitter:
         return [line for line in self._process.communicate()[0].splitlines() if len(line) == 32]
 
 
-def test_a_disk_that_takes_no_more_while_it_is_written(tmp_path: Path, sqlite_url: str) -> None:
+def test_a_disk_that_fills_up_during_a_write(tmp_path: Path, sqlite_url: str) -> None:
     with Submitter(sqlite_url) as submitter:
         acknowledged = {*submitter.submit(3)}
         submitter.tell(f"room {(tmp_path / 'service.sqlite-wal').stat().st_size + 30_000}")

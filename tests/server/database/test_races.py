@@ -89,7 +89,7 @@ def test_no_job_is_claimed_twice_by_processes(postgres_url: str) -> None:
     database.close()
 
 
-def test_the_queue_has_room_for_no_more(database: Database) -> None:
+def test_the_queue_limit_holds_under_concurrency(database: Database) -> None:
     def add(tenant: str) -> object:
         return Jobs(database).add(tenant, NewJob(PROBLEM), start(), queue=10)
 
@@ -100,7 +100,7 @@ def test_the_queue_has_room_for_no_more(database: Database) -> None:
         assert len(Jobs(database).page(tenant, None, None, 99)) == 10
 
 
-def test_one_key_is_one_job(database: Database) -> None:
+def test_one_idempotency_key_makes_one_job(database: Database) -> None:
     def add() -> object:
         return Jobs(database).add(A, NewJob(PROBLEM), start(), queue=10, key="k", body_sha256="x")
 
@@ -120,7 +120,7 @@ def test_a_lost_lease_is_reaped_once(database: Database) -> None:
     assert {(row(database, job_id).state, row(database, job_id).losses) for job_id in ids} == {("queued", 1)}
 
 
-def test_a_cancel_that_races_with_the_end_tells_what_happened(database: Database) -> None:
+def test_a_cancel_that_races_with_the_end_is_consistent(database: Database) -> None:
     for _ in range(10):
         job_id = submit(database)
         leases = Leases(database, "w")

@@ -33,7 +33,7 @@ from optpipe_server.tenant_caches import TenantCaches
 from optpipe_solver.floor import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
-SOON_S = 30.0  # on a busy machine; a maker that hangs does so for 60 s
+SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
 
 
 class Office:
@@ -121,7 +121,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
 
 @given(problem=problems(beyond=True), memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]))
 @settings(max_examples=12)
-def test_what_the_desk_gives_is_valid_or_infeasible_for_the_solvers_reason(real, problem, memory):
+def test_first_schedules_are_valid_or_infeasible_for_the_solvers_reason(real, problem, memory):
     problem = problem.with_memory_for(memory)
     start, reason = real.start(problem, "auto"), infeasibility(problem)
     assert start.best.reason == reason
@@ -133,7 +133,7 @@ def test_what_the_desk_gives_is_valid_or_infeasible_for_the_solvers_reason(real,
 
 
 @pytest.mark.parametrize("method", ["nope", "1f1b:group=2", "dualpipe", "interleaved"])
-def test_a_method_that_is_none_for_the_problem_is_refused_even_where_the_answer_is_known(real, method):
+def test_a_method_that_does_not_apply_is_refused_even_if_an_answer_is_cached(real, method):
     best = gpipe(AMPLE)
     real.cache.add(best, "optimal", best.makespan_ms)
     with pytest.raises(InputError, match=r"method = |needs "):
@@ -146,7 +146,7 @@ def test_a_schedule_that_no_longer_fits_is_repaired(real):
     assert start.source == "heuristic"
 
 
-def test_a_proven_answer_needs_no_maker(office):
+def test_a_proven_cached_answer_needs_no_process(office):
     best = gpipe(AMPLE)
     office.cache.add(best, "optimal", best.makespan_ms)
     before = office.asked()
@@ -155,26 +155,26 @@ def test_a_proven_answer_needs_no_maker(office):
     assert office.asked() == before
 
 
-def test_a_known_schedule_that_is_not_proven_is_where_it_starts(office):
+def test_a_cached_schedule_without_proof_is_the_initial_result(office):
     office.cache.add(gpipe(AMPLE), "feasible", 1.0)
     start = office.start(AMPLE)
     assert (start.source, start.state, start.best.lower_bound_ms) == ("cache", "queued", 1.0)
 
 
-def test_so_is_one_of_a_near_problem(office):
+def test_a_cached_schedule_of_a_similar_problem_is_the_initial_result(office):
     office.cache.add(gpipe(AMPLE), "optimal", gpipe(AMPLE).makespan_ms)
     start = office.start(chain(memory=2, forward=1.01))
     assert (start.source, start.state, start.best.lower_bound_ms) == ("cache", "queued", None)
 
 
-def test_a_cache_that_cannot_be_used_is_done_without(tmp_path):
+def test_an_unusable_cache_is_ignored(tmp_path):
     with odd(tmp_path) as desk:
         (tmp_path / "cache.sqlite").write_bytes(b"no database" * 100)
         start = desk().first_schedules.find(LOCAL, TIGHT, "good", "makespan", None)
     assert start.best.schedule
 
 
-def test_the_better_of_what_there_is(office):
+def test_the_best_of_all_sources_wins(office):
     assert office.start(AMPLE, warm_start=gpipe(AMPLE)).source == "warm_start"
     assert office.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "warm_start"  # as short as the maker's
     assert office.start(TIGHT, warm_start=gpipe(AMPLE)).source == "heuristic"  # does not fit
@@ -194,7 +194,7 @@ def test_drifted_costs_carry_the_best_over(office):
     assert office.find_after_change(TIGHT, None).source == "heuristic"
 
 
-def test_a_refusal_is_the_clients_mistake(office):
+def test_a_refused_request_is_an_input_error(office):
     with pytest.raises(InputError, match="there are others"):
         office.start(method="unknown")
     assert office.start().best.schedule
@@ -215,7 +215,7 @@ def test_a_refusal_is_the_clients_mistake(office):
         "nothing",
     ],
 )
-def test_a_maker_that_gives_nothing_valid_leads_to_nothing(office, method):
+def test_a_process_without_a_valid_schedule_gives_none(office, method):
     start = office.start(method=method)
     assert start.best.schedule is None
     assert start.state == ("infeasible" if method == "infeasible" else "queued")
@@ -224,19 +224,19 @@ def test_a_maker_that_gives_nothing_valid_leads_to_nothing(office, method):
 
 
 @pytest.mark.parametrize("method", ["first good, then greedy", "infeasible, but", "boaster", "dies late"])
-def test_what_is_valid_of_it_counts(office, method):
+def test_valid_schedules_count_whatever_else_the_process_writes(office, method):
     start = office.start(method=method)
     assert start.best.objective_ms == one_by_one(TIGHT).makespan_ms
     assert (start.state, start.best.status, start.best.lower_bound_ms) == ("queued", "feasible", None)
 
 
-def test_a_bound_does_not_prove_more_than_it_can(office):
+def test_a_bound_above_a_schedule_proves_nothing(office):
     office.cache.add(one_by_one(TIGHT), "feasible")
     assert office.start(method="boaster").state == "queued"
 
 
 @pytest.mark.parametrize("method", ["hangs", "silent", "endless"])
-def test_a_maker_that_takes_too_long_is_ended_with_all_it_started(office, monkeypatch, method):
+def test_a_late_process_is_ended_with_its_children(office, monkeypatch, method):
     office.start()
     before = len(office.asked())
     with monkeypatch.context() as patched:
@@ -256,7 +256,7 @@ def test_a_maker_that_takes_too_long_is_ended_with_all_it_started(office, monkey
     assert office.start().best.schedule
 
 
-def test_what_a_maker_says_unasked_is_no_answer(office):
+def test_frames_after_the_end_are_ignored(office):
     office.start(method="talks on")
     start = office.start(AMPLE)
     assert start.best.objective_ms == one_by_one(AMPLE).makespan_ms
@@ -264,7 +264,7 @@ def test_what_a_maker_says_unasked_is_no_answer(office):
     assert [method for _, method in office.asked()[-2:]] == ["talks on", "good"]
 
 
-def test_a_maker_that_has_died_meanwhile_is_another_one(office):
+def test_a_process_that_has_ended_is_replaced(office):
     office.start()
     pid, _ = office.asked()[-1]
     os.kill(pid, signal.SIGKILL)
@@ -280,7 +280,7 @@ def test_many_at_once_each_get_their_own(alone):
     assert len({pid for pid, _ in alone.asked()}) <= 2
 
 
-def test_small_problems_do_not_wait_behind_a_large_one_nor_the_large_one_for_its_end(alone, monkeypatch):
+def test_small_problems_do_not_wait_for_a_large_one_and_close_ends_it(alone, monkeypatch):
     monkeypatch.setattr(optpipe_server.first_schedules, "LARGE", 20)
     with ThreadPoolExecutor(2) as pool:
         large = [pool.submit(alone.start, chain(m=20), "silent") for _ in range(2)]
@@ -292,7 +292,7 @@ def test_small_problems_do_not_wait_behind_a_large_one_nor_the_large_one_for_its
     assert [method for _, method in alone.asked()].count("silent") == 1  # one large one at a time
 
 
-def test_who_waits_when_the_desk_closes_is_sent_on(alone):
+def test_close_ends_all_waits(alone):
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(alone.start, TIGHT, "silent") for _ in range(3)]
         alone.until_asked("silent")

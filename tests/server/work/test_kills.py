@@ -25,8 +25,8 @@ from optpipe_server.database import Database, Leases, reap
 from optpipe_server.database.tables import incumbents, jobs
 from optpipe_server.settings import LOCAL
 
-RECLAIMED_S = 20.0  # with leases of 15 s; these are shorter, and the machine may be busy
-ORPHANED_S = 5.0
+RECLAIMED_S = 60.0  # with leases of 15 s; these are shorter, and the machine may be busy
+ORPHANED_S = 60.0
 OPEN = 8  # jobs at most that are not over when something is killed
 
 rounds = pytest.mark.parametrize("rounds", [1, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
@@ -53,7 +53,7 @@ def never_worse(work: Work) -> Iterator[None]:
 
 
 @rounds
-def test_a_child_that_is_killed_costs_its_job_nothing(work: Work, rounds: int) -> None:
+def test_a_killed_solver_loses_nothing(work: Work, rounds: int) -> None:
     dice = random.Random(1)
     with work.supervisor():
         for _ in range(rounds):
@@ -70,9 +70,7 @@ def test_a_child_that_is_killed_costs_its_job_nothing(work: Work, rounds: int) -
 
 
 @rounds
-def test_a_worker_that_is_killed_costs_its_jobs_nothing(
-    beside: Work, database_url: str, tmp_path: Path, rounds: int
-) -> None:
+def test_a_killed_worker_loses_nothing(beside: Work, database_url: str, tmp_path: Path, rounds: int) -> None:
     dice, submitted, waited_s = random.Random(2), [], [0.0]
     for number in range(rounds):
         submitted += [beside.submit("steps", problem(m=20)) for _ in range(2)]
@@ -104,9 +102,7 @@ def gone(worker: WorkerProcess) -> None:
     until(lambda: not worker.children, f"the end of {worker.children}", ORPHANED_S)
 
 
-def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(
-    beside: Work, database_url: str, tmp_path: Path
-) -> None:
+def test_no_child_survives_its_worker(beside: Work, database_url: str, tmp_path: Path) -> None:
     job_id = beside.submit("family")
     with worker_process(database_url, "worker", tmp_path / "cache", deaf=True) as worker:
         beside.found(job_id)
@@ -120,7 +116,7 @@ def test_nobody_outlives_a_worker_stopped_and_deaf_as_it_may_be(
         until(lambda: all(over(pid) for pid in children))
 
 
-def test_who_was_stopped_for_longer_than_its_lease_writes_nothing(
+def test_a_worker_stopped_for_longer_than_its_lease_cannot_write(
     beside: Work, database_url: str, tmp_path: Path
 ) -> None:
     job_id = beside.submit("steps", problem(m=150))
@@ -162,12 +158,12 @@ def rows(database: Database) -> list[object]:
         return [*db.execute(select(jobs)), *db.execute(select(incumbents))]
 
 
-def test_a_worker_that_is_told_to_end_hands_its_jobs_back(beside: Work, database_url: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_told_to_end_gives_its_jobs_back(beside: Work, database_url: str, tmp_path: Path) -> None:
     job_id = beside.submit("hang")
     with worker_process(database_url, "worker", tmp_path / "cache") as worker:
         beside.found(job_id)
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(30) == 0
+        assert worker.process.wait(60) == 0
         assert worker.children == []
     job = beside.job(job_id)
     assert (job.state, job.worker, job.losses, job.last_seq) == ("queued", None, 0, 1)

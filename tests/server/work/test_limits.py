@@ -65,7 +65,7 @@ def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
     sound(local.database)
 
 
-def test_what_a_process_holds_is_counted_with_all_that_it_started() -> None:
+def test_memory_is_counted_with_child_processes() -> None:
     mark = family.new_mark()
     start = "subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
     code = f"import subprocess, sys; held = bytearray(b'x') * 2**25; {start}"
@@ -77,7 +77,7 @@ def test_what_a_process_holds_is_counted_with_all_that_it_started() -> None:
     assert family.members(mark) == []
 
 
-def test_a_family_is_ended_however_it_hides() -> None:
+def test_all_descendants_are_ended() -> None:
     mark, others = family.new_mark(), family.new_mark()
     orphan = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)"
     subprocess.run([sys.executable, "-c", orphan], env=family.environment(mark), check=True)
@@ -90,7 +90,7 @@ def test_a_family_is_ended_however_it_hides() -> None:
         family.end(others)
 
 
-def test_threads_are_shared_out() -> None:
+def test_threads_are_shared_among_searches() -> None:
     threads = ThreadBudget(8, 3)
     first = threads.take()
     assert (first, threads.take(), threads.take()) == (6, 1, 1)
@@ -169,7 +169,7 @@ def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(
         ("service/cgroup.controllers", "cpu\n"),
     ],
 )
-def test_where_nothing_is_delegated_memory_is_watched(
+def test_without_cgroups_memory_is_polled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
 ) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
@@ -177,7 +177,7 @@ def test_where_nothing_is_delegated_memory_is_watched(
     assert delegated_group(kernel.mounts, kernel.cgroup) is None
 
 
-def test_a_solver_within_its_group_is_there_before_it_is_asked(
+def test_a_solver_is_in_its_cgroup_before_it_gets_the_request(
     local: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)

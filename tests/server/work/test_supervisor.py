@@ -115,7 +115,7 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     assert metrics.CRASHES._value.get() - before == 4
 
 
-def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None:
+def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> None:
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
     before = metrics.REJECTED._value.get()
     ids = {method: local.submit(method) for method in methods}
@@ -159,7 +159,7 @@ def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
     sound(work.database)
 
 
-def test_a_purged_job_is_let_go(work: Work, tmp_path: Path) -> None:
+def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     job_id = work.submit("pid", problem(name=str(file)))
     with work.supervisor() as supervisor:
@@ -171,7 +171,7 @@ def test_a_purged_job_is_let_go(work: Work, tmp_path: Path) -> None:
     assert work.jobs.job(LOCAL, job_id) is None
 
 
-def test_what_another_attempt_has_taken_is_let_go(work: Work) -> None:
+def test_a_job_of_another_attempt_is_abandoned(work: Work) -> None:
     job_id = work.submit("hang")
     with work.supervisor(solves=1) as supervisor:
         work.found(job_id)
