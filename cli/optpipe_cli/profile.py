@@ -76,7 +76,7 @@ def _start(
     words += [] if activation_budget_bytes is None else ["--activation-budget-bytes", activation_budget_bytes]
     words += [] if output is None else ["--output", output]
     with Console(stderr=True).status(f"measuring on {ranks} ranks"):
-        torchrun(ranks, "optpipe", "profile", *words, *(["--json"] if json else []), quietly=True)
+        torchrun(ranks, "optpipe_cli", "profile", *words, *(["--json"] if json else []), quietly=True)
 
 
 def _measure(

@@ -30,9 +30,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache
         yield Cache(path), lambda column, value: _spoil(path, column, value)
         return
     database = Database(request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url"))
-    Cache(TableStorage(database, "other")).add(
-        one_by_one(chain(forward=0.25)), "feasible"
-    )  # another tenant's, in nobody's way
+    Cache(TableStorage(database, "other")).add(one_by_one(chain(forward=0.25)), "feasible")  # another tenant's
 
     def spoil(column: str, value: str | bytes) -> None:
         with database.write() as db:

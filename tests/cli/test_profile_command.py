@@ -83,7 +83,7 @@ def test_without_ranks_the_error_tells_how_to_start_them(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "error: ranks = None: say how many to start here, or start them by torchrun"
+        "error: ranks = None: expected how many to start here; or start them by torchrun"
     )
 
 

@@ -1,4 +1,5 @@
-"""A comparison that does what its first method says; `ODD_COMPARE_LOG` hears of its processes."""
+"""Stands in for `optpipe_server.compare_process`; the first method says what it does. Writes its process ids to
+`ODD_COMPARE_LOG`."""
 
 from __future__ import annotations
 

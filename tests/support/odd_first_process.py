@@ -1,4 +1,4 @@
-"""A maker of first schedules that does what the method of the request says, mostly wrong."""
+"""Stands in for `optpipe_solver.first` and does what the request's method says, mostly wrong."""
 
 from __future__ import annotations
 

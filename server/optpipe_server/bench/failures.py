@@ -29,7 +29,7 @@ async def reclaimed(deployment: Deployment, url: str) -> float:
     requests = Connections(deployment.address, deployment.keys[0])
     attempt = await running(requests, url, 0)
     if not deployment.sqlite:
-        await deployment.work()  # who has nothing to do until then
+        await deployment.work()  # it has nothing to do until then
     began = time.monotonic()
     if deployment.sqlite:
         await deployment.api.kill()

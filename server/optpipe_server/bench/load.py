@@ -76,9 +76,8 @@ class StreamFigures:
     """What the clients of event streams received."""
 
     clients: int
-    fan_out_ms: list[float] = field(
-        default_factory=list
-    )  # from the moment an incumbent was written until a client had it
+    # From the moment an incumbent was stored until a client had it.
+    fan_out_ms: list[float] = field(default_factory=list)
     events: int = 0
     reconnects: int = 0
     gaps: int = 0
@@ -227,7 +226,7 @@ class _Follower:
         figures.duplicates += number <= self.last
         figures.gaps += max(0, number - self.last - 1)
         self.last = max(self.last, number)
-        if found >= since:  # what it was there for, not what it was told afterwards
+        if found >= since:  # not the events that were replayed after a reconnect
             figures.fan_out_ms.append((time.time() - found) * MS)
 
 
@@ -264,7 +263,7 @@ async def expect(requests: Connections, status: int, method: str, path: str, bod
 
 
 async def until(true: Callable[[], bool], limit_s: float, otherwise: str) -> None:
-    """Waits; raises `OptPipeError` with that sentence where it takes too long."""
+    """Wait for the condition. Raises `OptPipeError` with that message if it takes too long."""
     began = time.monotonic()
     while not true():
         if time.monotonic() - began > limit_s:

@@ -24,9 +24,8 @@ def test_a_key_gives_its_tenant_and_scopes(database: Database) -> None:
     assert keys.any()
     assert keys.check(one) == Caller("a", frozenset({"read", "submit"}))
     assert keys.check(two) == Caller("b", frozenset({"admin"}))
-    listed = {
-        (row.tenant, row.scopes, row.revoked_at) for row in keys.list()
-    }  # in any order where both are of one millisecond
+    # A set, because the order is open if both were made in the same millisecond.
+    listed = {(row.tenant, row.scopes, row.revoked_at) for row in keys.list()}
     assert listed == {("a", "submit read", None), ("b", "admin", None)}
 
 

@@ -44,14 +44,8 @@ ASKS |= {"webbrowser", "websockets", "paramiko"}
 RUNS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell"}
 CONNECTS = {"create_connection", "open_connection", "open_unix_connection", "connect_ex", "sendto", "urlopen"}
-DATABASES = {
-    "DeadlineConnection",
-    "engine",
-    "self.engine",
-    "self._engine",
-    "self._reading",
-    "sqlite3",
-}  # `connect` goes to the one URL
+# Their `connect` goes to the configured URL.
+DATABASES = {"DeadlineConnection", "engine", "self.engine", "self._engine", "self._reading", "sqlite3"}
 
 
 def violations(source: str) -> Iterator[str]:

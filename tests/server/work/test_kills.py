@@ -106,10 +106,9 @@ def test_no_child_survives_its_worker(beside: Work, database_url: str, tmp_path:
     job_id = beside.submit("family")
     with worker_process(database_url, "worker", tmp_path / "cache", deaf=True) as worker:
         beside.found(job_id)
-        children = until(
-            lambda: len(worker.children) >= 4 and worker.children
-        )  # the last will, a solver, and what that started
-        for pid in children[1:]:  # all that solve: the will is the first one
+        # The process that ends the family, a solver, and its children.
+        children = until(lambda: len(worker.children) >= 4 and worker.children)
+        for pid in children[1:]:  # all but the process that ends the family
             os.kill(pid, signal.SIGSTOP)
         worker.kill()
         gone(worker)

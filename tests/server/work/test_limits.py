@@ -45,10 +45,9 @@ def test_a_search_ends_in_time(
         monkeypatch.setenv("DEAF", "1")
     monkeypatch.setattr(anytime, "GRACE_S", grace_s)
     monkeypatch.setattr(solve, "LATE_S", late_s)
-    posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # which nobody proves in that time
-    job_id = local.submit(
-        method, posed, time_limit_s=2.0, start=start(one_by_one(posed))
-    )  # on a busy machine a search may find none
+    posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # cannot be proven in that time
+    # With a schedule to start from, because a search on a busy machine may find none.
+    job_id = local.submit(method, posed, time_limit_s=2.0, start=start(one_by_one(posed)))
     with local.supervisor():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
