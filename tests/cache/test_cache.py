@@ -1,4 +1,4 @@
-"""The schedule cache: exact and nearest hits, both checked on the exact problem."""
+"""The schedule cache: exact and nearest hits, both verified on the exact problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Spoil = Callable[[str, str | bytes], None]
 
 @pytest.fixture(params=["file", "sqlite", "postgresql"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache, Spoil]]:
-    """A cache on each of its shelves, and what sets a column of all its rows without asking it."""
+    """A cache on each of its storages, and a function that overwrites a column of all its rows."""
     if request.param == "file":
         path = tmp_path / "new folder" / "cache.sqlite"
         yield Cache(path), lambda column, value: _spoil(path, column, value)

@@ -1,4 +1,4 @@
-"""`optpipe profile` as a user types it: ranks of its own under torchrun, and a model in a file beside."""
+"""`optpipe profile` as a user types it: it starts ranks under torchrun, with a model in a file."""
 
 from __future__ import annotations
 

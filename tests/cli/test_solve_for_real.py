@@ -57,7 +57,7 @@ def test_ctrl_c_while_an_engine_computes_keeps_the_best(tmp_path):
 
 
 def at_work(process: psutil.Process) -> bool:
-    """Whether it is an engine that has done its imports."""
+    """Return whether the process is an engine that has done its imports."""
     try:
         return "optpipe_solver.engine" in process.cmdline() and process.cpu_times().user > 1.5
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

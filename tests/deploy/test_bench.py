@@ -1,4 +1,4 @@
-"""`optpipe bench service` measures what it says; its figures are for quiet machines."""
+"""`optpipe bench service` measures correctly; its times are for quiet machines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from optpipe_cli.bench.service import Figure, measure, service
 def test_figures_that_do_not_depend_on_the_machine_hold(
     kind: str, seconds: float, rate: float, clients: int, reconnects: int, postgres: Postgres
 ) -> None:
-    """Nothing lost, nothing twice, no reply but the right ones; and with PostgreSQL a lease's time until another worker
-    goes on."""
+    """Nothing is lost or received twice, and all replies are right."""
     if kind == "sqlite":
         figures = asyncio.run(measure(None, rate, seconds, clients, reconnects, None))
     else:

@@ -1,4 +1,4 @@
-"""The rules that docker-compose.yml and the Dockerfile keep. No image is built here: there is no Docker engine."""
+"""Rules for docker-compose.yml and the Dockerfile. No image is built, because there is no Docker engine."""
 
 from __future__ import annotations
 

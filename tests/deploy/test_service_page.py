@@ -1,4 +1,4 @@
-"""docs/service.md: its commands run, and its tables say what the code says."""
+"""docs/service.md: its commands run, and its tables match the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0
 
 
 def script(ports: dict[str, int], database: str) -> str:
-    """All commands one after the other, servers in the background."""
+    """All commands one after the other, with servers in the background."""
     lines = ["set -eu", "trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT", SERVER]
     for kind, text in BLOCKS:
         if kind != "sh":
@@ -85,7 +85,7 @@ def ran(postgres_url: str, tmp_path: Path) -> Path:
 
 
 def test_its_commands_run(ran: Path) -> None:
-    """From a first job to workers on PostgreSQL; one test, as each command needs those before it."""
+    """From a first job to workers on PostgreSQL; one test, because each command needs the former ones."""
 
     def read(name: str) -> Any:
         return json.loads((ran / name).read_text())

@@ -1,5 +1,4 @@
-"""What docker-compose.yml starts does what it is for: the same commands and environments, against a real PostgreSQL
-with a password."""
+"""docker-compose.yml's commands and environments work together, against a real PostgreSQL with a password."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ WORKERS = [f"worker-{number + 1}" for number in range(SERVICES["worker"]["deploy
 
 @pytest.fixture
 def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
-    """A database whose owner has to know the password, as in the image, and nothing started yet."""
+    """A database whose owner needs the password, as in the image; nothing is started yet."""
     rules = postgres.folder / "data" / "pg_hba.conf"
     before = rules.read_text()
     rules.write_text(f"local all optpipe scram-sha-256\n{before}")
@@ -44,7 +43,7 @@ def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
 
 
 def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
-    """Waits for it to be true and returns it."""
+    """Wait until the condition is true; return its value."""
     until = time.monotonic() + limit_s
     while not (found := true()):
         assert time.monotonic() < until
@@ -53,7 +52,7 @@ def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
 
 
 def key(stack: Stack, tenant: str, *scopes: str) -> str:
-    """By the command that docs/service.md names."""
+    """Create a key by the command in docs/service.md."""
     made = stack.run(
         "api",
         "optpipe",
@@ -127,7 +126,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
 
 
 def scraped(stack: Stack, name: str) -> str:
-    """What Prometheus gets, asked as deploy/prometheus.yml says."""
+    """What Prometheus gets when it scrapes as deploy/prometheus.yml says."""
     [how] = [how for how in SCRAPED if how["job_name"] == name.partition("-")[0]]
     headers = {}
     if "authorization" in how:
@@ -142,7 +141,7 @@ def scraped(stack: Stack, name: str) -> str:
 
 
 def test_the_database_is_healthy_when_it_answers(postgres: Postgres) -> None:
-    """By the check's own program; here it listens on a socket file only."""
+    """By the program of the health check; here PostgreSQL listens on a socket file only."""
     check: list[str] = [*SERVICES["postgres"]["healthcheck"]["test"][1:]]
     check[check.index("--host") + 1] = str(postgres.folder)
     assert subprocess.run([str(postgres._programs / check[0]), *check[1:]], check=False).returncode == 0

@@ -34,7 +34,7 @@ def fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serving() -> Iterator[Serving]:
-    """Starts servers; each call returns a client of a new one."""
+    """Start servers; each call returns a client of a new one."""
     with ExitStack() as stack:
 
         def start(settings: Settings) -> httpx.Client:
@@ -60,7 +60,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def client(shared: Shared) -> Iterator[httpx.Client]:
-    """A tenant of its own on the shared server, of which nothing is left."""
+    """A new tenant of the shared server; its jobs are deleted afterwards."""
     url, server = shared
     key = server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)
     with httpx.Client(base_url=url, timeout=60, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:

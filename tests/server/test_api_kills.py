@@ -22,7 +22,7 @@ STARTS_S = 60.0
 
 
 class Client(threading.Thread):
-    """Submits one job after the other, each until it is acknowledged, by the same key however often it must be said."""
+    """Submits one job after the other, each until it is acknowledged, repeated with the same key if need be."""
 
     def __init__(self, number: int, url: str, stop: threading.Event) -> None:
         super().__init__(daemon=True)

@@ -1,5 +1,4 @@
-"""The database goes away and comes back: 503 meanwhile, nothing acknowledged that is not stored, and streams that go
-on."""
+"""The database goes away and comes back: 503 meanwhile, every acknowledged job is stored, and streams continue."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ BODY = {"problem": chain().to_dict(), "method": "infeasible"}
 
 @pytest.fixture
 def server() -> Any:
-    """A PostgreSQL of this test's own, which may be stopped."""
+    """A PostgreSQL server of this test's own, which it may stop."""
     own = Postgres()
     try:
         own.run("create database service")
@@ -39,7 +38,7 @@ def server() -> Any:
 
 
 def until_taken(client: httpx.Client) -> str:
-    """The id of a job that is taken within the time."""
+    """Wait until a job is accepted; return its id."""
     until = time.monotonic() + BACK_S
     while (reply := client.post("/v1/jobs", json=BODY)).status_code != 201:
         assert reply.status_code == 503, reply.text

@@ -168,7 +168,7 @@ def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
 
 
 class Interrupted(list[bytes]):
-    """Events that are read at the moment before the last one comes in, and with it the job's end."""
+    """A list of events that gets its last one, and the job's end, at the moment when it is read."""
 
     def __init__(self, topic: Topic, job: Any) -> None:
         self._topic, self._job = topic, job
@@ -182,7 +182,7 @@ class Interrupted(list[bytes]):
 
 
 def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
-    """A thread brings a topic up to date while the loop reads it."""
+    """A thread updates a topic while the loop reads it."""
     topic, sent = Topic(), b""
     topic.events = Interrupted(topic, SimpleNamespace(state="done"))
     stream = EventStream(JobUpdates(None, 1), "", 0, 0, 0.01)  # type: ignore[arg-type]

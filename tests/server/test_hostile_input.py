@@ -1,4 +1,4 @@
-"""What is sent by mistake or on purpose ends in one sentence and never in a 500."""
+"""Wrong input, by mistake or on purpose, gets one sentence and never a 500."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_any_json_is_read_or_refused(value: Any) -> None:
 @given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
 @settings(max_examples=300)
 def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> None:
-    """What is read is what a strict reader of JSON reads."""
+    """What is accepted is what a strict JSON parser accepts."""
     body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]
     try:
         submission = parse(Submission, body, "job")

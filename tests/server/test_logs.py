@@ -1,4 +1,4 @@
-"""What the service says on stderr: lines that machines can read, and nothing in them that is a secret."""
+"""The log on stderr: lines that machines can read, without secrets."""
 
 from __future__ import annotations
 

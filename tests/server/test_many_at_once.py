@@ -71,7 +71,7 @@ def test_large_problems_do_not_delay_small_ones(
 
 
 def test_the_queue_limit_holds_for_concurrent_submissions(settings: Settings, fake_solver: None) -> None:
-    """However many come in the same moment."""
+    """However many come at the same moment."""
     with (
         running(replace(settings, queue=3, first_schedule_s=60.0)) as (url, _),
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,

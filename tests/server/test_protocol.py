@@ -1,4 +1,4 @@
-"""What HTTP promises: conditional requests, idempotency, waiting, pages of a list, and what follows a job's start."""
+"""The HTTP protocol: conditional requests, idempotency, waiting, pages of a list, and changes of a job."""
 
 from __future__ import annotations
 

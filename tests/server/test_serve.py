@@ -1,4 +1,4 @@
-"""The command's process: where it listens, how it ends, what it leaves behind."""
+"""The process of `optpipe serve`: where it listens, how it ends, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serving(tmp_path: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[st
 
 
 def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
-    """A job whose solver never ends, and the solver's process id."""
+    """Submit a job whose solver never ends; return its URL and the solver's process id."""
     problem = Problem.from_dict({**chain().to_dict(), "name": str(pid_file)})
     job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "method": "pid"}).json()
     assert job["best"]["method"] == "naive"
@@ -61,7 +61,7 @@ def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
-    """Whether the process ends within the time; one that waits to be reaped by its new parent has ended."""
+    """Return whether the process ends within the time; a zombie has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:

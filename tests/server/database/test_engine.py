@@ -1,5 +1,4 @@
-"""One URL, two databases: how they are opened, brought up to date, refused; and what ends a transaction that does not
-end itself."""
+"""Opening, migrating and refusing databases of both kinds, and timeouts of transactions."""
 
 from __future__ import annotations
 
@@ -334,7 +333,7 @@ def test_a_submission_and_its_display_take_few_round_trips(postgres_url: str, tm
     job_id = submit(database)
 
     def trips_of(question: Callable[[], object]) -> int:
-        """How often the server had the word, by libpq's own record."""
+        """Count the round trips to the server, by libpq's own trace."""
         with (tmp_path / "trace").open("w+") as trace:
             with database.read() as db:  # by the one connection that there is
                 line: Any = db.connection.driver_connection

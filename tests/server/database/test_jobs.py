@@ -1,4 +1,4 @@
-"""What clients ask of the database, on both."""
+"""What clients do with jobs, on both databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers ask of the database, on both: leases, their fences, and what becomes of a job whose worker is gone."""
+"""What workers do with jobs, on both databases: leases, fences, and jobs of lost workers."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_job_that_crashes_its_workers_ends(database: Database, schedule: objec
 
 
 def test_a_schedule_of_another_problem_is_not_read(database: Database) -> None:
-    """A job whose present problem has no schedule has failed when it is given up."""
+    """A job without a schedule for its current problem has failed when it ends."""
     job_id = submit(database)
     Jobs(database).change_problem(A, job_id, chain(scale=2.0), InitialResult(), seen=1, queue=9)
     for _ in range(MOST_LOSSES + 1):

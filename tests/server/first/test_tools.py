@@ -34,7 +34,7 @@ SOON_S = 60.0
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
-    """A server without keys and with fake solvers: what is asked here is no matter of its database."""
+    """A server without keys and with fake solvers; these tests do not depend on the database."""
     with pytest.MonkeyPatch.context() as patched:
         use_fake_solver(patched)
         with running(settings_in(tmp_path_factory.mktemp("tools"))) as serving:

@@ -1,4 +1,4 @@
-"""The guard alone, before an app that answers everything: who is let in, as whom, and for how long."""
+"""Authentication alone, before an app that answers everything: who is let in, as whom, and for how long."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def app(keys: Keys) -> FastAPI:
 
 
 class Local:
-    """A client in the app's own process, which says where it is from."""
+    """A client in the app's own process, which sets its own address."""
 
     def __init__(self, app: FastAPI, run: Callable[..., Any]) -> None:
         self._app, self._run = app, run
@@ -96,7 +96,7 @@ def test_without_keys_this_machine_may_do_everything(client: Local) -> None:
     ],
 )
 def test_without_keys_pages_of_another_host_are_refused(client: Local, host: str) -> None:
-    """DNS rebinding: the page's own name leads to 127.0.0.1, and the browser says that name."""
+    """DNS rebinding: the page's host name leads to 127.0.0.1, and the browser sends that name."""
     reply = client.get("/v1/jobs", {"Host": host})
     assert reply.status_code == 403
     assert reply.json()["detail"].startswith("Host:")
@@ -166,7 +166,7 @@ def test_an_absent_database_lets_nobody_pass_without_a_key(client: Local, keys: 
 
 
 def test_a_wrong_key_is_refused_even_if_none_is_required(client: Local) -> None:
-    """Whoever sends a key takes the service for one that knows it."""
+    """A client that sends a key expects the service to know it."""
     assert client.get("/v1/jobs", headers=bearer("op_0_0")).status_code == 401
 
 
@@ -243,7 +243,7 @@ def test_a_scope_allows_its_routes_only(client: Local, keys: Keys) -> None:
     ],
 )
 def test_unlisted_routes_are_404(client: Local, keys: Keys, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the app would answer it."""
+    """Even if the app has them."""
     monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
     assert client.get(path).status_code == 404
     keys.create("lab", SCOPES)

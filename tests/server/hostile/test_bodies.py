@@ -34,7 +34,7 @@ MANY = LONGEST_BODY // 12
     ids=lambda body: body[:60] if len(body) < 200 else body.split("[")[0][-20:],
 )
 def test_a_hundred_thousand_faults_make_a_short_reply(body: str) -> None:
-    """Pydantic lists them all, in a minute and gigabytes, unless it is told to stop."""
+    """Pydantic would list them all, in a minute and gigabytes, unless it is told to stop."""
     with pytest.raises(ValidationError) as caught:
         Submission.model_validate_json(body)
     assert caught.value.error_count() < 30

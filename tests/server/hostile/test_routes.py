@@ -1,5 +1,5 @@
-"""Every route with no key, wrong keys and another tenant's. A route that nobody listed in `support.requests` fails
-here."""
+"""Every route without a key, with wrong keys and with another tenant's. A route missing in `support.requests`
+fails here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys(shared: tuple[str, Server]) -> Keys:
 
 @pytest.fixture(scope="module")
 def anybody(shared: tuple[str, Server], keys: Keys) -> Iterator[httpx.Client]:
-    """A client that says what it is told to say."""
+    """A client that sends exactly the headers it is given."""
     with httpx.Client(base_url=shared[0], timeout=60, trust_env=False) as client:
         yield client
 
@@ -62,7 +62,7 @@ def test_every_route_is_listed(shared: tuple[str, Server]) -> None:
 
 
 def test_the_jobs_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], httpx.Client], keys: Keys) -> None:
-    """With a key of just the scope that is wanted."""
+    """With a key of just the scope that is needed."""
     whole = tenant()
     job_id, owner = job(whole), f"tenant-{next(_numbers) - 1}"
     scoped = {scope: bearer(keys.create(owner, [scope])) for scope in SCOPES}
@@ -132,7 +132,7 @@ def test_errors_tell_what_is_expected(
 
 
 def test_another_tenants_job_is_404(tenant: Callable[[], httpx.Client]) -> None:
-    """What is answered does not tell it from one that does not exist, and nothing happens to it."""
+    """The reply is the same as for a job that does not exist, and the job does not change."""
     own, other = tenant(), tenant()
     job_id = job(own)
     before = own.get(f"/v1/jobs/{job_id}"), own.get(f"/v1/jobs/{job_id}/log")

@@ -1,5 +1,4 @@
-"""Raw sockets: requests that do not end, replies that nobody reads, heads that are no HTTP. The others are answered all
-the same."""
+"""Raw sockets: endless requests, unread replies, bytes that are not HTTP. Other clients are answered all the same."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ Connect = Callable[[], socket.socket]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
-    """One server for all of it: what one test does must not spoil the next."""
+    """One server for all tests of this file: no test may spoil the next."""
     with running(settings_in(tmp_path_factory.mktemp("service"))) as (url, server):
         yield url, server
 
@@ -63,7 +62,7 @@ def ended(client: socket.socket) -> bytes:
 
 
 def answers(url: str) -> None:
-    """A client that comes now has its answer."""
+    """Check that a new client gets an answer."""
     assert httpx.get(f"{url}/healthz", timeout=60, trust_env=False).json()["status"] == "ok"
 
 
@@ -100,7 +99,7 @@ def drip(client: socket.socket, texts: list[bytes]) -> None:
 def test_a_slow_request_times_out(
     server: tuple[str, Server], connect: Connect, after: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte is a sign of life, but no request."""
+    """Bytes keep arriving, but no complete request."""
     monkeypatch.setattr(connections, "ARRIVES_S", 0.5)
     client = connect()
     client.sendall(after)
@@ -113,7 +112,7 @@ def test_a_slow_request_times_out(
 def test_a_connection_serves_again_and_again(
     server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time counts for each request anew."""
+    """The time limit begins anew with each request."""
     monkeypatch.setattr(connections, "ARRIVES_S", 4.0)
     client = connect()
     for _ in range(3):
@@ -183,7 +182,7 @@ def test_bytes_that_are_not_http_are_refused(server: tuple[str, Server], connect
 def test_a_client_that_does_not_read_is_disconnected(
     server: tuple[str, Server], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pipelined requests whose replies nobody takes: they would be held for good."""
+    """Its replies to pipelined requests would be kept for ever."""
     monkeypatch.setattr(connections, "READ_S", 0.5)
     client = connect()
     client.settimeout(60)
@@ -199,7 +198,7 @@ def test_an_endless_request_is_disconnected(connect: Connect, monkeypatch: pytes
 
 
 def test_no_request_is_smuggled(connect: Connect) -> None:
-    """Length and chunks at once: a proxy and the service might not agree on where the first request ends."""
+    """Length and chunks at once: a proxy and the service might see different ends of the first request."""
     client = connect()
     smuggled = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     client.sendall(HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled)
@@ -223,7 +222,7 @@ def test_a_body_that_is_too_long_gets_a_reply(server: tuple[str, Server]) -> Non
 
 @pytest.mark.parametrize("most", [pytest.param(50, id="few"), pytest.param(1000, id="many", marks=pytest.mark.soak)])
 def test_unread_streams_do_not_block_others(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be, beside requests that do not end."""
+    """As many streams as allowed, and incomplete requests besides."""
     use_fake_solver(monkeypatch)
     with (
         running(replace(settings_in(tmp_path), streams=most)) as (url, _),
@@ -253,7 +252,7 @@ def test_unread_streams_do_not_block_others(most: int, tmp_path: Path, monkeypat
 
 
 def test_a_wait_ends_when_the_client_disconnects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place among those who follow jobs is free again at once, not when the wait would have been over."""
+    """Its place among the clients that follow jobs is free at once, not when the wait would have been over."""
     use_fake_solver(monkeypatch)
     with (
         running(replace(settings_in(tmp_path), streams=1)) as (url, _),
@@ -272,7 +271,7 @@ def test_a_wait_ends_when_the_client_disconnects(tmp_path: Path, monkeypatch: py
 def test_the_number_of_connections_follows_the_file_limit(
     soft: int, hard: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system's limit can be raised it is; the rest of the process keeps some files for itself."""
+    """The limit is raised if the system allows it; some files are left for the rest of the process."""
     asked = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, limits: asked.append(limits))

@@ -1,4 +1,4 @@
-"""What the service's source may not have: ways to run or to unpack what it is sent, and requests to anywhere."""
+"""What the service's source must not contain: ways to run or unpack what clients send, and requests to other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service without keys, as it runs: no web page, and nobody behind a proxy that says so, is answered."""
+"""A running service without keys answers no web page, and no client behind a proxy that announces itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_requests_of_other_pages_are_refused(call: Call, client: httpx.Client) -
 
 
 def test_preflight_requests_are_refused(client: httpx.Client) -> None:
-    """A browser asks before it sends JSON, or anything by PUT, PATCH and DELETE, to another origin."""
+    """A browser asks first before it sends JSON, or PUT, PATCH and DELETE, to another origin."""
     wanted = {
         "Origin": "http://evil.example",
         "Access-Control-Request-Method": "POST",

@@ -1,5 +1,4 @@
-"""Workers count what they do where it happens; the service's own counts are in tests/deploy, of processes that
-serve."""
+"""Metrics of workers; tests/deploy has those of the running service."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def test_lost_and_reaped_jobs_are_counted(work: Work) -> None:
 
 
 def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks after its thread, and without it no job of a lost worker goes on."""
+    """Without its thread no job of a lost worker would go on."""
     failures = [ValueError("unheard of")]
 
     def in_the_end(*asked: Any) -> list[str]:
@@ -76,7 +75,7 @@ def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_machine_that_slept_goes_on(work: Work) -> None:
-    """All leases have run out by then, and whoever looks first must not take a process's own jobs for abandoned."""
+    """All leases have expired by then, and a process must not take its own jobs as abandoned."""
     held = work.submit("hang")
     with work.supervisor(heartbeat_s=60.0) as supervisor:
         work.found(held)

@@ -1,5 +1,4 @@
-"""Children and workers that are killed or stopped at any moment: nothing that was said is lost, and nobody is left
-behind."""
+"""Children and workers that are killed or stopped at any moment: nothing is lost, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ rounds = pytest.mark.parametrize("rounds", [1, pytest.param(200, marks=[pytest.m
 
 @pytest.fixture
 def beside(database_url: str, tmp_path: Path) -> Iterator[Work]:
-    """A client's view of the database, beside the worker's process."""
+    """A client's view of the database, besides the worker's process."""
     writer = Database(database_url)
     database = Database(database_url, secondary=True)
     writer.close()  # and with it SQLite's lock
@@ -44,7 +43,7 @@ def beside(database_url: str, tmp_path: Path) -> Iterator[Work]:
 
 @contextmanager
 def never_worse(work: Work) -> Iterator[None]:
-    """What was told before the block still holds after it: jobs, their incumbents, and how good their best is."""
+    """Check that jobs, incumbents and the best ones are no worse after the block."""
     before = sound(work.database, OPEN)
     yield
     after = sound(work.database, OPEN)
@@ -98,7 +97,7 @@ def running(work: Work) -> list[object]:
 
 
 def gone(worker: WorkerProcess) -> None:
-    """Soon after its worker's death none of the family lives."""
+    """Wait until none of the worker's family lives."""
     until(lambda: not worker.children, f"the end of {worker.children}", ORPHANED_S)
 
 
@@ -139,8 +138,10 @@ def test_a_worker_stopped_for_longer_than_its_lease_cannot_write(
 
 
 def stop_outside_of_a_transaction(worker: WorkerProcess, database: Database) -> None:
-    """SQLite's lock is the process's that is stopped with it, as long as it is; PostgreSQL ends such a transaction
-    after a while."""
+    """Stop the worker while it has no transaction open.
+
+    A process stopped in a transaction would keep SQLite's lock; PostgreSQL ends such a transaction after a while.
+    """
     while True:
         os.kill(worker.process.pid, signal.SIGSTOP)
         try:

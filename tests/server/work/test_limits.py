@@ -1,4 +1,4 @@
-"""Time in three layers, each tried with a solver that ignores the one before; memory; threads."""
+"""Three layers of time limits, each tested with a solver that ignores the former one; memory limits; threads."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_threads_are_shared_among_searches() -> None:
 
 
 class Kernel:
-    """A folder that answers like cgroup v2's: groups come with their files, and go with them."""
+    """A folder that behaves like cgroup v2: groups come with their files, and go with them."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""What becomes of jobs that a supervisor has: solved, cancelled, changed, extended, crashed, given back."""
+"""What happens to a supervisor's jobs: solved, cancelled, changed, extended, crashed, given back."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
 
 
 def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as where the system lets a process have no more of them: the place is free again, and the job waits."""
+    """If the system refuses another thread, the slot is free again and the job waits."""
     start, refused = threading.Thread.start, []
 
     def sometimes(thread: threading.Thread) -> None:

@@ -53,7 +53,7 @@ def test_an_unusable_address_is_refused(postgres_url: str, host: str) -> None:
 
 @contextmanager
 def started(url: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The real command with the real solver, in an environment that has nothing, and where it answers."""
+    """The real command with the real solver in an empty environment, and its URL."""
     command = [*OPTPIPE, "worker", "--metrics-port", "0", "--threads", "1", "--log-json"]
     environment = {"OPTPIPE_DATABASE": url, "HOME": str(folder)}
     with subprocess.Popen(
