@@ -27,8 +27,8 @@ def lookup(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the schedule of this problem, or of the most similar one whose schedule is valid; exit code 1 if there
-    is none."""
+    """Find the schedule of this problem, or of the most similar one whose schedule is valid; exit code 1 if there is
+    none."""
     from optpipe.files import ScheduleFile
     from optpipe.model.problem import Problem
 

@@ -27,8 +27,7 @@ def problem(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run a command in this process, with a cache of its own and the fake solver; return exit code, stdout and
-    stderr."""
+    """Run a command in this process, with its own cache and the fake solver; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.setenv("PYTHONPATH", str(TESTS))

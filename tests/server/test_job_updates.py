@@ -1,5 +1,5 @@
-"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and one query
-serves all."""
+"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and one query serves
+all."""
 
 from __future__ import annotations
 

@@ -91,8 +91,7 @@ def sound(database: Database, newest: int = 1_000_000) -> dict[str, list[Any]]:
     """Check what must hold of the newest jobs at any time; return the rows of each one's incumbents in order.
 
     Incumbents are numbered without a gap, valid for their problem, each better than the one before of the same problem,
-    and
-    none is written by an attempt that another one had followed.
+    and none is written by an attempt that another one had followed.
     """
     with database.read() as db:  # in this order: on PostgreSQL each statement sees what has been committed meanwhile
         of_job: dict[str, list[Any]] = {

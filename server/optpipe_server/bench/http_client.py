@@ -54,8 +54,7 @@ class Connection:
         return Reply(status, headers, await self._reader.readexactly(int(headers.get("content-length", "0"))))
 
     async def events(self, path: str, after: int = 0) -> AsyncIterator[Event]:
-        """Yield the events of a stream until it ends. Raises `OSError` or `EOFError` if it is disconnected or
-        refused."""
+        """Yield the events of a stream until it ends. Raises `OSError` or `EOFError` if it is cut or refused."""
         self._send("GET", path, f"Last-Event-ID: {after}\r\n" if after else "", b"")
         status, _headers = await self._head()
         if status != 200:

@@ -57,8 +57,7 @@ class Database:
     """Connections to one database, usable from any thread. Its tables are brought up to date when it is opened.
 
     A SQLite file belongs to one process that writes. Its lock is held until `close`, and threads write one at a time,
-    so
-    that none of them has to poll.
+    so that none of them has to poll.
 
     Parameters
     ----------
@@ -257,8 +256,7 @@ def _is_broken(error: BaseException) -> bool:
     """Whether the connection on which this error occurred should not be used again.
 
     SQLite would keep one read-only, or failing, when the disk is well again. A PostgreSQL server that has become
-    read-only
-    may be the replica of another one by now, which the same URL names as well.
+    read-only may be the replica of another one by now, which the same URL names as well.
     """
     broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
     if isinstance(error, sqlite3.Error):

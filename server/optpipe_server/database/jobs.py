@@ -81,8 +81,7 @@ class Jobs:
     """The jobs of all tenants.
 
     A method with a parameter `tenant` finds that tenant's jobs only. The others are for callers that have found the job
-    by
-    one of these.
+    by one of these.
     """
 
     def __init__(self, database: Database) -> None:

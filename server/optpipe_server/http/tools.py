@@ -75,8 +75,7 @@ class CheckReply(Record):
 
 
 class SimulationReply(Record):
-    """A schedule by nominal times, even if memory does not suffice; `ops` are the first by start, `ops_total`
-    counts all."""
+    """A schedule by nominal times, even if it needs too much memory; `ops` are the first by start of `ops_total`."""
 
     makespan_ms: float
     span_ms: float

@@ -192,8 +192,7 @@ def test_a_database_that_is_read_only(postgres: Postgres, postgres_url: str) -> 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["ended", "crashed"])
 def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url: str, how: signal.Signals) -> None:
     """Three threads submit all the time. What was acknowledged is there after the outage, and the first request after
-    it
-    works, even on a connection that was idle during the outage."""
+    it works, even on a connection that was idle during the outage."""
     database, asleep = Database(postgres_url), Database(postgres_url)
     job_id = submit(database)
     claim = Leases(database, "w").claim()

@@ -1,5 +1,5 @@
-"""Every route without a key, with wrong keys and with another tenant's. A route missing in `support.requests`
-fails here."""
+"""Every route without a key, with wrong keys and with another tenant's. A route missing in `support.requests` fails
+here."""
 
 from __future__ import annotations
 
