@@ -61,7 +61,7 @@ class Supervisor:
 
     def start(self) -> None:
         if self._settings.solves:
-            self._last_will = family.LastWill()
+            self._family_cleanup = family.LastWill()
             for thread in (self._claims, self._heartbeat, self._watchdog):
                 thread.start()
 
@@ -107,7 +107,7 @@ class Supervisor:
             thread.join(max(0.0, until - time.monotonic()))
         self._heartbeat.stop(max(0.0, until - time.monotonic()))
         self._watchdog.stop()
-        self._last_will.revoke()
+        self._family_cleanup.revoke()
 
     def _claim_all(self) -> None:
         away = False

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -405,6 +406,16 @@ def test_a_server_that_hangs_causes_an_error(postgres_url: str, monkeypatch: pyt
         os.kill(pid, signal.SIGCONT)
     assert [job.id for job in Jobs(database).page(A, None, None, 10)] == [job_id]
     database.close()
+
+
+def test_a_connection_in_use_is_closed_once_its_database_is_closed(database_url: str) -> None:
+    database = Database(database_url)
+    with database.read() as db:
+        connection: Any = db.connection.driver_connection
+        database.close()
+        assert db.execute(text("select 1")).scalar_one() == 1
+    with pytest.raises((sqlite3.ProgrammingError, psycopg.OperationalError), match="closed"):
+        connection.execute("select 1")
 
 
 def test_abort_connections_ends_a_wait_for_an_answer(postgres_url: str) -> None:
