@@ -1,4 +1,4 @@
-# The service: API, worker and the solvers they start, without torch. Built and run by docker-compose.yml.
+# The service: API, workers and the solvers that they start, without torch. docker-compose.yml builds and runs it.
 FROM python:3.11-slim AS build
 RUN python -m venv /opt/optpipe
 WORKDIR /source
@@ -14,7 +14,7 @@ RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --co
 FROM python:3.11-slim
 COPY --from=build /opt/optpipe /opt/optpipe
 COPY --chmod=755 deploy/entrypoint.sh /opt/optpipe/entrypoint.sh
-# Nothing is written but below /tmp, where numba keeps what it has compiled.
+# Only /tmp is written to, where numba caches compiled code.
 ENV PATH=/opt/optpipe/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp NUMBA_CACHE_DIR=/tmp/numba
 WORKDIR /tmp
 USER 10001:10001

@@ -158,8 +158,7 @@ class Cache:
         """Return the best known schedule, verified on this problem; None if there is none.
 
         It is the schedule of this very problem, else that of the most similar problem of the same shape whose schedule
-        is
-        valid.
+        is valid.
         """
         entry = _read(self._storage.entry(problem.sha256, objective))
         if entry and (schedule := _valid_schedule(entry, problem)):

@@ -95,8 +95,7 @@ def distance(a: Features, b: Features) -> float:
     """Return how different two problems of one shape are.
 
     The mean |difference| over stages or devices of each feature, summed over the features. For example, 0.1 is a
-    forward
-    pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation less memory on every
-    device. Differences below the grid count as 0.
+    forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation less memory
+    on every device. Differences below the grid count as 0.
     """
     return sum(float(np.abs(np.subtract(a[name], b[name])).mean()) for name in a) / GRID

@@ -79,7 +79,7 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "OPTPIPE_CACHE": str(folder / "cache.db"),
-        "OPTPIPE_KEY": "",
+        "OPTPIPE_KEY": "",  # the demo's own service needs none
     }
     with _service(folder, environment) as (url, pid):
         typer.echo(f"service: {url}, process {pid}\ntraining: {ranks} ranks, {plan.microbatches} micro-batches")

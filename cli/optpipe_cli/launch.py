@@ -28,8 +28,8 @@ def torchrun(
         stderr=subprocess.PIPE if quietly else None,
     )
     if done.returncode != 0:
-        said = done.stderr or ""
-        for sentence in (line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")):
+        errors = done.stderr or ""
+        for sentence in (line.removeprefix("error: ") for line in errors.splitlines() if line.startswith("error: ")):
             raise InputError(sentence)
-        sys.stderr.write(said)
-        raise OptPipeError(f"{module} failed under torchrun; what it said stands above")
+        sys.stderr.write(errors)
+        raise OptPipeError(f"{module} failed under torchrun; its output is above")

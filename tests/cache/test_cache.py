@@ -1,4 +1,4 @@
-"""The schedule cache: exact and nearest hits, both checked on the exact problem."""
+"""The schedule cache: exact and nearest hits, both verified on the exact problem."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ Spoil = Callable[[str, str | bytes], None]
 
 @pytest.fixture(params=["file", "sqlite", "postgresql"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cache, Spoil]]:
-    """A cache on each of its shelves, and what sets a column of all its rows without asking it."""
+    """A cache on each of its storages, and a function that overwrites a column of all its rows."""
     if request.param == "file":
         path = tmp_path / "new folder" / "cache.sqlite"
         yield Cache(path), lambda column, value: _spoil(path, column, value)
         return
     database = Database(request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url"))
-    Cache(TableStorage(database, "other")).add(
-        one_by_one(chain(forward=0.25)), "feasible"
-    )  # another tenant's, in nobody's way
+    Cache(TableStorage(database, "other")).add(one_by_one(chain(forward=0.25)), "feasible")  # another tenant's
 
     def spoil(column: str, value: str | bytes) -> None:
         with database.write() as db:
@@ -129,7 +127,7 @@ def test_a_nearer_schedule_that_does_not_fit_is_skipped(cache: Cache) -> None:
     assert near < far
 
 
-def test_nothing_that_fits_is_no_hit(cache: Cache) -> None:
+def test_without_a_valid_schedule_there_is_no_hit(cache: Cache) -> None:
     cache.add(gpipe(chain(memory=2)), "feasible")
     assert cache.lookup(chain(memory=1)) is None
 
@@ -153,7 +151,7 @@ def test_distance_is_zero_to_oneself_and_scale_free(problem: Problem) -> None:
     assert distance(features(problem), features(slower)) == 0.0
 
 
-def test_distance_says_what_its_documentation_says() -> None:
+def test_distance_matches_its_documentation() -> None:
     shifted = Problem.from_dict({**chain().to_dict(), "p2p_ms": 0.1 + 0.3})
     assert distance(features(chain()), features(shifted)) == pytest.approx(0.1)  # F + B + W is 3 ms
     assert distance(features(chain(memory=1)), features(chain(memory=2))) == pytest.approx(1.0)
@@ -240,7 +238,7 @@ def test_damaged_features_are_no_hit(cache: Cache, spoil: Spoil, damaged: str) -
     assert cache.lookup(chain()) is not None
 
 
-def test_what_is_no_text_is_no_hit(tmp_path: Path) -> None:
+def test_entries_that_are_not_text_are_no_hit(tmp_path: Path) -> None:
     path = tmp_path / "cache.sqlite"
     cache = Cache(path)
     cache.add(gpipe(chain()), "feasible")
@@ -252,7 +250,7 @@ def test_what_is_no_text_is_no_hit(tmp_path: Path) -> None:
     assert cache.lookup(chain()) is not None
 
 
-def test_files_that_are_no_cache_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_files_that_are_not_caches_are_refused_in_one_sentence(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("this is not a database " * 100)
     with pytest.raises(InputError, match="cannot be used"):
@@ -275,7 +273,7 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_path() == Path("/elsewhere/cache.sqlite")
 
 
-def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_folder_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPTPIPE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 

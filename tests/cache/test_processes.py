@@ -1,4 +1,4 @@
-"""One cache's file, several processes."""
+"""Several processes use one cache file."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.problems import pipeline, stage
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
-from optpipe import Problem, ScheduleFile, Stage, anytime
+from optpipe import ScheduleFile, anytime
 from optpipe_cache import storage
 from optpipe_cli import main as cli
 
@@ -19,28 +20,14 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture
 def problem(tmp_path):
-    stage = Stage(
-        device=0,
-        forward_ms=1.0,
-        backward_input_ms=1.0,
-        backward_weight_ms=1.0,
-        activation_bytes=1,
-        saved_for_weight_bytes=1,
-    )
-    problem = Problem(
-        name="small",
-        microbatches=3,
-        devices=[{"activation_budget_bytes": 10}] * 2,
-        stages=[stage, stage.model_copy(update={"device": 1})],
-    )
+    problem = pipeline(2, 3, 10, stage(sizes=(1, 1)), name="small")
     problem.save(tmp_path / "p.json")
     return problem
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process, with a cache of its own and the fake solver; returns exit code, stdout,
-    stderr."""
+    """Run a command in this process, with its own cache and the fake solver; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
@@ -74,11 +61,10 @@ def test_solve_as_json(run, problem):
     assert figures["peak_bytes"] == [3, 3]
 
 
-def test_what_is_proven_is_not_solved_again(run, problem):
+def test_a_proven_schedule_is_not_solved_again(run, problem):
     run("solve", "p.json", "--method", "good")
-    assert (
-        "(cached)" in run("solve", "p.json")[1]
-    )  # the fake solver does not know the method auto and would find nothing
+    # The fake solver does not know the method auto and would find nothing.
+    assert "(cached)" in run("solve", "p.json")[1]
     assert "(cached)" not in run("solve", "p.json", "--no-cache", "--method", "worse")[1]
 
 
@@ -87,7 +73,7 @@ def test_an_infeasible_problem_ends_with_3(run, problem):
     assert (code, out) == (3, "infeasible: device 0 needs 2 bytes and has 1\n")
 
 
-def test_what_went_wrong_on_the_way_is_said(run, problem):
+def test_notes_of_the_search_are_printed(run, problem):
     code, out, err = run("solve", "p.json", "--method", "crash")
     assert code == 0
     assert "by slow" in out
@@ -113,7 +99,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best(run, problem, monkeypatch, me
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_cache_that_cannot_be_used_stands_in_no_ones_way(run, problem, tmp_path, monkeypatch):
+def test_an_unusable_cache_is_reported_and_ignored(run, problem, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "BUSY_S", 0.1)
     run("cache", "list")
     rival = sqlite3.connect(tmp_path / "cache.db", isolation_level=None)
@@ -200,7 +186,7 @@ def test_show(run, problem):
 def test_the_cache_finds_and_keeps_the_better(run, problem):
     one_at_a_time(problem).save("slow.json")
     all_forwards_first(problem).save("fast.json")
-    assert run("cache", "lookup", "p.json")[:2] == (1, "no schedule in the cache fits this problem\n")
+    assert run("cache", "lookup", "p.json")[:2] == (1, "no schedule in the cache is valid for this problem\n")
     assert run("cache", "add", "slow.json", "fast.json")[1] == "2 added, 0 already known as good or better\n"
     assert run("cache", "add", "slow.json")[1] == "0 added, 1 already known as good or better\n"
     hit = json.loads(run("cache", "lookup", "p.json", "-o", "found.json", "--json")[1])
@@ -213,7 +199,7 @@ def test_the_cache_finds_and_keeps_the_better(run, problem):
     assert json.loads(run("cache", "lookup", "near.json", "--json")[1])["hit"] == "nearest"
     assert "small" in run("cache", "list")[1]
     assert run("cache", "export", "all.jsonl")[1].startswith("1 schedules")
-    assert run("cache", "prune", "0")[1] == "1 forgotten\n"
+    assert run("cache", "prune", "0")[1] == "1 deleted\n"
     assert run("cache", "import", "all.jsonl")[1] == "1 added\n"
 
 
@@ -277,9 +263,8 @@ def test_the_incumbents_are_listed(run, problem):
         ("slow", slow, None),
         ("fast", fast, 1.0),
     ]
-    assert (
-        0 < figures["incumbents"][0]["time_s"] <= figures["incumbents"][1]["time_s"] <= figures["time_s"] + 0.001
-    )  # rounded
+    first, second = (step["time_s"] for step in figures["incumbents"])
+    assert 0 < first <= second <= figures["time_s"] + 0.001  # `time_s` is rounded
     assert (figures["method"], figures["makespan_ms"], figures["percentile_ms"]) == ("fast", fast, None)
 
 

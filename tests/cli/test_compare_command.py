@@ -79,7 +79,7 @@ def test_as_json_with_pictures(run, tmp_path):
         ((PROBLEM, "--methods", "gpipe,2f2b"), "error: method = '2f2b': the methods are auto, naive, "),
         ((PROBLEM, "--methods", ""), "error: methods: '' is not the name of a method"),
         ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: compare: time_limit = -1.0: "),
-        ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be made: "),
+        ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be created: "),
     ],
 )
 def test_a_users_mistake_is_one_sentence(run, words, told):
@@ -126,10 +126,8 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypa
     fitting = [row for row in answer["rows"]["0.5 M"] if row["fits"]]
     assert all(max(row["peak_bytes"]) <= 10 * 10**9 for row in fitting)
     corners = {corner["published"]: corner for corner in answer["between"]}
-    assert {corner["activation_budget_bytes"] for corner in corners.values()} == {
-        5 * 10**9,
-        6 * 10**9,
-    }  # naive and PO-F, below the budget
+    # naive and PO-F need less than the budget
+    assert {corner["activation_budget_bytes"] for corner in corners.values()} == {5 * 10**9, 6 * 10**9}
     assert all(
         max(corner["peak_bytes"]) <= corner["activation_budget_bytes"] for corner in corners.values() if corner["fits"]
     )
@@ -169,7 +167,7 @@ def test_a_budget_is_a_share_or_ample(monkeypatch, capsys, budgets, told):
     assert capsys.readouterr().err.startswith(told)
 
 
-def test_being_behind_is_said():
+def test_being_behind_is_reported():
     problem = Problem.load(PROBLEM)
     late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
     rows = [comparison.Row("auto", free, late) for free in ("all", "keep")]
@@ -184,7 +182,7 @@ def test_being_behind_is_said():
     assert second.startswith("1 M, the stages as given: BEHIND ")
 
 
-def test_the_frontier_is_what_no_other_betters():
+def test_the_frontier_has_no_dominated_points():
     points = [
         Point("a", 10, 5.0),
         Point("b", 5, 9.0),
@@ -196,7 +194,6 @@ def test_the_frontier_is_what_no_other_betters():
     assert [point.name for point in frontier(points)] == ["e", "b", "a"]
     drawn = chart(points, {"ours & theirs": [Point("x", 4, 6.0)]}, {"all": 30}, "t")
     assert "ours &amp; theirs" in drawn
-    assert (
-        drawn.count("<circle") == 2 + 1 + 6 - 3
-    )  # legend, ours, and theirs but for those of more than 1.7 times the shortest
+    # The legend, ours, and theirs except those of more than 1.7 times the shortest.
+    assert drawn.count("<circle") == 2 + 1 + 6 - 3
     assert "not drawn: b 9 ms, 5 B; c 9 ms, 7 B; e 20 ms, 3 B" in drawn

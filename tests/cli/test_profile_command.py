@@ -1,4 +1,4 @@
-"""`optpipe profile` as a user types it: ranks of its own under torchrun, and a model in a file beside."""
+"""`optpipe profile` as a user types it: it starts ranks under torchrun, with a model in a file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_is_measured_under_torchrun(run, tmp_path: Path) -> None:  # typ
 
 
 @pytest.mark.timeout(120)
-def test_what_one_rank_gets_wrong_is_one_sentence(run) -> None:  # type: ignore[no-untyped-def]
+def test_an_error_of_one_rank_is_one_sentence(run) -> None:  # type: ignore[no-untyped-def]
     done = run("--ranks", "2", "--model", "model:mistaken", "--activation-budget-bytes", "1000000")
     assert done.returncode == 2
     assert (
@@ -75,7 +75,7 @@ def test_what_one_rank_gets_wrong_is_one_sentence(run) -> None:  # type: ignore[
     assert "Traceback" not in done.stderr
 
 
-def test_without_ranks_it_says_how_to_start_them(
+def test_without_ranks_the_error_tells_how_to_start_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["optpipe", "profile", "--model", "model:factory"])
@@ -83,7 +83,7 @@ def test_without_ranks_it_says_how_to_start_them(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "error: ranks = None: say how many to start here, or start them by torchrun"
+        "error: ranks = None: expected how many to start here; or start them by torchrun"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, mon
         find_factory(name)
 
 
-def test_an_option_that_there_is_none_of() -> None:
+def test_an_unknown_option() -> None:
     options = "host_memory_bytes, full_duplex, routes, microbatch_routes, peers, links, host_optimizers, group"
     with pytest.raises(InputError, match=f"options has 'ful_duplex': must be one of {options}"):
         Setup({}, [0], len, None, None, {"ful_duplex": True}).pipeline(1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The rules that docker-compose.yml and the Dockerfile keep. No image is built here: there is no Docker engine."""
+"""Rules for docker-compose.yml and the Dockerfile. No image is built, because there is no Docker engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_there_are_an_api_two_workers_and_what_they_need() -> None:
     assert "container_name" not in COMPOSE_TEXT  # which two workers cannot share
 
 
-def test_nobody_is_root_or_can_become_it(service: dict[str, Any]) -> None:
+def test_no_container_runs_as_root(service: dict[str, Any]) -> None:
     user, group = map(int, service["user"].split(":"))
     assert min(user, group) > 0
     assert service["cap_drop"] == ["ALL"]
@@ -43,7 +43,7 @@ def test_nobody_is_root_or_can_become_it(service: dict[str, Any]) -> None:
     assert "docker.sock" not in str(service)
 
 
-def test_only_volumes_and_memory_are_written(service: dict[str, Any]) -> None:
+def test_file_systems_are_read_only_except_volumes_and_tmpfs(service: dict[str, Any]) -> None:
     assert service["read_only"] is True
     assert all(path.partition(":")[0] in ("/tmp", "/var/run/postgresql") for path in service["tmpfs"])
     for volume in service.get("volumes", []):
@@ -51,7 +51,7 @@ def test_only_volumes_and_memory_are_written(service: dict[str, Any]) -> None:
         assert source in COMPOSE["volumes"] or (mode == ["ro"] and (ROOT / source).is_file())
 
 
-def test_none_takes_all_of_the_machine(service: dict[str, Any]) -> None:
+def test_every_container_has_limits(service: dict[str, Any]) -> None:
     limits = service["deploy"]["resources"]["limits"]
     assert float(limits["cpus"]) > 0
     assert re.fullmatch(r"\d+[mg]", limits["memory"])
@@ -59,7 +59,7 @@ def test_none_takes_all_of_the_machine(service: dict[str, Any]) -> None:
     assert service["logging"]["options"].keys() == {"max-size", "max-file"}
 
 
-def test_each_is_watched_and_started_again(service: dict[str, Any]) -> None:
+def test_every_container_has_a_health_check_and_restarts(service: dict[str, Any]) -> None:
     check = service["healthcheck"]
     assert check["test"][0] == "CMD"
     assert {"interval", "timeout", "start_period"} <= check.keys()
@@ -84,7 +84,7 @@ def test_passwords_come_from_files_that_are_nowhere_in_the_repository(service: d
     assert "/deploy/secrets/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
-def test_nothing_else_is_left_to_the_environment() -> None:
+def test_only_the_address_comes_from_the_environment() -> None:
     assert re.findall(r"\$\{?(\w+)", COMPOSE_TEXT) == ["OPTPIPE_ADDRESS"]
 
 
@@ -98,7 +98,7 @@ def test_only_the_api_and_prometheus_are_published_and_on_this_machine() -> None
     }
 
 
-def test_the_database_is_in_a_network_that_leads_nowhere() -> None:
+def test_the_database_is_in_an_internal_network() -> None:
     assert SERVICES["postgres"]["networks"] == ["database"]
     assert COMPOSE["networks"]["database"] == {"internal": True}
     assert "database" not in SERVICES["prometheus"]["networks"]
@@ -111,7 +111,7 @@ def test_the_service_ends_in_order() -> None:
 
 
 @pytest.mark.parametrize("scraped", SCRAPED, ids=lambda scraped: scraped["job_name"])
-def test_prometheus_asks_where_something_answers(scraped: dict[str, Any]) -> None:
+def test_prometheus_scrapes_existing_ports(scraped: dict[str, Any]) -> None:
     name = scraped["job_name"]
     port = {"api": "--port", "worker": "--metrics-port"}[name]
     listens = SERVICES[name]["command"][SERVICES[name]["command"].index(port) + 1]

@@ -1,4 +1,4 @@
-"""The Dockerfile's own installation, from nothing."""
+"""The Dockerfile's installation, from scratch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ assert importlib.util.find_spec("torch") is None
 
 @pytest.mark.soak
 def test_the_image_s_packages_are_enough(tmp_path: Path) -> None:
-    """A virtual environment made by the Dockerfile's commands, of the files that are sent to the build, solves and has
-    no torch."""
+    """An environment made by the Dockerfile's commands, from the build context's files, solves and has no torch."""
     for words in DOCKERFILE:
         if words[0] == "COPY" and not words[1].startswith("--"):
             for source in words[1:-1]:

@@ -1,4 +1,4 @@
-"""docs/service.md: its commands run, and its tables say what the code says."""
+"""docs/service.md: its commands run, and its tables match the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVER = "server() { until curl -fsS $1 > /dev/null 2>&1; do kill -0 $!; sleep 0
 
 
 def script(ports: dict[str, int], database: str) -> str:
-    """All commands one after the other, servers in the background."""
+    """All commands one after the other, with servers in the background."""
     lines = ["set -eu", "trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT", SERVER]
     for kind, text in BLOCKS:
         if kind != "sh":
@@ -85,7 +85,7 @@ def ran(postgres_url: str, tmp_path: Path) -> Path:
 
 
 def test_its_commands_run(ran: Path) -> None:
-    """From a first job to workers on PostgreSQL; one test, as each command needs those before it."""
+    """From a first job to workers on PostgreSQL; one test, because each command needs the former ones."""
 
     def read(name: str) -> Any:
         return json.loads((ran / name).read_text())
@@ -112,7 +112,7 @@ def test_its_commands_run(ran: Path) -> None:
     assert "optpipe_solve_seconds" in (ran / "worker.txt").read_text()
 
 
-def test_the_compose_commands_are_of_what_there_is() -> None:
+def test_the_compose_commands_exist() -> None:
     [text] = [text for kind, text in BLOCKS if kind == "sh-compose"]
     asked = [
         shlex.split(line.partition(" > ")[0])[2:] for line in text.splitlines() if line.startswith("docker compose ")
@@ -129,7 +129,7 @@ def test_the_compose_commands_are_of_what_there_is() -> None:
         assert f"> deploy/secrets/{secret}\n" in text
 
 
-def test_the_table_of_metrics_is_that_of_the_registry() -> None:
+def test_the_table_of_metrics_matches_the_registry() -> None:
     told = {name.strip("`").removesuffix("_total"): text for name, text in table("service.md", "metric")}
     counted = {family.name: family.documentation for family in REGISTRY.collect()}
     assert told.keys() == counted.keys() | {"optpipe_jobs"}
@@ -137,7 +137,7 @@ def test_the_table_of_metrics_is_that_of_the_registry() -> None:
         assert told[name].startswith(documentation)
 
 
-def test_the_table_of_limits_is_that_of_the_code() -> None:
+def test_the_table_of_limits_matches_the_code() -> None:
     told = {name.strip("`?="): value for name, value in table("service.md", "limit")}
     settings = Settings()
     assert told == {
@@ -159,7 +159,7 @@ def test_the_table_of_limits_is_that_of_the_code() -> None:
     assert connections.ARRIVES_S == connections.READ_S
 
 
-def test_the_times_that_it_names_are_those_of_the_settings() -> None:
+def test_the_times_match_the_settings() -> None:
     settings = Settings()
     assert f"lease of {settings.lease_s:g} s that it renews every {settings.heartbeat_s:g} s" in PAGE
     assert f"A comment every {settings.ping_s:g} s shows that\nthe connection is alive" in PAGE

@@ -1,5 +1,4 @@
-"""What docker-compose.yml starts does what it is for: the same commands and environments, against a real PostgreSQL
-with a password."""
+"""docker-compose.yml's commands and environments work together, against a real PostgreSQL with a password."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ WORKERS = [f"worker-{number + 1}" for number in range(SERVICES["worker"]["deploy
 
 @pytest.fixture
 def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
-    """A database whose owner has to know the password, as in the image, and nothing started yet."""
+    """A database whose owner needs the password, as in the image; nothing is started yet."""
     rules = postgres.folder / "data" / "pg_hba.conf"
     before = rules.read_text()
     rules.write_text(f"local all optpipe scram-sha-256\n{before}")
@@ -44,7 +43,7 @@ def stack(postgres: Postgres, tmp_path: Path) -> Iterator[Stack]:
 
 
 def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
-    """Waits for it to be true and returns it."""
+    """Wait until the condition is true; return its value."""
     until = time.monotonic() + limit_s
     while not (found := true()):
         assert time.monotonic() < until
@@ -53,7 +52,7 @@ def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
 
 
 def key(stack: Stack, tenant: str, *scopes: str) -> str:
-    """By the command that docs/service.md names."""
+    """Create a key by the command in docs/service.md."""
     made = stack.run(
         "api",
         "optpipe",
@@ -84,7 +83,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         soon(lambda name=name: stack.healthy(name))
 
     url = f"http://127.0.0.1:{stack.port('api', '8000')}"
-    with httpx.Client(base_url=url, timeout=30, headers={"Authorization": f"Bearer {mine}"}, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {mine}"}, trust_env=False) as client:
         problem = json.loads((PROBLEM / "shared-pcie-4x8.json").read_text())
         posted = client.post("/v1/jobs", json={"problem": problem, "time_limit_s": 2})
         assert posted.status_code == 201, posted.text
@@ -103,7 +102,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         )
         assert client.get("/metrics").status_code == 403
 
-    counted = {name: scraped(stack, name) for name in ("api", *WORKERS)}
+    counted = scraped(stack, "api").splitlines()
     for line in (
         'optpipe_jobs{state="done"} 1.0',
         'optpipe_jobs{state="queued"} 0.0',
@@ -114,8 +113,10 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         "optpipe_adoptions_total 1.0",
         'optpipe_request_seconds_count{method="POST",route="/v1/jobs",status="201"} 1.0',
     ):
-        assert line in counted["api"].splitlines()
-    assert sum('optpipe_solve_seconds_count{state="done"} 1.0' in counted[name] for name in WORKERS) == 1
+        assert line in counted
+    # A worker counts a job after it has stored the job's end.
+    done = 'optpipe_solve_seconds_count{state="done"} 1.0'
+    assert soon(lambda: sum(done in scraped(stack, name) for name in WORKERS)) == 1
 
     passed_on = -signal.SIGTERM  # uvicorn, once all has ended
     assert [stack.stop(name) for name in (*WORKERS, "api")] == [0, 0, passed_on]
@@ -127,7 +128,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
 
 
 def scraped(stack: Stack, name: str) -> str:
-    """What Prometheus gets, asked as deploy/prometheus.yml says."""
+    """What Prometheus gets when it scrapes as deploy/prometheus.yml says."""
     [how] = [how for how in SCRAPED if how["job_name"] == name.partition("-")[0]]
     headers = {}
     if "authorization" in how:
@@ -135,14 +136,14 @@ def scraped(stack: Stack, name: str) -> str:
         headers = {"Authorization": f"Bearer {credentials}"}
     inside = {"api": "8000", "worker": "9101"}[how["job_name"]]
     reply = httpx.get(
-        f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=30, trust_env=False
+        f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=60, trust_env=False
     )
     assert reply.status_code == 200
     return reply.text
 
 
 def test_the_database_is_healthy_when_it_answers(postgres: Postgres) -> None:
-    """By the check's own program; here it listens on a socket file only."""
+    """By the program of the health check; here PostgreSQL listens on a socket file only."""
     check: list[str] = [*SERVICES["postgres"]["healthcheck"]["test"][1:]]
     check[check.index("--host") + 1] = str(postgres.folder)
     assert subprocess.run([str(postgres._programs / check[0]), *check[1:]], check=False).returncode == 0

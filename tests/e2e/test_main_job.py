@@ -1,5 +1,4 @@
-"""The main job end to end: a service, a training under torchrun that swaps, the cache at the end; a service killed on
-the way."""
+"""The whole system: a service, a training under torchrun that swaps schedules, the cache; a service that is killed."""
 
 import contextlib
 import os
@@ -19,7 +18,7 @@ from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
 SMALL = DemoSettings(
     microbatches=4,
-    solve_s=6.0,
+    solve_s=15.0,
     block=3,
     rounds=1,
     most_live_steps=200,
@@ -76,10 +75,14 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
 
 
 def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tmp_path):
-    """With kill -9, in the middle of the search and of the training. At the end the service knows what was adopted and
-    what that gained."""
+    """kill -9 during the search and the training.
+
+    At the end the service knows what was adopted and the measured times.
+    """
     port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
-    replace(SMALL, most_live_steps=10**6).save(tmp_path / "plan.json")  # it trains until the search is over
+    replace(SMALL, solve_s=25.0, most_live_steps=10**6).save(
+        tmp_path / "plan.json"
+    )  # it trains until the search is over
 
     def ask(path):
         with contextlib.suppress(httpx.HTTPError):
@@ -92,7 +95,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         url, pid = services.enter_context(demo._service(tmp_path, environment, port))
 
         def kill_and_start_again():
-            until(searching, within_s=120)  # some searches are over a second later
+            until(searching, within_s=120)
             os.kill(pid, signal.SIGKILL)
             services.enter_context(demo._service(tmp_path, environment, port))
 

@@ -34,12 +34,12 @@ def fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serving() -> Iterator[Serving]:
-    """Starts servers; each call returns a client of a new one."""
+    """Start servers; each call returns a client of a new one."""
     with ExitStack() as stack:
 
         def start(settings: Settings) -> httpx.Client:
             url, _ = stack.enter_context(running(settings))
-            return stack.enter_context(httpx.Client(base_url=url, timeout=20, trust_env=False))
+            return stack.enter_context(httpx.Client(base_url=url, timeout=60, trust_env=False))
 
         yield start
 
@@ -60,10 +60,10 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def client(shared: Shared) -> Iterator[httpx.Client]:
-    """A tenant of its own on the shared server, of which nothing is left."""
+    """A new tenant of the shared server; its jobs are deleted afterwards."""
     url, server = shared
     key = server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)
-    with httpx.Client(base_url=url, timeout=20, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
         for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]:
             assert client.delete(job["url"]).status_code == 204

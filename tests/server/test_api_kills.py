@@ -21,7 +21,7 @@ STARTS_S = 60.0
 
 
 class Client(threading.Thread):
-    """Submits one job after the other, each until it is acknowledged, by the same key however often it must be said."""
+    """Submits one job after the other, each until it is acknowledged, repeated with the same key if need be."""
 
     def __init__(self, number: int, url: str, stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -31,7 +31,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         n = 0
-        with httpx.Client(base_url=self._url, timeout=20, trust_env=False) as http:
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
             while not self._stop_asked.is_set():
                 self._submit(http, f"{self._number}-{n}", 1.0 + n + self._number / CLIENTS)
                 n += 1
@@ -70,7 +70,7 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
                     time.sleep(0.01)
                 time.sleep(chance.uniform(0.0, 0.3))
                 started.kill()
-                started.wait(10)
+                started.wait(60)
     finally:
         stop.set()
     with serve_process(database_url, port, tmp_path) as started:
@@ -81,7 +81,7 @@ def test_no_acknowledged_job_is_lost(kills: int, database_url: str, tmp_path: Pa
             assert not client.is_alive()
         acknowledged = {key: job for client in clients for key, job in client.acknowledged.items()}
         assert [wrong for client in clients for wrong in client.wrong] == []
-        with httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
             ids, address = set(), "/v1/jobs?limit=200"
             while address:
                 page = http.get(address).json()

@@ -20,7 +20,6 @@ from support.service import events, running
 from optpipe_server import Settings
 from optpipe_server.http.events import PING, EventStream
 from optpipe_server.http.job_updates import JobUpdates, Topic
-from optpipe_server.http.server import GRACE_S
 
 Serving = Callable[[Settings], httpx.Client]
 
@@ -48,7 +47,7 @@ def test_incumbents_come_as_they_are_found_and_end_is_last(client: httpx.Client)
     assert (end["state"], end["best"]) == ("done", second)
 
 
-def test_replay_starts_behind_the_last_event(client: httpx.Client) -> None:
+def test_replay_starts_after_the_last_event(client: httpx.Client) -> None:
     job = until_over(client, submit(client))
     whole = follow(client, job)
     assert follow(client, job) == whole == follow(client, job, "0")
@@ -59,7 +58,7 @@ def test_replay_starts_behind_the_last_event(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("last", ["x", "-1", "1e3", "1" * 16, "\u0661".encode()])
-def test_an_event_id_that_is_none_is_refused(client: httpx.Client, last: Any) -> None:
+def test_a_wrong_event_id_is_refused(client: httpx.Client, last: Any) -> None:
     reply = client.get(f"{submit(client, method='hang')['url']}/events", headers={"Last-Event-ID": last})
     assert reply.status_code == 400
     assert reply.headers["content-type"] == "application/problem+json"
@@ -89,7 +88,7 @@ def test_cancel_ends_the_streams(client: httpx.Client) -> None:
     time.sleep(0.2)
     client.post(f"{job['url']}/cancel")
     for reader in readers:
-        reader.join(20)
+        reader.join(60)
     assert [[event["event"] for event in one] for one in seen] == [["incumbent", "end"]] * 5
     assert json.loads(seen[0][-1]["data"])["state"] == "cancelled"
 
@@ -104,7 +103,7 @@ def test_a_purged_job_ends_the_streams(client: httpx.Client) -> None:
     assert client.get(f"{job['url']}/events").status_code == 404
 
 
-def test_no_more_clients_follow_than_may(serving: Serving, settings: Settings, fake_solver: None) -> None:
+def test_the_number_of_streams_is_limited(serving: Serving, settings: Settings, fake_solver: None) -> None:
     client = serving(replace(settings, streams=2))
     job = submit(client, method="hang")
     with client.stream("GET", f"{job['url']}/events") as one, client.stream("GET", f"{job['url']}/events") as two:
@@ -113,7 +112,7 @@ def test_no_more_clients_follow_than_may(serving: Serving, settings: Settings, f
         for refused in (client.get(f"{job['url']}/events"), client.get(job["url"], params={"wait": 5})):
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert client.get(job["url"]).status_code == 200
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (reply := client.get(job["url"], params={"wait": 0.01})).status_code == 503:
         assert time.monotonic() < until, "who hung up still counts"
     assert reply.status_code == 200
@@ -121,32 +120,32 @@ def test_no_more_clients_follow_than_may(serving: Serving, settings: Settings, f
 
 def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fake_solver: None) -> None:
     with (
-        running(replace(settings, ping_s=60.0)) as (url, server),
-        httpx.Client(base_url=url, timeout=20, trust_env=False) as client,
+        running(replace(settings, ping_s=600.0)) as (url, server),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
         job = submit(client, method="hang")
         with client.stream("GET", f"{job['url']}/events") as response:
             stream = events(response)
             assert next(stream)["id"] == "1"
-            began = time.monotonic()
+            server.config.timeout_graceful_shutdown = 600
             server.should_exit = True
             assert list(stream) == [], "no `end`: the job is not over because the service is"
-            assert time.monotonic() - began < GRACE_S
 
 
 def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings, fake_solver: None) -> None:
     replies: list[httpx.Response] = []
-    with running(settings) as (url, server), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    slow = replace(settings, first_schedule_s=600.0)
+    with running(slow) as (url, server), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        server.config.timeout_graceful_shutdown = 600
         body = {"problem": chain().to_dict(), "method": "asleep"}
         waiting = threading.Thread(target=lambda: replies.append(client.post("/v1/jobs", json=body)))
         waiting.start()
         while not server.server_state.tasks:
             time.sleep(0.01)
         time.sleep(0.2)
-        began = time.monotonic()
         server.should_exit = True
-        waiting.join(30)
-        assert time.monotonic() - began < GRACE_S
+        waiting.join(60)
+        assert not waiting.is_alive()
     assert (replies[0].status_code, replies[0].json()["best"]) == (201, None), (
         "it is stored, and searched when the service is back"
     )
@@ -155,11 +154,11 @@ def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings,
 
 
 def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         jobs = [submit(client, method="hang"), submit(client, method="plain", time_limit_s=30.0)]
     with (
         running(replace(settings, solves=2)) as (url, _),
-        httpx.Client(base_url=url, timeout=20, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
         first, second, end = follow(client, jobs[1])
         assert (first["id"], second["id"], json.loads(end["data"])["state"]) == ("1", "2", "done")
@@ -169,7 +168,7 @@ def test_a_restart_resumes(settings: Settings, fake_solver: None) -> None:
 
 
 class Interrupted(list[bytes]):
-    """Events that are read at the moment before the last one comes in, and with it the job's end."""
+    """A list of events that gets its last one, and the job's end, at the moment when it is read."""
 
     def __init__(self, topic: Topic, job: Any) -> None:
         self._topic, self._job = topic, job
@@ -183,7 +182,7 @@ class Interrupted(list[bytes]):
 
 
 def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
-    """A thread brings a topic up to date while the loop reads it."""
+    """A thread updates a topic while the loop reads it."""
     topic, sent = Topic(), b""
     topic.events = Interrupted(topic, SimpleNamespace(state="done"))
     stream = EventStream(JobUpdates(None, 1), "", 0, 0, 0.01)  # type: ignore[arg-type]

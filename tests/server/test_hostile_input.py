@@ -1,4 +1,4 @@
-"""What is sent by mistake or on purpose ends in one sentence and never in a 500."""
+"""Wrong input, by mistake or on purpose, gets one sentence and never a 500."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def detail(reply: httpx.Response) -> str:
         GOOD[:-1] + ', "problem": {}}',
     ],
 )
-def test_no_json(client: httpx.Client, body: str | bytes) -> None:
+def test_bodies_that_are_not_json_are_refused(client: httpx.Client, body: str | bytes) -> None:
     assert post(client, body).status_code in (400, 422)
 
 
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"1"', "null", "[]", "9" * 400, "9" * 5000, "{}"]
 )
-def test_no_number(client: httpx.Client, value: str) -> None:
+def test_values_that_are_not_numbers_are_refused(client: httpx.Client, value: str) -> None:
     for name in ("forward_ms", "activation_bytes"):
         body = GOOD.replace(f'"{name}": {json.dumps(getattr(chain().stages[0], name))}', f'"{name}": {value}', 1)
         assert body != GOOD
@@ -102,7 +102,7 @@ def test_a_missing_problem(client: httpx.Client) -> None:
     assert detail(post(client, "{}")) == "job: problem is missing"
 
 
-def test_a_problem_has_a_size_that_the_service_takes(client: httpx.Client) -> None:
+def test_the_size_of_a_problem_is_limited(client: httpx.Client) -> None:
     problem = chain().to_dict()
     many = {**problem, "stages": [problem["stages"][0]] * 257}
     for path in ("/v1/jobs", "/v1/compare", "/v1/cache/lookup"):
@@ -161,7 +161,7 @@ def test_other_paths(client: httpx.Client, method: str, path: str, status: int) 
     assert reply.json()["detail"]
 
 
-def test_half_a_request_stops_nobody(client: httpx.Client) -> None:
+def test_an_incomplete_request_does_not_block_others(client: httpx.Client) -> None:
     address = (client.base_url.host, client.base_url.port)
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
     halves = [socket.create_connection(address) for _ in range(20)]
@@ -182,7 +182,7 @@ JSON_VALUES = st.recursive(
 
 @given(JSON_VALUES)
 @settings(max_examples=200)
-def test_no_json_but_a_submission_is_read(value: Any) -> None:
+def test_any_json_is_read_or_refused(value: Any) -> None:
     with pytest.raises((ReplyError, InputError)):
         parse(Submission, json.dumps(value).encode(), "job")
 
@@ -190,7 +190,7 @@ def test_no_json_but_a_submission_is_read(value: Any) -> None:
 @given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
 @settings(max_examples=300)
 def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> None:
-    """What is read is what a strict reader of JSON reads."""
+    """What is accepted is what a strict JSON parser accepts."""
     body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]
     try:
         submission = parse(Submission, body, "job")

@@ -1,5 +1,5 @@
-"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and the database is
-asked once for all."""
+"""Many clients follow a job: each sees every incumbent once, whatever happens to its connection, and one query serves
+all."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Shared = tuple[str, Server]
 
 @pytest.fixture
 def api(database_url: str, tmp_path: Path, fake_solver: None) -> Iterator[Shared]:
-    """A server that leaves the work to the test."""
+    """A server whose jobs the test itself works on."""
     with running(replace(settings_in(tmp_path, database_url), solves=0, lease_s=60.0)) as served:
         yield served
 
 
 def work(database: Database, pause_s: float) -> None:
-    """What a worker does for one job, a little at a time."""
+    """Do what a worker does for one job, step by step."""
     leases = Leases(database, "test", 60.0)
     claim = leases.claim()
     assert claim is not None
@@ -58,7 +58,7 @@ def work(database: Database, pause_s: float) -> None:
 async def follow(
     http: httpx.AsyncClient, job: dict[str, Any], chance: random.Random, breaks: int
 ) -> list[tuple[str, int]]:
-    """The events of a client whose connection breaks so many times, and that goes on behind the last it has seen."""
+    """The events of a client whose connection breaks several times and that continues after the last event."""
     seen: list[tuple[str, int]] = []
     last = 0
     while True:
@@ -99,7 +99,7 @@ def test_every_client_sees_every_incumbent_once(
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as http:
             return await asyncio.gather(*(follow(http, job, chance, breaks) for _ in range(clients)))
 
-    with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         job = submit(client, PROBLEM, method="any")
     worker = threading.Thread(target=work, args=(service.database, 0.05))
     worker.start()
@@ -117,10 +117,10 @@ def test_every_client_sees_every_incumbent_once(
     assert asked.count("versions") <= took / 0.05 + clients * (breaks + 1) + 10
 
 
-def test_a_topic_that_is_older_than_what_its_watcher_knows_is_waited_for(api: Shared) -> None:
-    """Who has seen the answer to its change must not be told what was before it."""
+def test_a_subscriber_waits_for_a_topic_that_is_too_old(api: Shared) -> None:
+    """A client that has seen the reply to its change must not get an older state."""
     url, _ = api
-    with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         job = submit(client, PROBLEM, method="any")
         with client.stream("GET", f"{job['url']}/events") as response:
             lines = response.iter_lines()

@@ -1,4 +1,4 @@
-"""What the service says on stderr: lines that machines can read, and nothing in them that is a secret."""
+"""The log on stderr: lines that machines can read, without secrets."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_line_is_json_with_time_level_and_event(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["json", "readable"])
-def test_no_line_holds_a_key_a_password_or_a_body(how: str) -> None:
+def test_no_line_contains_a_key_a_password_or_a_body(how: str) -> None:
     text = said(how)
     assert "me:***@host/db" in text
     assert [secret for secret in SECRETS if secret in text] == []

@@ -53,7 +53,7 @@ def test_too_little_memory_is_named(client: httpx.Client) -> None:
     assert "999" in end["reason"]
 
 
-def test_published_schedules_go_by_name(client: httpx.Client) -> None:
+def test_published_schedules_are_methods(client: httpx.Client) -> None:
     problem = chain(memory=4, m=4)
     job = client.post(
         "/v1/jobs", json={"problem": problem.to_dict(), "time_limit_s": 2.0, "method": "gis:group=2"}

@@ -1,4 +1,4 @@
-"""The command's process: where it listens, how it ends, what it leaves behind."""
+"""The process of `optpipe serve`: where it listens, how it ends, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def serving(tmp_path: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[st
             assert process.stdout is not None
             said, _, url = process.stdout.readline().strip().rpartition(" ")
             assert said == "optpipe serves on"
-            with httpx.Client(base_url=url, timeout=20, trust_env=False) as client:
+            with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
                 yield process, client
         finally:
             process.kill()
 
 
 def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
-    """A job whose solver never ends, and the solver's process id."""
+    """Submit a job whose solver never ends; return its URL and the solver's process id."""
     problem = Problem.from_dict({**chain().to_dict(), "name": str(pid_file)})
     job = client.post("/v1/jobs", json={"problem": problem.to_dict(), "method": "pid"}).json()
     assert job["best"]["method"] == "naive"
@@ -60,8 +60,8 @@ def submit_with_pid(client: httpx.Client, pid_file: Path) -> tuple[str, int]:
     return job["url"], int(pid_file.read_text())
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
-    """Whether the process ends within the time; one that waits to be reaped by its new parent has ended."""
+def gone(pid: int, within_s: float = 60.0) -> bool:
+    """Return whether the process ends within the time; a zombie has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -82,7 +82,7 @@ def test_it_ends_in_order_with_open_streams(tmp_path: Path, number: signal.Signa
             assert next(stream)["event"] == "incumbent"
             process.send_signal(number)
             assert list(stream) == []
-        assert process.wait(10) in (0, -number)
+        assert process.wait(60) in (0, -number)
         assert process.stderr is not None
         assert process.stderr.read() == ""
         assert gone(pid)
@@ -94,7 +94,7 @@ def test_a_killed_service_leaves_no_solver_and_a_restart_on_its_port_resumes(tmp
         job, pid = submit_with_pid(client, pid_file)
         port = client.base_url.port
         process.kill()
-        process.wait(10)
+        process.wait(60)
         assert gone(pid)
         pid_file.unlink()
     with serving(tmp_path, port or 0) as (_, client):
@@ -107,7 +107,7 @@ def test_a_killed_service_leaves_no_solver_and_a_restart_on_its_port_resumes(tmp
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_a_host_that_others_can_reach_wants_a_key(host: str, settings: Settings) -> None:
+def test_a_host_that_others_can_reach_needs_a_key(host: str, settings: Settings) -> None:
     with listen(host, 0) as listener:
         with pytest.raises(InputError, match="others can reach it, and there are no keys yet"):
             make_server(listener, settings, print)
@@ -118,12 +118,12 @@ def test_a_host_that_others_can_reach_wants_a_key(host: str, settings: Settings)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
-def test_a_host_that_is_not_here_is_a_sentence(host: str) -> None:
+def test_the_error_for_a_foreign_host_is_one_sentence(host: str) -> None:
     with pytest.raises(InputError, match="host = "):
         listen(host, 0)
 
 
-def test_a_port_in_use_is_a_sentence() -> None:
+def test_the_error_for_a_port_in_use_is_one_sentence() -> None:
     with listen("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"port = .*[Aa]ddress already in use"):
         listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(InputError, match="port = 70000"):
@@ -140,13 +140,13 @@ def test_this_machine_may_ask(host: str) -> None:
     "database",
     ["nonsense", "sqlite://", "postgresql://localhost:1/x", "sqlite:////proc/none/jobs.sqlite", "other:///x"],
 )
-def test_a_bad_database_is_a_sentence(database: str, tmp_path: Path) -> None:
+def test_the_error_for_a_wrong_database_is_one_sentence(database: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="database") as raised:
         create_app(Settings(database=database, cache=tmp_path / "cache.sqlite"))
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_is_no_database_is_a_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_file_that_is_not_a_database_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database " * 1000)
     with pytest.raises(InputError, match="not a database"):
         create_app(Settings(database=f"sqlite:///{tmp_path / 'text'}", cache=tmp_path / "cache.sqlite"))

@@ -1,4 +1,4 @@
-"""docker-compose.yml and what belongs to it, read as they are."""
+"""docker-compose.yml and the files that belong to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def needs_of(package: str, extras: frozenset[str]) -> list[Requirement]:
-    """What a package asks for: ours by pyproject.toml, others by what is installed here."""
+    """The requirements of a package: ours by pyproject.toml, others by what is installed here."""
     if package == "optpipe":
         texts = PROJECT["dependencies"] + [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
         return [Requirement(text) for text in texts]
@@ -62,7 +62,7 @@ def needs_of(package: str, extras: frozenset[str]) -> list[Requirement]:
 
 
 def installed(name: str, extras: frozenset[str]) -> set[str]:
-    """All that pip installs with a package."""
+    """All packages that pip installs with a package."""
     found, open_ = set[tuple[str, frozenset[str]]](), {(name, extras)}
     while open_:
         package, wanted = open_.pop()
@@ -75,7 +75,7 @@ def installed(name: str, extras: frozenset[str]) -> set[str]:
 
 
 def image_packages() -> set[str]:
-    """All that the image has installed."""
+    """All packages that the image has."""
     [words] = [words for words in DOCKERFILE if words[0] == "RUN" and "install" in words]
     asked = Requirement(words[-1].replace(".[", "optpipe["))
     return installed(asked.name, frozenset(asked.extras))

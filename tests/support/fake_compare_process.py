@@ -1,4 +1,4 @@
-"""What `optpipe_server.compare_process` says, at once."""
+"""Stands in for `optpipe_server.compare_process` and answers at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stands where an engine stands: run with `-m`, it behaves as the environment variable that is named like the engine
-says."""
+"""Stands in for an engine: the environment variable that has the engine's name says what it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A maker of first schedules beside `fake_solver`: what the method of the request says, one request after the other."""
+"""Stands in for `optpipe_solver.first` beside `fake_solver`: the request's method says what it does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A solver that does what the method of the request says, in a process like the real one, for the problems of
-`support.chain`.
+"""Stands in for the solver, for the problems of `support.chain`; the request's method says what it does.
 
-It speaks the protocol of `optpipe.process.child` in plain JSON and imports what takes time only where it must, because
+It writes the frames of `optpipe.process.child` as plain JSON and imports slow modules only if it needs them, because
 tests start hundreds of it.
 """
 
@@ -40,7 +39,7 @@ def incumbent(method: str, programs: list[str]) -> None:
 
 
 def bound(problem: dict[str, Any], share: float = 1.0) -> None:
-    """Of the makespan of all forwards, then all backwards, which is the shortest there is."""
+    """Write a bound: a share of the makespan of all forwards, then all backwards, which is the shortest there is."""
     from optpipe.model.problem import Problem
     from support.chain import gpipe  # here, for it takes a while
 
@@ -48,7 +47,7 @@ def bound(problem: dict[str, Any], share: float = 1.0) -> None:
 
 
 def together(m: int, last: int) -> list[str]:
-    """One micro-batch at a time, but for the last ones, of which all forwards come before all backwards."""
+    """One micro-batch at a time, except the last ones: all of their forwards come before all of their backwards."""
     alone, group = range(m - last), range(m - last, m)
     return [
         " ".join([f"{s}F{j} {s}BW{j}" for j in alone] + [f"{s}F{j}" for j in group] + [f"{s}BW{j}" for j in group])
@@ -57,7 +56,7 @@ def together(m: int, last: int) -> list[str]:
 
 
 def steps(m: int, start: list[str] | None) -> Iterator[tuple[str, list[str]]]:
-    """From where the request starts to the shortest, a little at a time."""
+    """Yield schedules from the request's warm start to the shortest one, a little better each time."""
     all_of_them = [together(m, last) for last in range(1, m + 1)]
     first = all_of_them.index(start) if start in all_of_them else 0
     for last in range(first, m):

@@ -1,4 +1,4 @@
-"""Jobs as a client and a worker would make them, for tests of the database."""
+"""Jobs as clients and workers make them, for tests of the database."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A = "a"  # a tenant
 
 
 def found(schedule: Schedule, bound: float | None = 1.0) -> Result:
-    """A schedule with what is known of it, as a search tells it."""
+    """Return a result with this schedule, as a search reports it."""
     result = Result("feasible", schedule, lower_bound_ms=bound, method=schedule.method)
     return replace(result, status="optimal") if result.gap == 0 else result
 
@@ -30,7 +30,7 @@ def start(schedule: Schedule | None = SLOW) -> InitialResult:
 
 
 def submit(database: Database, tenant: str = A, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
-    """A job that waits; returns its id."""
+    """Add a waiting job; return its id."""
     asked = NewJob(**({"problem": PROBLEM} | wanted))
     job_id, new = Jobs(database).add(tenant, asked, start(schedule), queue=100)
     assert new
@@ -38,12 +38,12 @@ def submit(database: Database, tenant: str = A, schedule: Schedule | None = SLOW
 
 
 def expire(database: Database, *job_ids: str) -> None:
-    """These leases ended a moment ago."""
+    """Let these leases expire a moment ago."""
     with database.write() as db:
         db.execute(update(jobs).where(jobs.c.id.in_(job_ids)).values(lease_until=clock_s() - 0.5))
 
 
 def row(database: Database, job_id: str) -> Any:
-    """A job, whoever's it is."""
+    """Return a job of any tenant."""
     with database.read() as db:
         return db.execute(select(jobs).where(jobs.c.id == job_id)).one()

@@ -1,4 +1,4 @@
-"""A plain Python model of a job of the service's database."""
+"""A plain Python model of a job in the service's database."""
 
 from __future__ import annotations
 

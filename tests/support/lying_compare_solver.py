@@ -1,4 +1,4 @@
-"""Stands where the maker of schedules to compare stands; not all that it makes are schedules."""
+"""Stands in for the process that makes schedules to compare; not all of its schedules are valid."""
 
 from __future__ import annotations
 

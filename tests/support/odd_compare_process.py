@@ -1,4 +1,5 @@
-"""A comparison that does what its first method says; `ODD_COMPARE_LOG` hears of its processes."""
+"""Stands in for `optpipe_server.compare_process`; the first method says what it does. Writes its process ids to
+`ODD_COMPARE_LOG`."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from optpipe.process.protocol import read_request
 def main() -> None:
     what = read_request().method.split()[0]
     if what == "hangs":
-        other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        other = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(os.environ["ODD_COMPARE_LOG"]).write_text(f"{os.getpid()} {other.pid}")
-        time.sleep(60)
+        time.sleep(600)
     if what == "crashes":
         sys.exit("boom")
     if what == "babbles":

@@ -1,4 +1,4 @@
-"""A maker of first schedules that does what the method of the request says, mostly wrong."""
+"""Stands in for `optpipe_solver.first` and does what the request's method says, mostly wrong."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def behave(method: str, problem: Problem) -> None:
         os._exit(7)
     elif method == "hangs":
         found(one_by_one(problem))
-        noted(subprocess.Popen(["sleep", "60"]).pid, "sleep")
-        time.sleep(60)
+        noted(subprocess.Popen(["sleep", "600"]).pid, "sleep")
+        time.sleep(600)
     elif method == "silent":
-        time.sleep(60)
+        time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real PostgreSQL, from PyPI, for the tests' session; a database of its own for each test, on SQLite or on that."""
+"""A real PostgreSQL server from PyPI for the tests' session, and a database of its own for each test."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ import pytest
 
 from optpipe_server.database import Database
 
-# Runs a program as another user where one is named, which the kernel ends with the process that started it, however
-# that ends.
+# Runs a program, as another user if one is given. The kernel ends it when its parent ends.
 LAUNCH = f"""
 import ctypes, os, sys
 user, program = int(sys.argv[1]), sys.argv[2:]
@@ -32,7 +31,7 @@ ctypes.CDLL(None).prctl(1, {int(signal.SIGQUIT)})
 os.execv(program[0], program)
 """
 NOBODY = 65534  # PostgreSQL refuses to run as root
-# What is committed outlives the server's processes, not the machine: no test ends that.
+# Committed data survive the server's processes but not the machine, which no test stops.
 OPTIONS = {
     "fsync": "off",
     "full_page_writes": "off",
@@ -49,7 +48,7 @@ alter sequence jobs_number_seq restart; alter sequence log_number_seq restart
 
 
 class Postgres:
-    """One server on a socket of its own. Its data outlive `stop`."""
+    """One server on a socket of its own. Its data survive `stop`."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))  # a socket's path has 107 bytes at most
@@ -98,7 +97,7 @@ class Postgres:
             )
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Start it; return once it answers."""
         options = [text for name, value in OPTIONS.items() for text in ("-c", f"{name}={value}")]
         self._process = self._launch(
             "postgres", "-D", str(self.folder / "data"), "-k", str(self.folder), "-h", "", *options
@@ -115,7 +114,7 @@ class Postgres:
                 return
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """By SIGINT open transactions are undone and connections closed; by SIGQUIT as by a crash."""
+        """Stop it. SIGINT rolls back open transactions; SIGQUIT is like a crash."""
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait(60)
@@ -123,7 +122,7 @@ class Postgres:
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
-        """None of its processes goes on in the block; to the network they are there."""
+        """Stop all of its processes during the block; connections stay open."""
         assert self._process is not None
         server = psutil.Process(self._process.pid)
         stopped = [server, *server.children(recursive=True)]
@@ -141,13 +140,13 @@ class Postgres:
         shutil.rmtree(self.folder)
 
     def run(self, statement: str, name: str = "postgres") -> None:
-        """A statement outside any transaction."""
+        """Run a statement outside any transaction."""
         with psycopg.connect(self.url(name), autocommit=True) as connection:
             connection.execute(statement.encode())
 
     @contextmanager
     def database(self, template: str = "template0") -> Iterator[str]:
-        """The URL of a new database, a copy of the template."""
+        """Yield the URL of a new database, a copy of the template."""
         name = f"test_{next(self._numbers)}"
         self.run(f"create database {name} template {template}")
         try:
@@ -158,8 +157,7 @@ class Postgres:
 
     @contextmanager
     def migrated(self) -> Iterator[str]:
-        """The URL of a database with our tables and nothing in them: often one that was emptied, which takes less than
-        making another."""
+        """Yield the URL of a database with empty tables; it may be reused, because that is faster than a new one."""
         if not self._emptied:
             self._emptied.append(f"test_{next(self._numbers)}")
             self.run(f"create database {self._emptied[-1]} template migrated")
@@ -172,7 +170,7 @@ class Postgres:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """The session's server, and on it a template `migrated` with our tables."""
+    """The session's server, with a template database `migrated` that has our tables."""
     server = Postgres()
     try:
         server.run("create database migrated")
@@ -189,21 +187,21 @@ def sqlite_url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def postgres_url(postgres: Postgres) -> Iterator[str]:
-    """A database of its own, with our tables."""
+    """The URL of a database of its own, with our tables."""
     with postgres.migrated() as url:
         yield url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest) -> str:
-    """A database that is new, on each of the two."""
+    """The URL of a new database, on SQLite and on PostgreSQL."""
     url: str = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgres_url")
     return url
 
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    """It, opened."""
+    """A new database, opened."""
     opened = Database(database_url)
     try:
         yield opened

@@ -1,4 +1,4 @@
-"""Which processes are there, on Linux."""
+"""Which processes exist, on Linux."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def over(pid: int) -> bool:
-    """Ended, be it that whoever inherited it has not read its exit code."""
+    """Return whether a process has ended, even if its parent has not read its exit code."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -17,7 +17,7 @@ def over(pid: int) -> bool:
 
 
 def started_with(text: str) -> list[int]:
-    """Those other than this one that have the text in their environment."""
+    """Return the other processes that have the text in their environment."""
     return [
         pid
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))

@@ -1,4 +1,4 @@
-"""One right request for every route of the service, as its own tenant makes it."""
+"""One valid request for every route of the service, as the job's tenant sends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IF_MATCH = "<the job's>"
 
 @dataclass(frozen=True)
 class Call:
-    """A request to a job that has an incumbent 1, and what the service answers."""
+    """A request to a job that has incumbent 1, and the status of its reply."""
 
     method: str
     path: str
@@ -37,7 +37,7 @@ class Call:
     def ask(
         self, client: httpx.Client, job_id: str, headers: dict[str, str] | None = None, content: Any = None
     ) -> httpx.Response:
-        """Sends it, or other content in its place."""
+        """Send it, with other content if given."""
         path = self.path.replace("{job_id}", job_id).replace("{seq}", "1")
         if content is None and self.body is not None:
             content = json.dumps(self.body)
@@ -78,16 +78,16 @@ CALLS = [
 
 
 def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Method and path of all that the app has, described or not."""
+    """Yield method and path of all routes of the app."""
     for route in app.routes:
         for one in route.effective_candidates() if hasattr(route, "effective_candidates") else [route]:
             yield from ((method, one.path) for method in one.methods if (method, one.path) != ("HEAD", "/openapi.json"))
 
 
 def job(client: httpx.Client, method: str = "prove", **fields: Any) -> str:
-    """The id of a new job that is over."""
+    """Return the id of a new job that is over."""
     reply = client.post("/v1/jobs", json={"problem": PROBLEM, "method": method} | fields)
     assert reply.status_code == 201, reply.text
     job_id: str = reply.json()["id"]
-    assert client.get(f"/v1/jobs/{job_id}", params={"wait": 20}).json()["state"] == "done"
+    assert client.get(f"/v1/jobs/{job_id}", params={"wait": 60}).json()["state"] == "done"
     return job_id

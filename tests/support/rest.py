@@ -13,7 +13,7 @@ from support.chain import chain
 
 
 def submit(client: httpx.Client, problem: Problem | None = None, method: str = "plain", **more: Any) -> dict[str, Any]:
-    """The reply to a new job."""
+    """Submit a job; return the reply."""
     reply = client.post("/v1/jobs", json={"problem": (problem or chain()).to_dict(), "method": method, **more})
     assert reply.status_code == 201, reply.text
     job: dict[str, Any] = reply.json()
@@ -23,27 +23,27 @@ def submit(client: httpx.Client, problem: Problem | None = None, method: str = "
 
 
 def until_over(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    """The job once it is over."""
-    shown: dict[str, Any] = client.get(job["url"], params={"wait": 30}).json()
+    """Wait until the job is over; return it."""
+    shown: dict[str, Any] = client.get(job["url"], params={"wait": 60}).json()
     assert shown["state"] not in OPEN, shown
     return shown
 
 
 def until_running(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    """The job once a worker has it."""
+    """Wait until a worker has the job; return it."""
     reply = client.get(job["url"])
     while reply.json()["state"] == "queued":
-        reply = client.get(job["url"], params={"wait": 30}, headers={"If-None-Match": reply.headers["etag"]})
+        reply = client.get(job["url"], params={"wait": 60}, headers={"If-None-Match": reply.headers["etag"]})
         assert reply.status_code == 200, "nothing changed for long"
     shown: dict[str, Any] = reply.json()
     return shown
 
 
 def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
-    """The job once it is over and its schedule is in the cache, which is moments later."""
+    """Wait until the job's schedule is in the cache, which is moments after its end; return the job."""
     over = until_over(client, job)
     body = {"problem": over["best"]["schedule"]["problem"], "objective": over["objective"]}
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while not ((hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"]):
         assert time.monotonic() < until
         time.sleep(0.02)

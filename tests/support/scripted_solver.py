@@ -1,4 +1,4 @@
-"""Stands where the solver stands: run with `-m`, it does what the request's method says, well or badly."""
+"""Stands in for the solver: the request's method says what it does, well or badly."""
 
 from __future__ import annotations
 

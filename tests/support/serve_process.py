@@ -1,4 +1,4 @@
-"""The service as a process of its own, with fake solvers, which may be killed or limited."""
+"""The service as a process of its own, with fake solvers, which tests may kill or limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ optpipe_server.serve(optpipe_server.Settings(sys.argv[1], queue=10_000), port=in
 
 @contextmanager
 def serve_process(database: str, port: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """It says a line when it answers."""
+    """Yield the process; it writes a line when it answers."""
     path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite"), "PYTHONPATH": path}
     command = [sys.executable, "-c", START, database, str(port)]

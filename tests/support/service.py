@@ -1,4 +1,4 @@
-"""A real server on a loopback port, in a thread of the test, with a real or a fake solver behind it."""
+"""A real server on a loopback port, in a thread of the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from optpipe_server.http.server import Server, listen, make_server
 
 @contextmanager
 def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
-    """The url of a server that answers, and the server; it has ended when the block is left."""
+    """Yield the URL of a server that answers, and the server; it has ended after the block."""
     ready = threading.Event()
     urls: list[str] = []
 
@@ -29,7 +29,7 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
         urls.append(url)
         ready.set()
 
-    with listen("127.0.0.1", port) as listener, connections_forgotten():
+    with listen("127.0.0.1", port) as listener, unclosed_collected():
         server = make_server(listener, settings, tell)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -38,14 +38,16 @@ def running(settings: Settings, port: int = 0) -> Iterator[tuple[str, Server]]:
             yield urls[0], server
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 
 @contextmanager
-def connections_forgotten() -> Iterator[None]:
-    """A connection whose client hangs up while uvicorn's loop ends is left to the garbage collector: here, not in some
-    later test."""
+def unclosed_collected() -> Iterator[None]:
+    """Collect connections that uvicorn leaves unclosed, in this test instead of a later one.
+
+    Their clients hung up while its loop ended.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "unclosed", ResourceWarning)
         try:
@@ -60,14 +62,14 @@ def settings_in(folder: Path, database: str | None = None) -> Settings:
 
 
 def use_fake_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`support.fake_solver` and `support.fake_first_process`, whose behaviour the job's method names."""
+    """Use `support.fake_solver` and `support.fake_first_process`, whose behaviour the job's method names."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     monkeypatch.setattr(optpipe.anytime, "SOLVER", "support.fake_solver")
     monkeypatch.setattr(optpipe_server.first_schedule_process, "MODULE", "support.fake_first_process")
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream, comments left out."""
+    """Yield the events of a stream without comments."""
     event: dict[str, Any] = {}
     for line in response.iter_lines():
         if not line and event:

@@ -1,5 +1,4 @@
-"""What docker-compose.yml starts, started here: the same commands with the same environment, hosts and ports mapped to
-this machine's."""
+"""Starts what docker-compose.yml starts: the same commands and environment, with hosts and ports of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ STARTS_S = 60.0
 
 
 class Stack:
-    """Containers are processes here; `name` says which, as `worker-2` for the second worker."""
+    """Containers are processes here. `name` is for example `worker-2` for the second worker."""
 
     def __init__(self, folder: Path, postgres: Postgres, database: str) -> None:
         self.secrets, self.scratch, self.missing = (folder / name for name in ("secrets", "tmp", "missing"))
@@ -37,7 +36,7 @@ class Stack:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def _hide_what_the_image_lacks(self) -> None:
-        """Packages of this virtual environment that a container would not find."""
+        """Hide packages of this environment that a container does not have."""
         held = image_packages() | {"optpipe", "pip", "setuptools"}
         for module, packages in packages_distributions().items():
             names = {re.sub(r"[-_.]+", "-", package).lower() for package in packages}
@@ -47,11 +46,11 @@ class Stack:
                 )
 
     def port(self, name: str, inside: str) -> int:
-        """Where this container's port is on this machine."""
+        """The port of this machine that stands for the container's port."""
         return self.ports.setdefault((name, inside), free_port())
 
     def mapped(self, name: str, text: str) -> str:
-        """A path, URL or port of a container as it is here."""
+        """A path, URL or port of a container, as it is on this machine."""
         text = re.sub(r"^/tmp\b", str(self.scratch), text)  # before any other, whose own paths may be below /tmp
         text = text.replace("/run/secrets/", f"{self.secrets}/").replace(
             "postgresql://optpipe@postgres/optpipe", self._url
@@ -63,7 +62,7 @@ class Stack:
         return f"postgresql://optpipe@/{self.database}?host={self._postgres.folder}"
 
     def environment(self, name: str) -> dict[str, str]:
-        """That of the image and the compose file, and nothing of this process's."""
+        """The environment of the image and the compose file, and nothing of this process's."""
         bin_ = Path(sys.executable).parent
         own = {**image_environment(), **SERVICES[name.partition("-")[0]].get("environment", {})}
         variables = {variable: self.mapped(name, value) for variable, value in own.items()}
@@ -94,7 +93,7 @@ class Stack:
             )
 
     def command(self, name: str) -> list[str]:
-        """The compose file's, with ports of this machine."""
+        """The compose file's command, with ports of this machine."""
         command: list[str] = [*SERVICES[name.partition("-")[0]]["command"]]
         for index, word in enumerate(command):
             if word in ("--port", "--metrics-port"):
@@ -105,7 +104,7 @@ class Stack:
         return [str(ROOT / "deploy" / "entrypoint.sh"), *command]
 
     def healthy(self, name: str) -> bool:
-        """What the health check's own command says."""
+        """Run the health check's own command."""
         check = [self.mapped(name, word) for word in SERVICES[name.partition("-")[0]]["healthcheck"]["test"][1:]]
         return (
             subprocess.run(
@@ -118,13 +117,12 @@ class Stack:
         return (self._log / name).read_text()
 
     def stop(self, name: str) -> int:
-        """`docker compose stop NAME`: the exit status; raises `TimeoutExpired` where it takes longer than the compose
-        file gives it."""
+        """`docker compose stop NAME`: return the exit status. The machine may be busy, so it gets 60 s at least."""
         process = self.running.pop(name)
         grace_s = float(SERVICES[name.partition("-")[0]]["stop_grace_period"].removesuffix("s"))
         process.terminate()
         try:
-            return process.wait(grace_s)
+            return process.wait(max(60.0, grace_s))
         finally:
             _kill(process)
 

@@ -1,5 +1,4 @@
-"""Supervisors in tests: a service's workers with a fake solver, and what must hold in the database whatever happened to
-them."""
+"""Supervisors with a fake solver for tests, and what must hold in the database whatever happens to them."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work import Supervisor
 from support.chain import chain
 
-PATIENCE_S = 60.0  # of a test, on a busy machine
+LIMIT_S = 60.0  # for a wait on a busy machine
 
 
 def problem(scale: float = 1.0, m: int = 8, name: str = "chain") -> Problem:
-    """Memory for everything, so that all of `chain`'s schedules are valid."""
+    """A problem with memory for everything, so that all of `chain`'s schedules are valid."""
     return chain(memory=m, m=m, scale=scale).model_copy(update={"name": name})
 
 
-def until(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> Any:
-    """What the condition is, once it is true."""
-    deadline = time.monotonic() + patience_s
+def until(condition: Callable[[], Any], what: str = "", limit_s: float = LIMIT_S) -> Any:
+    """Wait until the condition is true; return its value."""
+    deadline = time.monotonic() + limit_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"in vain: {what or condition}"
+        assert time.monotonic() < deadline, f"it did not happen: {what or condition}"
         time.sleep(0.02)
     return value
 
@@ -76,12 +75,12 @@ class Work:
         return job
 
     def ended(self, job_id: str) -> Any:
-        """The job, once it is over."""
+        """Wait until the job is over; return it."""
         until(lambda: self.job(job_id).state not in ("queued", "running"), f"the end of {job_id}")
         return self.job(job_id)
 
     def found(self, job_id: str, seq: int = 1) -> None:
-        """Once that incumbent is there."""
+        """Wait until the job has that incumbent."""
         until(lambda: self.job(job_id).last_seq >= seq, f"incumbent {seq} of {job_id}")
 
     def lines(self, job_id: str) -> list[str]:
@@ -89,11 +88,10 @@ class Work:
 
 
 def sound(database: Database, newest: int = 1_000_000) -> dict[str, list[Any]]:
-    """What must hold of all jobs at any time, or of the newest ones; returns the rows of each one's incumbents in
-    order.
+    """Check what must hold of the newest jobs at any time; return the rows of each one's incumbents in order.
 
-    Numbered without a gap, valid for the problem that they say, of one problem each better than the one before, and
-    none written by an attempt that another one had followed.
+    Incumbents are numbered without a gap, valid for their problem, each better than the one before of the same problem,
+    and none is written by an attempt that another one had followed.
     """
     with database.read() as db:  # in this order: on PostgreSQL each statement sees what has been committed meanwhile
         of_job: dict[str, list[Any]] = {

@@ -27,7 +27,7 @@ LEASE_S, HEARTBEAT_S = 2.0, 0.3
 
 
 class WorkerProcess:
-    """Its processes carry `mark`."""
+    """The process; all of its family carry `mark`."""
 
     def __init__(self, url: str, name: str, cache: Path, deaf: bool = False) -> None:
         self.mark = family.new_mark()
@@ -57,7 +57,7 @@ class WorkerProcess:
 
 @contextmanager
 def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iterator[WorkerProcess]:
-    """It, and none of its family once the block is left."""
+    """Yield the worker; none of its family is left after the block."""
     worker = WorkerProcess(url, name, cache, deaf)
     try:
         yield worker

@@ -36,10 +36,9 @@ def gpu(
     ),
     json: Json = False,
 ) -> None:
-    """Measure on one GPU whether offloading hides behind compute, copies reach the link's bandwidth, and predictions
-    hold.
+    """Measure on one GPU: offloading behind compute, bandwidth of copies, accuracy of predictions.
 
-    Exit code 1 if one of that fails.
+    Exit code 1 if one of them misses its target.
     """
     need("runtime", "torch")
     from optpipe.model.problem import write_file

@@ -27,8 +27,7 @@ def milp(
     solver: Annotated[str, typer.Option(help="highs, gurobi, pulp or pulp:NAME.")] = "highs",
     json: Json = False,
 ) -> None:
-    """Solve OptPipe's MILP with each practical step of section 4.1 alone, and with all: the model's size, and how far a
-    solver gets."""
+    """Measure each practical step of OptPipe, section 4.1: the model's size, and how far a solver gets."""
     from optpipe.model.problem import Problem
 
     whole = Problem.load(problem)

@@ -161,7 +161,7 @@ def _as_given(row: Row) -> bool:
 
 
 def table(found: Found, sizes: dict[str, int]) -> Table:
-    """Return a table with a row per method: at each budget its makespan and the peak of its fullest device, if it
+    """Return a table with a row per method: its makespan and the peak of its fullest device at each budget, if it
     fits."""
     from rich.table import Table
 

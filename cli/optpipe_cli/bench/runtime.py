@@ -29,8 +29,7 @@ def runtime(
     host: Annotated[bool, typer.Option(help="What the executor and a swap cost the host.")] = True,
     json: Json = False,
 ) -> None:
-    """Train with many kinds of schedules: predicted and measured iteration time and peak memory, and the host's
-    overhead."""
+    """Measure iteration times and memory of many schedules against predictions, and the host's overhead."""
     from optpipe_cli.extras import need
 
     need("runtime")

@@ -50,8 +50,7 @@ def service(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Submit and read while solvers use all cores, follow events, kill a worker, restart the database, end with open
-    streams."""
+    """Measure the service under load, after a killed worker, after a restart of the database, and at its end."""
     from optpipe_cli.extras import need
 
     need("server")

@@ -24,8 +24,7 @@ def solver(
     svg: Annotated[Path | None, typer.Option(help="Write a picture of each search's progress here.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure what `solve` reaches and when: first schedule, best after 1 s, 10 s and at the end, bound; with the start
-    of processes."""
+    """Measure what `solve` finds and when, start of processes included."""
     from optpipe.anytime import solve
     from optpipe.model.problem import Problem, write_file
     from optpipe.show.progress import Progress, chart
@@ -89,8 +88,7 @@ def jitter(
     time_limit: Annotated[float, typer.Option(help="Seconds for each of two searches.", min=0.01)] = 60.0,
     json: Json = False,
 ) -> None:
-    """Measure what `solve --jitter` gains: the 95th percentile of its schedule and of the best nominal one, with other
-    noise."""
+    """Measure what `solve --jitter` gains, under other noise than the search's."""
     from optpipe.anytime import solve
     from optpipe.evaluate.jitter import percentile_ms
     from optpipe.model.problem import Problem

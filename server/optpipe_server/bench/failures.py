@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from optpipe.errors import OptPipeError
-from optpipe_server.bench.http_client import Connection, Connections
+from optpipe_server.bench.http_client import HttpConnection, HttpPool
 from optpipe_server.bench.load import LONGEST_S, LOOK_S, expect, problem, running
 from optpipe_server.bench.processes import Deployment
 
@@ -26,10 +26,10 @@ class Outage:
 async def reclaimed(deployment: Deployment, url: str) -> float:
     """Return the seconds from kill -9 of the job's solver until the job runs again, by another worker or a restarted
     service."""
-    requests = Connections(deployment.address, deployment.keys[0])
+    requests = HttpPool(deployment.address, deployment.keys[0])
     attempt = await running(requests, url, 0)
     if not deployment.sqlite:
-        await deployment.work()  # who has nothing to do until then
+        await deployment.work()  # it has nothing to do until then
     began = time.monotonic()
     if deployment.sqlite:
         await deployment.api.kill()
@@ -51,7 +51,7 @@ async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]])
         """Until one is taken in after the restart: when that was."""
         number = 3 * 10**6
         while True:
-            requests, number = Connections(deployment.address, deployment.keys[1]), number + 1
+            requests, number = HttpPool(deployment.address, deployment.keys[1]), number + 1
             after = over.is_set()
             try:
                 async with asyncio.timeout(30):
@@ -76,7 +76,7 @@ async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]])
     began = time.monotonic()
     over.set()
     seen.recovery_s = await submitted - began
-    requests = Connections(deployment.address, deployment.keys[1])
+    requests = HttpPool(deployment.address, deployment.keys[1])
     for url in acknowledged:
         seen.lost += (await requests.request("GET", url)).status != 200
     requests.close()
@@ -85,7 +85,7 @@ async def outage(deployment: Deployment, restart: Callable[[], Awaitable[None]])
 
 async def shutdown(deployment: Deployment, streams: int) -> float:
     """Return the seconds from SIGTERM until the API's process has ended, with that many open event streams."""
-    requests = Connections(deployment.address, deployment.keys[0])
+    requests = HttpPool(deployment.address, deployment.keys[0])
     url = (
         await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(4 * 10**6).to_dict(), "priority": -100})
     )["url"]
@@ -93,7 +93,7 @@ async def shutdown(deployment: Deployment, streams: int) -> float:
 
     async def follow() -> None:
         nonlocal begun
-        connection = await Connection.open(deployment.address, deployment.keys[0])
+        connection = await HttpConnection.open(deployment.address, deployment.keys[0])
         try:
             async for _event in connection.events(f"{url}/events"):
                 begun += 1

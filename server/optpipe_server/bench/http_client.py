@@ -31,14 +31,14 @@ class Event:
     data: Any
 
 
-class Connection:
+class HttpConnection:
     """One kept-alive connection; one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> None:
         self._reader, self._writer, self._key = reader, writer, key
 
     @classmethod
-    async def open(cls, address: tuple[str, int], key: str) -> Connection:
+    async def open(cls, address: tuple[str, int], key: str) -> HttpConnection:
         """Raises `OSError`."""
         return cls(*await asyncio.open_connection(*address, limit=2**22), key)
 
@@ -54,8 +54,7 @@ class Connection:
         return Reply(status, headers, await self._reader.readexactly(int(headers.get("content-length", "0"))))
 
     async def events(self, path: str, after: int = 0) -> AsyncIterator[Event]:
-        """Yield the events of a stream until it ends. Raises `OSError` or `EOFError` if it is disconnected or
-        refused."""
+        """Yield the events of a stream until it ends. Raises `OSError` or `EOFError` if it is cut or refused."""
         self._send("GET", path, f"Last-Event-ID: {after}\r\n" if after else "", b"")
         status, _headers = await self._head()
         if status != 200:
@@ -85,13 +84,13 @@ class Connection:
         return int(first.split(" ")[1]), {name.lower(): value for name, value in headers.items()}
 
 
-class Connections:
+class HttpPool:
     """As many connections to one server as there are requests at a time."""
 
     def __init__(self, address: tuple[str, int], key: str) -> None:
         self.address, self._key = address, key
         # Idle connections, and since when; the last one is used next.
-        self._free: list[tuple[Connection, float]] = []
+        self._free: list[tuple[HttpConnection, float]] = []
 
     async def request(self, method: str, path: str, body: Any = None, key: str | None = None) -> Reply:
         """Raises `OSError` or `EOFError`."""
@@ -107,11 +106,11 @@ class Connections:
             self._free.append((connection, time.monotonic()))
         return reply
 
-    async def _any(self) -> Connection:
+    async def _any(self) -> HttpConnection:
         if self._free and time.monotonic() - self._free[-1][1] < IDLE_S:
             return self._free.pop()[0]
         self.close()
-        return await Connection.open(self.address, self._key)
+        return await HttpConnection.open(self.address, self._key)
 
     def close(self) -> None:
         """Close the idle connections."""

@@ -17,7 +17,7 @@ import psutil
 from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
-from optpipe_server.bench.http_client import Connection, Connections
+from optpipe_server.bench.http_client import HttpConnection, HttpPool
 from optpipe_server.bench.processes import Deployment
 
 MS = 1e3
@@ -77,9 +77,8 @@ class StreamFigures:
     """What the clients of event streams received."""
 
     clients: int
-    fan_out_ms: list[float] = field(
-        default_factory=list
-    )  # from the moment an incumbent was written until a client had it
+    # From the moment an incumbent was stored until a client had it.
+    fan_out_ms: list[float] = field(default_factory=list)
     events: int = 0
     reconnects: int = 0
     gaps: int = 0
@@ -89,7 +88,7 @@ class StreamFigures:
 
 async def saturate(deployment: Deployment) -> str:
     """Start a search that does not end by itself, on all cores; return its URL once it runs."""
-    requests = Connections(deployment.address, deployment.keys[0])
+    requests = HttpPool(deployment.address, deployment.keys[0])
     body = {"problem": problem(-1, 8, 32).to_dict(), "time_limit_s": 3600.0, "priority": 100}
     url: str = (await expect(requests, 201, "POST", "/v1/jobs", body))["url"]
     await running(requests, url, 0)
@@ -99,7 +98,7 @@ async def saturate(deployment: Deployment) -> str:
     return url
 
 
-async def running(requests: Connections, url: str, after: int) -> int:
+async def running(requests: HttpPool, url: str, after: int) -> int:
     """Wait until the job runs in an attempt later than `after`; return that attempt."""
     began = time.monotonic()
     while time.monotonic() - began < LONGEST_S:
@@ -116,7 +115,7 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
     Requests are sent when they are due, whether the former ones were answered or not, and measured from then on.
     """
     load, known = LoadFigures(), list[tuple[str, str]]()
-    requests = Connections(deployment.address, deployment.keys[0])
+    requests = HttpPool(deployment.address, deployment.keys[0])
     chance = random.Random(1)
 
     async def post(number: int, due: float, counts: bool) -> None:
@@ -174,7 +173,7 @@ async def streams(deployment: Deployment, clients: int, reconnects: int, seconds
     number exactly once.
     """
     figures = StreamFigures(clients)
-    requests = Connections(deployment.address, deployment.keys[0])
+    requests = HttpPool(deployment.address, deployment.keys[0])
     jobs, seed = dict[str, int](), 10**6
     while len(jobs) < JOBS:
         job = await expect(requests, 201, "POST", "/v1/jobs", {"problem": problem(seed).to_dict()})
@@ -207,11 +206,11 @@ class _Follower:
     def __init__(self, figures: StreamFigures, deployment: Deployment, job: str) -> None:
         self.job, self.last = job, 0
         self._figures, self._deployment = figures, deployment
-        self.connection: Connection | None = None
+        self.connection: HttpConnection | None = None
 
     async def follow(self) -> None:
         while True:
-            connection = self.connection = await Connection.open(self._deployment.address, self._deployment.keys[0])
+            connection = self.connection = await HttpConnection.open(self._deployment.address, self._deployment.keys[0])
             since = time.time()
             try:
                 with suppress(OSError, EOFError):
@@ -228,11 +227,11 @@ class _Follower:
         figures.duplicates += number <= self.last
         figures.gaps += max(0, number - self.last - 1)
         self.last = max(self.last, number)
-        if found >= since:  # what it was there for, not what it was told afterwards
+        if found >= since:  # not the events that were replayed after a reconnect
             figures.fan_out_ms.append((time.time() - found) * MS)
 
 
-async def _drift(requests: Connections, jobs: Mapping[str, int], seconds: float) -> None:
+async def _drift(requests: HttpPool, jobs: Mapping[str, int], seconds: float) -> None:
     """Change the costs of one job (URL -> seed) after the other."""
     begin, number = time.monotonic(), 0
     while time.monotonic() - begin < seconds:
@@ -254,7 +253,7 @@ async def _cut(figures: StreamFigures, followers: Sequence[_Follower], reconnect
         figures.reconnects += 1
 
 
-async def expect(requests: Connections, status: int, method: str, path: str, body: Any = None) -> Any:
+async def expect(requests: HttpPool, status: int, method: str, path: str, body: Any = None) -> Any:
     """The reply's JSON; raises `OptPipeError` for another status."""
     reply = await requests.request(method, path, body)
     if reply.status != status:
@@ -265,7 +264,7 @@ async def expect(requests: Connections, status: int, method: str, path: str, bod
 
 
 async def until(true: Callable[[], bool], limit_s: float, otherwise: str) -> None:
-    """Waits; raises `OptPipeError` with that sentence where it takes too long."""
+    """Wait for the condition. Raises `OptPipeError` with that message if it takes too long."""
     began = time.monotonic()
     while not true():
         if time.monotonic() - began > limit_s:

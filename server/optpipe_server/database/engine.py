@@ -57,8 +57,7 @@ class Database:
     """Connections to one database, usable from any thread. Its tables are brought up to date when it is opened.
 
     A SQLite file belongs to one process that writes. Its lock is held until `close`, and threads write one at a time,
-    so
-    that none of them has to poll.
+    so that none of them has to poll.
 
     Parameters
     ----------
@@ -82,7 +81,9 @@ class Database:
         self._writing: Any = threading.Lock() if self.sqlite else nullcontext()
         self._lock_file = _only_writer(str(parsed.database), secondary) if self.sqlite else None
         self._lock, self._connections = threading.Lock(), WeakSet[Any]()
+        self._closed = False
         self.engine = _engine(parsed, self.sqlite)
+        event.listen(self.engine, "checkin", self._checked_in)
         if not self.sqlite:
             event.listen(self.engine, "connect", self._connected)
         self._reading = self.engine.execution_options(
@@ -98,6 +99,8 @@ class Database:
             raise
 
     def close(self) -> None:
+        """Close all connections; those that other threads use, as soon as they are done."""
+        self._closed = True
         self.engine.dispose()
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -146,6 +149,10 @@ class Database:
     def _connected(self, connection: Any, _record: object) -> None:
         with self._lock:
             self._connections.add(connection)
+
+    def _checked_in(self, connection: Any, _record: object) -> None:
+        if self._closed and connection is not None:
+            connection.close()
 
     def _migrate(self) -> None:
         with self.write() as connection:
@@ -249,8 +256,7 @@ def _is_broken(error: BaseException) -> bool:
     """Whether the connection on which this error occurred should not be used again.
 
     SQLite would keep one read-only, or failing, when the disk is well again. A PostgreSQL server that has become
-    read-only
-    may be the replica of another one by now, which the same URL names as well.
+    read-only may be the replica of another one by now, which the same URL names as well.
     """
     broken = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
     if isinstance(error, sqlite3.Error):

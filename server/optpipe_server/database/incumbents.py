@@ -72,13 +72,12 @@ def best_values(result: Result, lower_bound_ms: float | None = None) -> dict[str
 
 
 def add_log_line(db: Connection, job_id: str, attempt: int, text: str, level: Level = "info") -> None:
-    """A line of the job's log."""
+    """Add a line to the job's log."""
     db.execute(_NEW_LINE, {"job": job_id, "at": now(), "attempt": attempt, "level": level, "text": storable_text(text)})
 
 
 def storable_text(text: str) -> str:
-    """Text that both databases take, whoever wrote it: without NUL and lone surrogates, and no longer than anybody
-    reads."""
+    """Return the text without NUL, lone surrogates and excess length, so that both databases store it."""
     return text[:LONGEST_TEXT].replace("\0", "\ufffd").encode(errors="replace").decode()
 
 
@@ -87,7 +86,7 @@ def problem_text(problem: Problem) -> str:
 
 
 def problem_and_last_incumbent(db: Connection, job: Row[Any]) -> tuple[str, Row[Any] | None]:
-    """The problem that counts for the job, and its last incumbent with its programs, as texts."""
+    """Return the text of the job's current problem, and its last incumbent with its programs."""
     of_problem = problems.c.job == job.id, problems.c.version == job.problem_version
     last = incumbents.c.job == job.id, incumbents.c.seq == job.last_seq
     problem: str = db.execute(select(problems.c.problem).where(*of_problem)).scalar_one()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, text
+from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from optpipe.anytime import Result
 from optpipe.evaluate.objective import Objective
@@ -22,6 +22,16 @@ from optpipe_server.database.incumbents import (
     problem_text,
     storable_text,
     update_job,
+)
+from optpipe_server.database.job_statements import (
+    INCUMBENT,
+    INCUMBENTS,
+    JOB_WITH_LAST,
+    JOB_WITH_PROBLEM,
+    JOB_WITHOUT_PROBLEM,
+    LAST_PREFIX,
+    LOCK_TENANT,
+    NEW_JOB,
 )
 from optpipe_server.database.tables import OPEN, Source, State, adoptions, idempotency, incumbents, jobs, log, problems
 
@@ -71,8 +81,7 @@ class Jobs:
     """The jobs of all tenants.
 
     A method with a parameter `tenant` finds that tenant's jobs only. The others are for callers that have found the job
-    by
-    one of these.
+    by one of these.
     """
 
     def __init__(self, database: Database) -> None:
@@ -146,7 +155,7 @@ class Jobs:
             )
             with self._database.pipelined(db):
                 # The values are apart from the statement, so that it is compiled only once.
-                db.execute(_NEW_JOB, row)
+                db.execute(NEW_JOB, row)
                 db.execute(insert(problems), {**problem_row, "created_at": at})
                 if key is not None:
                     db.execute(
@@ -166,26 +175,26 @@ class Jobs:
         Otherwise two of them could both take the last free place in the queue, or both be the first with their key.
         """
         if not self._database.sqlite:  # SQLite has one writer at a time anyway
-            db.execute(_LOCK_TENANT, {"tenant": tenant})
+            db.execute(LOCK_TENANT, {"tenant": tenant})
 
     def job(self, tenant: str, job_id: str) -> Row[Any] | None:
         """Return a job with its current problem in the column `problem`."""
         with self._database.read() as db:
-            return db.execute(_JOB_WITH_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
+            return db.execute(JOB_WITH_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
 
     def job_without_problem(self, tenant: str, job_id: str) -> Row[Any] | None:
         """Return a job without its problem."""
         with self._database.read() as db:
-            return db.execute(_JOB_WITHOUT_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
+            return db.execute(JOB_WITHOUT_PROBLEM, {"job": job_id, "tenant": tenant}).one_or_none()
 
     def job_with_last_incumbent(self, tenant: str, job_id: str) -> tuple[Row[Any] | None, Any]:
         """Return a job without its problem, and its last incumbent or None, both as of the same moment."""
         with self._database.read() as db:
-            job = db.execute(_JOB_WITH_LAST, {"job": job_id, "tenant": tenant}).one_or_none()
+            job = db.execute(JOB_WITH_LAST, {"job": job_id, "tenant": tenant}).one_or_none()
         if job is None or not job.last_seq:
             return job, None
         return job, SimpleNamespace(
-            **{column.name: job._mapping[f"{_LAST}{column.name}"] for column in _INCUMBENT.selected_columns}
+            **{column.name: job._mapping[f"{LAST_PREFIX}{column.name}"] for column in INCUMBENT.selected_columns}
         )
 
     def updates(self, job_id: str, after: int) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
@@ -211,12 +220,12 @@ class Jobs:
     def incumbents(self, job_id: str, after: int = 0) -> Sequence[Row[Any]]:
         """Return the incumbents numbered above `after`, in order, each with its adoption and without its programs."""
         with self._database.read() as db:
-            return db.execute(_LISTED, {"job": job_id, "after": after}).all()
+            return db.execute(INCUMBENTS, {"job": job_id, "after": after}).all()
 
     def incumbent(self, job_id: str, seq: int) -> Row[Any] | None:
         """Return one incumbent with its programs and its problem."""
         with self._database.read() as db:
-            return db.execute(_INCUMBENT, {"job": job_id, "seq": seq}).one_or_none()
+            return db.execute(INCUMBENT, {"job": job_id, "seq": seq}).one_or_none()
 
     def versions(self, job_ids: Collection[str]) -> dict[str, int]:
         """Return the versions of these jobs by id; purged jobs are missing."""
@@ -370,49 +379,8 @@ def is_cancelled(job: Row[Any]) -> bool:
     return job.state == "cancelled" or (job.cancel_requested and job.state in OPEN)
 
 
-_LAST = "of_last_"  # prefix of an incumbent's columns in a row with its job
-_SHORT: list[ColumnElement[Any]] = [column for column in incumbents.c if column.name != "programs"]
-_SHORT += [
-    adoptions.c.step,
-    adoptions.c.measured_iteration_ms,
-    adoptions.c.adopted_at,
-    problems.c.sha256.label("problem_sha256"),
-]
-_OF_PROBLEM = (problems.c.job == incumbents.c.job) & (problems.c.version == incumbents.c.problem_version)
-_OF_ADOPTION = (adoptions.c.job == incumbents.c.job) & (adoptions.c.seq == incumbents.c.seq)
-
-
-def _incumbents(*more: Any) -> Any:
-    """Select incumbents without their programs, with adoption, problem hash and the columns `more`."""
-    joined = incumbents.join(problems, _OF_PROBLEM).outerjoin(adoptions, _OF_ADOPTION)
-    return select(*_SHORT, *more).select_from(joined).where(incumbents.c.job == bindparam("job"))
-
-
-# Frequent statements, built once: building one costs more than running it.
-_LOCK_TENANT = text("select pg_advisory_xact_lock(hashtextextended(:tenant, 0))")
-_NEW_JOB = insert(jobs).inline()  # does not return the number
-_JOB_WITHOUT_PROBLEM = select(jobs).where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
-_JOB_WITH_PROBLEM = (
-    select(jobs, problems.c.problem)
-    .select_from(jobs.join(problems, (problems.c.job == jobs.c.id) & (problems.c.version == jobs.c.problem_version)))
-    .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
-)
-_LISTED = _incumbents().where(incumbents.c.seq > bindparam("after")).order_by(incumbents.c.seq)
-_INCUMBENT = _incumbents(incumbents.c.programs, problems.c.problem).where(incumbents.c.seq == bindparam("seq"))
-_JOB_WITH_LAST = (
-    select(jobs, *(column.label(f"{_LAST}{column.name}") for column in _INCUMBENT.selected_columns))
-    .select_from(
-        jobs.outerjoin(incumbents, (incumbents.c.job == jobs.c.id) & (incumbents.c.seq == jobs.c.last_seq))
-        .outerjoin(problems, _OF_PROBLEM)
-        .outerjoin(adoptions, _OF_ADOPTION)
-    )
-    .where(jobs.c.id == bindparam("job"), jobs.c.tenant == bindparam("tenant"))
-)
-
-
 def _locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
-    """The job, which nobody else can change until this transaction ends. Raises `LookupError` if the tenant has no such
-    job."""
+    """The job, which nobody else can change until this transaction ends. Raises `LookupError` if there is none."""
     job = db.execute(select(jobs).where(jobs.c.id == job_id, jobs.c.tenant == tenant).with_for_update()).one_or_none()
     if job is None:
         raise LookupError(job_id)

@@ -153,8 +153,7 @@ class Leases:
         """Record that a solver's process ended on its own.
 
         Returns the claim of another attempt, which goes on from the best schedule, or None if there have been too many
-        crashes.
-        Raises `LostError`.
+        crashes. Raises `LostError`.
         """
         with self._locked(claim) as (db, job):
             add_log_line(db, claim.job_id, claim.attempt, why, "error")
@@ -170,10 +169,8 @@ class Leases:
         """End a job; return False if it goes on, with another problem or more time. Raises `LostError`.
 
         A job that has a schedule for its problem is `done` unless it was cancelled, and what is stored of it never gets
-        worse.
-        More time matters only if the time limit ended the search: for a job that is `done` without a proof, or failed
-        without a
-        schedule.
+        worse. More time matters only if the time limit ended the search: for a job that is `done` without a proof, or
+        failed without a schedule.
         """
         with self._locked(claim) as (db, job):
             more_time = (

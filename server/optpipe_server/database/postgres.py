@@ -48,7 +48,7 @@ class DeadlineConnection(psycopg.Connection[Any]):
             raise psycopg.OperationalError(f"no answer within {ANSWER_S:g} s") from None
 
     def abort(self) -> None:
-        """Break the connection from another thread, whoever waits for an answer."""
+        """Break the connection from another thread, even while an answer is awaited."""
         with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(self.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
 

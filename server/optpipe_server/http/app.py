@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import optpipe
-from optpipe_server.http import auth, docs, health, replies, results, routes, tools
+from optpipe_server.http import auth, health, openapi, replies, results, routes, tools
 from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
@@ -43,7 +43,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     for router in (routes.router, results.router, tools.router, health.router):
         app.include_router(router)
     replies.install(app)
-    docs.install(app)
+    openapi.install(app)
     auth.install(app, service.keys)
     app.add_middleware(health.RequestMetrics)
     return app

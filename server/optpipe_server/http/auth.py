@@ -73,10 +73,8 @@ class AuthMiddleware:
 
     A browser on this machine may run pages from anywhere, and a service without keys must not obey them. The name of a
     page's host can be made to mean 127.0.0.1 (DNS rebinding), so Host has to be this machine's. A page of another
-    origin
-    may send requests without being allowed to read replies, so Origin, which only browsers send, has to be the
-    service's
-    own. With keys neither matters, because no page knows one.
+    origin may send requests without being allowed to read replies, so Origin, which only browsers send, has to be the
+    service's own. With keys neither matters, because no page knows one.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:

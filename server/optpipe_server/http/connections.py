@@ -39,8 +39,7 @@ class Connection(H11Protocol):
     """Ends connections whose request does not arrive or whose reply is not read; uvicorn would wait for ever.
 
     At `most` connections, a new one replaces the oldest one without a complete request, so that silent clients keep
-    nobody
-    out.
+    nobody out.
     """
 
     most: ClassVar[int]

@@ -1,5 +1,4 @@
-"""A job's incumbents as server-sent events. `id` is the incumbent's number, comments keep the stream alive, `end`
-is last."""
+"""A job's incumbents as server-sent events: `id` is the incumbent's number, comments keep it alive, `end` is last."""
 
 from __future__ import annotations
 

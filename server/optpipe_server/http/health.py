@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import optpipe
 from optpipe_server.database.tables import State
 from optpipe_server.http import schemas
-from optpipe_server.http.docs import replies
+from optpipe_server.http.openapi import responses
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.service import Service
 from optpipe_server.http.views import text
@@ -28,13 +28,13 @@ from optpipe_server.metrics import REGISTRY, REQUESTS
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/healthz", responses={200: replies(200, schemas.Health, {"status": "ok", "version": "0.1.0"})[200]})
+@router.get("/healthz", responses={200: responses(200, schemas.Health, {"status": "ok", "version": "0.1.0"})[200]})
 async def healthz() -> Response:
     """The process answers."""
     return Response(text({"status": "ok", "version": optpipe.__version__}), media_type="application/json")
 
 
-READY = replies(200, schemas.Ready, {"status": "ready", "solves": 1})
+READY = responses(200, schemas.Ready, {"status": "ready", "solves": 1})
 
 
 @router.get("/readyz", responses={200: READY[200], 503: READY[503]})
@@ -54,7 +54,7 @@ async def readyz(request: Request) -> Response:
     "/metrics",
     response_class=Response,
     responses={
-        **replies(200, None, None),
+        **responses(200, None, None),
         200: {"description": "In Prometheus' text format", "content": {"text/plain": {}}},
     },
 )

@@ -15,7 +15,7 @@ from optpipe.show.trace import trace
 from optpipe_server.http import examples, schemas
 from optpipe_server.http.bodies import AdoptionBody
 from optpipe_server.http.context import LARGEST, Context, IfNoneMatch, Job, JobId, matches_etag
-from optpipe_server.http.docs import body, replies
+from optpipe_server.http.openapi import body, responses
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import adoption_view, etag, incumbent_text, job_url, listed_view, log_view, text, uses
 from optpipe_server.metrics import ADOPTIONS
@@ -36,7 +36,7 @@ def json_reply(content: str, headers: dict[str, str] | None = None) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
 
-@router.get("/incumbents", responses=replies(200, schemas.Incumbents, examples.INCUMBENTS, 404, 422))
+@router.get("/incumbents", responses=responses(200, schemas.Incumbents, examples.INCUMBENTS, 404, 422))
 async def list_incumbents(
     job_id: JobId, context: Context, after: Annotated[int, Query(ge=0, le=LARGEST)] = 0
 ) -> Response:
@@ -47,7 +47,9 @@ async def list_incumbents(
     return json_reply(text({"incumbents": [listed_view(incumbent) for incumbent in found]}))
 
 
-@router.get("/incumbents/best", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, _304="Not changed"))
+@router.get(
+    "/incumbents/best", responses=responses(200, schemas.WholeIncumbent, examples.WHOLE, 404, _304="Not changed")
+)
 async def best_incumbent(job_id: JobId, context: Context, if_none_match: IfNoneMatch = None) -> Response:
     """The best schedule for the job's current problem."""
     headers = {"Cache-Control": "no-cache"}
@@ -55,7 +57,7 @@ async def best_incumbent(job_id: JobId, context: Context, if_none_match: IfNoneM
 
 
 @router.get(
-    "/incumbents/{seq}", responses=replies(200, schemas.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
+    "/incumbents/{seq}", responses=responses(200, schemas.WholeIncumbent, examples.WHOLE, 404, 422, _304="Not changed")
 )
 async def show_incumbent(job_id: JobId, seq: Seq, context: Context, if_none_match: IfNoneMatch = None) -> Response:
     """One schedule. It never changes."""
@@ -89,7 +91,7 @@ def _whole(incumbent: Row[Any], known: str | None, headers: dict[str, str]) -> R
 @router.put(
     "/adoptions/{seq}",
     openapi_extra=body(AdoptionBody, {"step": 120, "measured_iteration_ms": 9.2}),
-    responses=replies(200, schemas.Adoption, examples.ADOPTION, 404, 422),
+    responses=responses(200, schemas.Adoption, examples.ADOPTION, 404, 422),
 )
 async def adopt(job_id: JobId, seq: Seq, request: Request, context: Context) -> Response:
     """Record that the training has swapped a schedule in: at which step, and the iteration time since.
@@ -109,7 +111,7 @@ def _adopt(context: Context, job: Job, seq: int, adoption: AdoptionBody) -> dict
     return adoption_view(_found(context, job, seq))
 
 
-@router.get("/adoptions", responses=replies(200, schemas.Adoptions, examples.ADOPTIONS, 404))
+@router.get("/adoptions", responses=responses(200, schemas.Adoptions, examples.ADOPTIONS, 404))
 async def list_adoptions(job_id: JobId, context: Context) -> Response:
     """The schedules that the training has swapped in, with predicted and measured times."""
     found = await context.query_job(job_id, lambda job: context.service.jobs.incumbents(job.id))
@@ -118,7 +120,7 @@ async def list_adoptions(job_id: JobId, context: Context) -> Response:
     )
 
 
-@router.get("/log", responses=replies(200, schemas.Log, examples.LOG, 404, 422))
+@router.get("/log", responses=responses(200, schemas.Log, examples.LOG, 404, 422))
 async def show_log(
     job_id: JobId,
     context: Context,
@@ -132,14 +134,14 @@ async def show_log(
     return json_reply(text({"lines": log_view(lines), "next": more}))
 
 
-@router.get("/trace", responses=replies(200, schemas.Trace, examples.TRACE, 404, 409, 422))
+@router.get("/trace", responses=responses(200, schemas.Trace, examples.TRACE, 404, 409, 422))
 async def show_trace(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
     return json_reply(await context.service.pictures.run(lambda: trace(_schedule(incumbent))))
 
 
-@router.get("/timeline", responses=replies(200, schemas.Timeline, examples.TIMELINE, 404, 409, 422))
+@router.get("/timeline", responses=responses(200, schemas.Timeline, examples.TIMELINE, 404, 409, 422))
 async def show_timeline(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))

@@ -14,8 +14,8 @@ from optpipe_server.database.tables import State
 from optpipe_server.http import examples, schemas
 from optpipe_server.http.bodies import ExtensionBody, ProblemBody, Submission
 from optpipe_server.http.context import Context, IfNoneMatch, Job, JobId, matches_etag
-from optpipe_server.http.docs import body, replies
 from optpipe_server.http.events import EventStream
+from optpipe_server.http.openapi import body, responses
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import cursor, etag, from_cursor, job_url, job_view, over, text
 
@@ -31,8 +31,8 @@ IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
     status_code=201,
     openapi_extra=body(Submission, examples.SUBMISSION),
     responses={
-        **replies(201, schemas.Job, examples.JOB, 422, 429),
-        200: replies(200, schemas.Job, examples.JOB)[200]
+        **responses(201, schemas.Job, examples.JOB, 422, 429),
+        200: responses(200, schemas.Job, examples.JOB)[200]
         | {"description": "Submitted before with the same Idempotency-Key"},
     },
 )
@@ -54,7 +54,7 @@ async def submit(
     return await context.job_reply(job_id, 201 if new else 200, {"Location": job_url(job_id)})
 
 
-@router.get("", responses=replies(200, schemas.JobList, examples.JOBS, 422))
+@router.get("", responses=responses(200, schemas.JobList, examples.JOBS, 422))
 async def list_jobs(
     context: Context,
     state: State | None = None,
@@ -81,7 +81,7 @@ def _page(context: Context, state: State | None, limit: int, before: int | None)
     return Response(text(listed), media_type="application/json")
 
 
-@router.get("/{job_id}", responses=replies(200, schemas.Job, examples.JOB, 404, 422, _304="Not changed"))
+@router.get("/{job_id}", responses=responses(200, schemas.Job, examples.JOB, 404, 422, _304="Not changed"))
 async def show_job(
     job_id: JobId,
     context: Context,
@@ -114,7 +114,7 @@ async def show_job(
     status_code=200,
     response_class=EventStream,
     responses={
-        **replies(200, None, None, 404, _204="The job is over, and Last-Event-ID is its last incumbent"),
+        **responses(200, None, None, 404, _204="The job is over, and Last-Event-ID is its last incumbent"),
         200: {
             "description": "A stream that ends with `end`",
             "content": {"text/event-stream": {"example": examples.EVENTS}},
@@ -131,7 +131,7 @@ async def follow(job_id: JobId, context: Context, last_event_id: LastEventId = N
     return EventStream(context.service.job_updates, job.id, job.version, after, context.service.settings.ping_s)
 
 
-@router.post("/{job_id}/cancel", status_code=202, responses=replies(202, schemas.Job, examples.JOB, 404))
+@router.post("/{job_id}/cancel", status_code=202, responses=responses(202, schemas.Job, examples.JOB, 404))
 async def cancel(job_id: JobId, context: Context) -> Response:
     """End a job with the best schedule that it has. A job that is over stays as it is."""
     await context.query_job(job_id, lambda job: context.service.jobs.cancel(context.tenant, job.id))
@@ -142,7 +142,7 @@ async def cancel(job_id: JobId, context: Context) -> Response:
 @router.patch(
     "/{job_id}",
     openapi_extra=body(ExtensionBody, {"time_limit_s": 600.0}),
-    responses=replies(200, schemas.Job, examples.JOB, 404, 409, 412, 422),
+    responses=responses(200, schemas.Job, examples.JOB, 404, 409, 412, 422),
 )
 async def extend(job_id: JobId, request: Request, context: Context, if_match: IfMatch = None) -> Response:
     """Give an open job more time."""
@@ -166,7 +166,7 @@ def _extend(context: Context, job: Job, time_limit_s: float, if_match: str | Non
 @router.post(
     "/{job_id}/problem",
     openapi_extra=body(ProblemBody, {"problem": examples.PROBLEM}),
-    responses=replies(200, schemas.Job, examples.JOB, 404, 409, 422, 429),
+    responses=responses(200, schemas.Job, examples.JOB, 404, 409, 422, 429),
 )
 async def change_problem(job_id: JobId, request: Request, context: Context) -> Response:
     """Replace the job's problem by the same problem with other costs.
@@ -182,7 +182,7 @@ async def change_problem(job_id: JobId, request: Request, context: Context) -> R
     return await context.job_reply(job_id)
 
 
-@router.delete("/{job_id}", status_code=204, response_class=Response, responses=replies(204, None, None, 404))
+@router.delete("/{job_id}", status_code=204, response_class=Response, responses=responses(204, None, None, 404))
 async def purge(job_id: JobId, context: Context) -> Response:
     """Delete the job with its schedules and its log; a running search ends."""
     await context.query_job(job_id, lambda job: context.service.jobs.purge(context.tenant, job.id))

@@ -170,8 +170,7 @@ class Health(Record):
 
 
 class Ready(Record):
-    """`solves` is the number of searches that this process runs at a time; with 0, workers of the same database
-    run them."""
+    """`solves` is the number of searches that this process runs at a time; with 0, workers search."""
 
     status: Literal["ready"]
     solves: int

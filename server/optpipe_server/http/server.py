@@ -90,8 +90,7 @@ def make_server(listener: socket.socket, settings: Settings, ready: Callable[[st
     """Return the server that will answer on the socket.
 
     `run` it, in a thread of its own if the process handles signals itself. Raises `InputError` for wrong settings, and
-    if
-    others can reach the socket and there are no keys.
+    if others can reach the socket and there are no keys.
     """
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

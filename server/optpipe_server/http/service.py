@@ -41,7 +41,7 @@ RETRY_SOON = {"Retry-After": "10"}
 
 
 class Service:
-    """One process of the service. `open` and `close` belong to one event loop. Raises `InputError` for wrong
+    """One process of the service; `open` and `close` belong to one event loop. Raises `InputError` for wrong
     settings."""
 
     def __init__(self, settings: Settings) -> None:
@@ -184,8 +184,7 @@ class Service:
         return True
 
     def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
-        """The job, and its last schedule re-timed for other costs. Raises `ReplyError` (409) if they are of
-        another shape."""
+        """The job, and its last schedule with the new costs. Raises `ReplyError` (409) if the shape is another one."""
         job = self.jobs.job(tenant, job_id)
         if job is None:
             raise LookupError(job_id)

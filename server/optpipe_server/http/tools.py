@@ -19,7 +19,7 @@ from optpipe_server.http import examples, schemas
 from optpipe_server.http.bodies import MOST_STAGES, ProblemBody, parse
 from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.context import Context
-from optpipe_server.http.docs import body, replies
+from optpipe_server.http.openapi import body, responses
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import text, uses
 
@@ -73,8 +73,7 @@ class CheckReply(Record):
 
 
 class SimulationReply(Record):
-    """A schedule by nominal times, even if memory does not suffice; `ops` are the first by start, `ops_total`
-    counts all."""
+    """A schedule by nominal times, even if it needs too much memory; `ops` are the first by start of `ops_total`."""
 
     makespan_ms: float
     span_ms: float
@@ -169,7 +168,7 @@ _KNOWN = {
 }
 
 
-@router.post("/check", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, CheckReply, _CHECKED, 422))
+@router.post("/check", openapi_extra=body(ScheduleBody, _BOTH), responses=responses(200, CheckReply, _CHECKED, 422))
 async def check_schedule(request: Request, context: Context) -> Response:
     """Whether a schedule is valid: its ops can run in their order, and no device needs more memory than it has."""
     sent = await request.body()
@@ -187,7 +186,7 @@ def _checked(sent: ScheduleBody) -> dict[str, Any]:
 
 
 @router.post(
-    "/simulate", openapi_extra=body(ScheduleBody, _BOTH), responses=replies(200, SimulationReply, _SIMULATED, 422)
+    "/simulate", openapi_extra=body(ScheduleBody, _BOTH), responses=responses(200, SimulationReply, _SIMULATED, 422)
 )
 async def simulate_schedule(request: Request, context: Context) -> Response:
     """When each op runs, by nominal times, and the most memory that each device holds."""
@@ -214,7 +213,7 @@ def _simulated(sent: ScheduleBody) -> dict[str, Any]:
 @router.post(
     "/compare",
     openapi_extra=body(CompareBody, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
-    responses=replies(200, CompareReply, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
+    responses=responses(200, CompareReply, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
 )
 async def compare_methods(
     request: Request, context: Context, processes: Annotated[CompareProcesses, Depends(_compare_processes)]
@@ -239,7 +238,7 @@ def _comparable(compare: CompareBody) -> CompareBody:
 @router.post(
     "/cache/lookup",
     openapi_extra=body(LookupBody, {"problem": examples.PROBLEM, "objective": "makespan"}),
-    responses=replies(200, LookupReply, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
+    responses=responses(200, LookupReply, {"hit": {**_KNOWN, "schedule": examples.SCHEDULE}}, 422),
 )
 async def look_up(request: Request, context: Context) -> Response:
     """The cached schedule of this problem, or of the most similar one whose schedule is valid for it."""

@@ -1,5 +1,4 @@
-"""How jobs and incumbents look in replies: as JSON text, with problems and programs inserted as the database has
-them."""
+"""How jobs and incumbents look in replies: JSON text into which problems and programs are inserted as stored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """cgroup v2, if it is delegated to us: the kernel limits a search's memory and number of processes.
 
-Below the group in which this process was started there is `optpipe-own`, which holds this process, because a group
-that delegates controllers may hold none itself; and one group per search.
+Below the group in which this process was started there is `optpipe-own`, which holds this process, because a group that
+delegates controllers may hold none itself; and one group per search.
 """
 
 from __future__ import annotations

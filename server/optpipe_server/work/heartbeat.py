@@ -34,7 +34,7 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self._leases, self._running, self._every_s = leases, running, every_s
         self._stopping = threading.Event()
-        self._beat = 0.0  # monotonic clock
+        self._renewed = 0.0  # monotonic clock
         self.last_round = self.last_answer = time.monotonic()
 
     def stop(self, timeout_s: float) -> None:
@@ -66,9 +66,9 @@ class Heartbeat(threading.Thread):
         if not held:
             return
         lost: set[str] = set()
-        if began - self._beat >= self._every_s:
+        if began - self._renewed >= self._every_s:
             lost = self._leases.renew([(claim, solve.spent_s) for solve, claim in held.items()])
-            self._beat = began
+            self._renewed = began
         changes = self._leases.requested_changes({claim.job_id: claim.attempt for claim in held.values()})
         self.last_answer = time.monotonic()
         for solve, claim in held.items():

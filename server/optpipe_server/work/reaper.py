@@ -22,8 +22,7 @@ class Reaper:
     process.
 
     For a SQLite file, which one process has, start it before the supervisor: jobs that are running then belong to a
-    process
-    that has ended.
+    process that has ended.
     """
 
     def __init__(

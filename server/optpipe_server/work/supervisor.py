@@ -83,10 +83,10 @@ class Supervisor:
     def health(self) -> dict[str, str | int]:
         """Report whether the threads run, whether they reach the database, and how many jobs they have."""
         now = time.monotonic()
-        turns = min(self._last_round, self._heartbeat.last_round, self._watchdog.last_round) > now - HANGS_S
+        running = min(self._last_round, self._heartbeat.last_round, self._watchdog.last_round) > now - HANGS_S
         reached = max(self._last_answer, self._heartbeat.last_answer) > now - AWAY_S
         return {
-            "status": "ok" if turns else "hangs",
+            "status": "ok" if running else "hangs",
             "database": "ok" if reached else "away",
             "solves": len(self._solves),
         }

@@ -47,9 +47,8 @@ def work(settings: Settings, name: str, metrics_host: str = "127.0.0.1", metrics
     """
     if settings.database.startswith("sqlite"):
         raise InputError(
-            f"database = {settings.database!r}: a worker shares it with other processes, and SQLite has one that "
-            "writes, `optpipe serve`; "
-            "postgresql://USER:PASSWORD@HOST/NAME would be right"
+            f"database = {settings.database!r}: a worker shares it with other processes, but a SQLite file "
+            "has one that writes, `optpipe serve`; expected postgresql://USER:PASSWORD@HOST/NAME"
         )
     if settings.solves < 1:
         raise InputError(f"solves = {settings.solves}: must be 1 or more")

@@ -1,5 +1,4 @@
-"""One URL, two databases: how they are opened, brought up to date, refused; and what ends a transaction that does not
-end itself."""
+"""Opening, migrating and refusing databases of both kinds, and timeouts of transactions."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -38,7 +38,7 @@ def test_the_migrations_make_the_tables(database: Database) -> None:
         assert {*inspect(db).get_table_names()} == {*metadata.tables, "alembic_version"}
 
 
-def test_an_open_database_is_as_it_was_left(database_url: str) -> None:
+def test_a_reopened_database_keeps_its_content(database_url: str) -> None:
     first = Database(database_url)
     job_id = submit(first)
     before = row(first, job_id)
@@ -48,7 +48,7 @@ def test_an_open_database_is_as_it_was_left(database_url: str) -> None:
     again.close()
 
 
-def test_what_sqlite_acknowledges_is_on_the_disk_and_who_will_write_has_the_lock_at_once(sqlite_url: str) -> None:
+def test_sqlite_is_durable_and_locks_at_the_start_of_a_write(sqlite_url: str) -> None:
     database = Database(sqlite_url)
     with database.read() as db:
         told = [
@@ -61,7 +61,7 @@ def test_what_sqlite_acknowledges_is_on_the_disk_and_who_will_write_has_the_lock
     database.close()
 
 
-def test_tables_of_a_newer_release_are_refused_and_let_go(database_url: str) -> None:
+def test_tables_of_a_newer_release_are_refused_and_unlocked(database_url: str) -> None:
     database = Database(database_url)
     with database.write() as db:
         revision = db.execute(text("select version_num from alembic_version")).scalar_one()
@@ -93,7 +93,7 @@ def test_processes_that_migrate_at_once(postgres: Postgres) -> None:
         database.close()
 
 
-def test_a_database_that_is_away_is_named_as_it_was_given_without_the_password() -> None:
+def test_the_error_for_an_absent_database_names_it_without_password() -> None:
     with pytest.raises(
         AwayError, match=r"^database = 'postgresql://me:\*\*\*@127\.0\.0\.1:1/name': .*Connection refused$"
     ):
@@ -106,16 +106,16 @@ def test_a_migration_may_take_its_time(postgres: Postgres, monkeypatch: pytest.M
     def upgrade(config: Config, _revision: str) -> None:
         for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
             limits.append(config.attributes["connection"].execute(text(f"show {name}")).scalar_one())
-        config.attributes["connection"].execute(text("select pg_sleep(1)"))
+        config.attributes["connection"].execute(text("select pg_sleep(4)"))
 
     monkeypatch.setattr(command, "upgrade", upgrade)
-    monkeypatch.setattr(of_postgres, "ANSWER_S", 0.5)
+    monkeypatch.setattr(of_postgres, "ANSWER_S", 2.0)
     with postgres.database() as url:
         database = Database(url)
         with database.read() as db:
             assert db.execute(text("show statement_timeout")).scalar_one() == "10s"
             with pytest.raises(OperationalError, match="no answer"):
-                db.execute(text("select pg_sleep(1)"))
+                db.execute(text("select pg_sleep(4)"))
         database.close()
     assert limits == ["0", "0", "0"]
 
@@ -132,7 +132,7 @@ def test_a_file_has_one_process(tmp_path: Path, sqlite_url: str) -> None:
     assert subprocess.run([sys.executable, "-c", OPEN, sqlite_url], capture_output=True, text=True).stdout == "opened\n"
 
 
-def test_a_new_file_is_the_users_alone(tmp_path: Path, sqlite_url: str) -> None:
+def test_a_new_file_is_readable_by_its_user_only(tmp_path: Path, sqlite_url: str) -> None:
     Database(sqlite_url).close()
     assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
         "service.sqlite": 0o600,
@@ -140,7 +140,7 @@ def test_a_new_file_is_the_users_alone(tmp_path: Path, sqlite_url: str) -> None:
     }
 
 
-def test_beside_the_process_that_has_it(sqlite_url: str) -> None:
+def test_a_secondary_opens_the_file_of_another_process(sqlite_url: str) -> None:
     database = Database(sqlite_url)
     beside = Database(sqlite_url, secondary=True)
     job_id = submit(beside)
@@ -175,7 +175,7 @@ def test_beside_the_process_that_has_it(sqlite_url: str) -> None:
         "sqlite:////tmp/file?mode=ro",
     ],
 )
-def test_a_url_that_is_none_is_one_sentence_without_the_password(url: str) -> None:
+def test_the_error_for_a_wrong_url_has_no_password(url: str) -> None:
     with pytest.raises(InputError) as refused:
         Database(url)
     said = str(refused.value)
@@ -184,7 +184,7 @@ def test_a_url_that_is_none_is_one_sentence_without_the_password(url: str) -> No
     assert not any(part in said for part in ("geheim", "heim@") if url.startswith(("postgresql", "mysql")))
 
 
-def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_file_that_is_not_a_database_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("this is not a database " * 100)
     with pytest.raises(InputError, match="file is not a database"):
         Database(f"sqlite:///{tmp_path / 'text'}")
@@ -192,8 +192,10 @@ def test_a_file_that_is_no_database_is_one_sentence(tmp_path: Path) -> None:
         Database(f"sqlite:///{tmp_path}")
 
 
-def test_whoever_is_stopped_in_a_transaction_keeps_no_job(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_postgres, "IDLE_MS", 300)
+def test_a_process_stopped_in_a_transaction_does_not_block_its_job(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_postgres, "IDLE_MS", 3000)
     stopped, other = Database(postgres_url), Database(postgres_url)
     job_id = submit(other)
     Leases(stopped, "w").claim()
@@ -228,8 +230,8 @@ def test_whoever_is_stopped_in_a_transaction_keeps_no_job(postgres_url: str, mon
     other.close()
 
 
-def test_a_statement_ends(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_postgres, "STATEMENT_MS", 200)
+def test_a_statement_times_out(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_postgres, "STATEMENT_MS", 1000)
     database = Database(postgres_url)
     job_id = submit(database)
     with pytest.raises(OperationalError, match="statement timeout"), database.read() as db:
@@ -247,9 +249,9 @@ def submit_changes(database: Database, job_id: str) -> None:
         db.execute(update(jobs).where(jobs.c.id == job_id).values(spent_s=1.0))
 
 
-def test_more_than_all_connections_is_an_error_in_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_connection_times_out(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_postgres, "CONNECTIONS", 2)
-    monkeypatch.setattr(of_postgres, "CONNECT_S", 1)
+    monkeypatch.setattr(of_postgres, "CONNECT_S", 3)
     database = Database(postgres_url)
     with database.read(), database.read(), pytest.raises(TimeoutError):
         submit(database)
@@ -262,9 +264,7 @@ def end_connection_of(db: Connection, postgres: Postgres) -> None:
     postgres.run(f"select pg_terminate_backend({pid}, 10000)")
 
 
-def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(
-    postgres: Postgres, postgres_url: str
-) -> None:
+def test_a_connection_lost_in_a_transaction_is_replaced(postgres: Postgres, postgres_url: str) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
 
@@ -280,7 +280,7 @@ def test_a_connection_that_dies_inside_is_an_error_and_the_next_one_works(
     database.close()
 
 
-def test_connections_that_the_server_has_ended_are_made_anew(postgres: Postgres, postgres_url: str) -> None:
+def test_connections_that_the_server_closed_are_replaced(postgres: Postgres, postgres_url: str) -> None:
     database = Database(postgres_url)
     with database.read() as first, database.read() as second, database.read() as third:
         pids = [db.execute(text("select pg_backend_pid()")).scalar_one() for db in (first, second, third)]
@@ -293,7 +293,7 @@ def test_connections_that_the_server_has_ended_are_made_anew(postgres: Postgres,
     database.close()
 
 
-def test_what_goes_together_is_written_as_a_whole_or_not_at_all(database: Database) -> None:
+def test_pipelined_statements_are_atomic(database: Database) -> None:
     job_id = submit(database)
 
     def write(*numbers: int) -> None:
@@ -311,7 +311,7 @@ def test_what_goes_together_is_written_as_a_whole_or_not_at_all(database: Databa
     write(6)
 
 
-def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, postgres_url: str) -> None:
+def test_a_connection_lost_in_a_pipeline_is_replaced(postgres: Postgres, postgres_url: str) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
 
@@ -329,12 +329,12 @@ def test_a_connection_that_dies_under_what_goes_together(postgres: Postgres, pos
     database.close()
 
 
-def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, tmp_path: Path) -> None:
+def test_a_submission_and_its_display_take_few_round_trips(postgres_url: str, tmp_path: Path) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
 
     def trips_of(question: Callable[[], object]) -> int:
-        """How often the server had the word, by libpq's own record."""
+        """Count the round trips to the server, by libpq's own trace."""
         with (tmp_path / "trace").open("w+") as trace:
             with database.read() as db:  # by the one connection that there is
                 line: Any = db.connection.driver_connection
@@ -352,7 +352,7 @@ def test_a_submission_and_a_look_at_it_take_few_trips(postgres_url: str, tmp_pat
     database.close()
 
 
-def test_what_fails_together_leaves_no_connection_behind(postgres: Postgres, postgres_url: str) -> None:
+def test_a_failed_pipeline_leaks_no_connection(postgres: Postgres, postgres_url: str) -> None:
     database = Database(postgres_url)
     job_id = submit(database)
     everybody, go_on = threading.Barrier(5), threading.Event()
@@ -391,7 +391,7 @@ def test_what_fails_together_leaves_no_connection_behind(postgres: Postgres, pos
     last.close()
 
 
-def test_a_server_that_hangs_is_an_error_in_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_causes_an_error(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     database = Database(postgres_url)
     with database.read() as db:
         pid = db.execute(text("select pg_backend_pid()")).scalar_one()
@@ -408,7 +408,17 @@ def test_a_server_that_hangs_is_an_error_in_time(postgres_url: str, monkeypatch:
     database.close()
 
 
-def test_who_waits_for_an_answer_is_cut_off(postgres_url: str) -> None:
+def test_a_connection_in_use_is_closed_once_its_database_is_closed(database_url: str) -> None:
+    database = Database(database_url)
+    with database.read() as db:
+        connection: Any = db.connection.driver_connection
+        database.close()
+        assert db.execute(text("select 1")).scalar_one() == 1
+    with pytest.raises((sqlite3.ProgrammingError, psycopg.OperationalError), match="closed"):
+        connection.execute("select 1")
+
+
+def test_abort_connections_ends_a_wait_for_an_answer(postgres_url: str) -> None:
     database, failed = Database(postgres_url), threading.Event()
 
     def wait() -> None:

@@ -1,5 +1,5 @@
-"""A disk that is full or read-only, a PostgreSQL that goes away: an error, never a false acknowledgement, and all is
-well again after."""
+"""A full or read-only disk, and a PostgreSQL that goes away: an error, no false acknowledgement, and recovery
+afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[2]
 
 
 def whole(database: Database, acknowledged: set[str]) -> bool:
-    """Whether exactly these jobs are there, each with its schedule."""
+    """Return whether exactly these jobs are stored, each with its schedule."""
     jobs = Jobs(database)
     known = jobs.page(A, None, None, 200)
     assert len(known) < 200
@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 class Submitter:
-    """A process that submits jobs and tells which were acknowledged."""
+    """A process that submits jobs and reports which were acknowledged."""
 
     def __init__(self, url: str) -> None:
         paths = os.pathsep.join([str(TESTS), *sys.path])
@@ -119,12 +119,12 @@ class Submitter:
         return [self._read() for _ in range(number)]
 
     def kill(self) -> list[str]:
-        """Ends it at once; returns what it has said that was not read."""
+        """Kill it; return its output that was not read yet."""
         self._process.kill()
         return [line for line in self._process.communicate()[0].splitlines() if len(line) == 32]
 
 
-def test_a_disk_that_takes_no_more_while_it_is_written(tmp_path: Path, sqlite_url: str) -> None:
+def test_a_disk_that_fills_up_during_a_write(tmp_path: Path, sqlite_url: str) -> None:
     with Submitter(sqlite_url) as submitter:
         acknowledged = {*submitter.submit(3)}
         submitter.tell(f"room {(tmp_path / 'service.sqlite-wal').stat().st_size + 30_000}")
@@ -144,7 +144,7 @@ def test_a_disk_that_takes_no_more_while_it_is_written(tmp_path: Path, sqlite_ur
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder that a process of another user may reach."""
+    """A folder that a process of another user can reach."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o777)
     yield folder
@@ -191,11 +191,8 @@ def test_a_database_that_is_read_only(postgres: Postgres, postgres_url: str) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT], ids=["ended", "crashed"])
 def test_a_postgresql_that_goes_and_comes_back(postgres: Postgres, postgres_url: str, how: signal.Signals) -> None:
-    """Three threads submit all the time; what was acknowledged is there when it is back, and the first to ask then is
-    answered.
-
-    Also where that one has slept through it all.
-    """
+    """Three threads submit all the time. What was acknowledged is there after the outage, and the first request after
+    it works, even on a connection that was idle during the outage."""
     database, asleep = Database(postgres_url), Database(postgres_url)
     job_id = submit(database)
     claim = Leases(database, "w").claim()

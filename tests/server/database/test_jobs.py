@@ -1,4 +1,4 @@
-"""What clients ask of the database, on both."""
+"""What clients do with jobs, on both databases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
     assert jobs.incumbent(job_id, 2) is None
 
 
-def test_what_is_proven_before_any_worker_is_over(jobs: Jobs) -> None:
+def test_a_job_proven_at_submission_is_over(jobs: Jobs) -> None:
     best, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(found(FAST, FAST.makespan_ms), "cache"), queue=0)
     none, _ = jobs.add(A, NewJob(PROBLEM), InitialResult(Result("infeasible", reason="device 0 needs\0more")), queue=0)
     done, infeasible = jobs.job(A, best), jobs.job(A, none)
@@ -60,7 +60,7 @@ def test_what_is_proven_before_any_worker_is_over(jobs: Jobs) -> None:
     assert (infeasible.state, infeasible.reason, infeasible.last_seq) == ("infeasible", "device 0 needs\ufffdmore", 0)
 
 
-def test_what_text_cannot_hold_is_replaced(jobs: Jobs) -> None:
+def test_characters_that_cannot_be_stored_are_replaced(jobs: Jobs) -> None:
     """PostgreSQL has no NUL."""
     job_id, _ = jobs.add(A, NewJob(PROBLEM.replace(name="a\0b")), start(), queue=1)
     job = jobs.job(A, job_id)
@@ -90,7 +90,7 @@ def test_the_same_key_means_the_same_job(jobs: Jobs) -> None:
     assert new, "a purged job leaves its key"
 
 
-def test_a_tenant_has_as_many_waiting_jobs_as_it_may(jobs: Jobs, database: Database) -> None:
+def test_a_tenants_queue_is_limited(jobs: Jobs, database: Database) -> None:
     for _ in range(2):
         jobs.add(A, NewJob(PROBLEM), start(), queue=2)
     with pytest.raises(QueueFullError):
@@ -102,7 +102,7 @@ def test_a_tenant_has_as_many_waiting_jobs_as_it_may(jobs: Jobs, database: Datab
     assert jobs.count() == {"queued": 3, "running": 1}
 
 
-def test_another_tenant_sees_and_does_nothing(jobs: Jobs, database: Database) -> None:
+def test_another_tenant_cannot_see_or_change_a_job(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     before = row(database, job_id)
     assert jobs.job("b", job_id) is None
@@ -129,7 +129,7 @@ def test_pages_go_back_in_time(jobs: Jobs, database: Database) -> None:
     assert [job.id for job in jobs.page(A, "cancelled", None, 9)] == [ids[3]]
 
 
-def test_versions_grow_with_all_that_can_be_seen(jobs: Jobs, database: Database) -> None:
+def test_versions_grow_with_every_visible_change(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     seen = [jobs.versions([job_id, "no such job"])[job_id]]
     leases = Leases(database, "w")
@@ -189,7 +189,7 @@ def test_extend(jobs: Jobs, database: Database) -> None:
         jobs.extend(A, job_id, 30.0, version + 2)
 
 
-def test_a_cancel_that_came_too_late_does_not_keep_another_problem_away(jobs: Jobs, database: Database) -> None:
+def test_a_job_can_change_after_a_cancel_that_came_too_late(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     leases = Leases(database, "w")
     claim = leases.claim()
@@ -202,7 +202,7 @@ def test_a_cancel_that_came_too_late_does_not_keep_another_problem_away(jobs: Jo
     assert (row(database, job_id).state, row(database, job_id).cancel_requested) == ("queued", False)
 
 
-def test_more_time_while_it_runs_goes_on(jobs: Jobs, database: Database) -> None:
+def test_more_time_continues_a_running_job(jobs: Jobs, database: Database) -> None:
     job_id = submit(database, time_limit_s=10.0)
     leases = Leases(database, "w")
     claim = leases.claim()
@@ -317,7 +317,7 @@ def test_adoptions(jobs: Jobs, database: Database) -> None:
     assert any("measured 12.5 ms" in line.text for line in jobs.log(job_id, 0, 100))
 
 
-def test_purge_takes_all_of_it_and_nothing_else(jobs: Jobs, database: Database) -> None:
+def test_purge_deletes_all_of_a_job_and_nothing_else(jobs: Jobs, database: Database) -> None:
     job_id, _ = jobs.add(A, NewJob(PROBLEM), start(), queue=9, key="k", body_sha256="x")
     other = submit(database)
     jobs.adopt(A, job_id, 1, 1, None)
@@ -339,7 +339,7 @@ def test_purge_takes_all_of_it_and_nothing_else(jobs: Jobs, database: Database) 
     assert len(jobs.incumbents(other)) == 1
 
 
-def test_the_log_is_read_on_from_where_it_was(jobs: Jobs, database: Database) -> None:
+def test_the_log_is_read_in_pages(jobs: Jobs, database: Database) -> None:
     job_id = submit(database)
     claim = Leases(database, "w").claim()
     assert claim is not None

@@ -17,20 +17,19 @@ from optpipe_server.database.keys import Caller, Keys
 from optpipe_server.database.tables import keys as table
 
 
-def test_a_key_opens_what_it_was_made_for(database: Database) -> None:
+def test_a_key_gives_its_tenant_and_scopes(database: Database) -> None:
     keys = Keys(database)
     assert not keys.any()
     one, two = keys.create("a", ["read", "submit"]), keys.create("b", {"admin"})
     assert keys.any()
     assert keys.check(one) == Caller("a", frozenset({"read", "submit"}))
     assert keys.check(two) == Caller("b", frozenset({"admin"}))
-    listed = {
-        (row.tenant, row.scopes, row.revoked_at) for row in keys.list()
-    }  # in any order where both are of one millisecond
+    # A set, because the order is open if both were made in the same millisecond.
+    listed = {(row.tenant, row.scopes, row.revoked_at) for row in keys.list()}
     assert listed == {("a", "submit read", None), ("b", "admin", None)}
 
 
-def test_any_other_key_opens_nothing(database: Database) -> None:
+def test_a_wrong_key_is_rejected(database: Database) -> None:
     keys = Keys(database)
     key, other = keys.create("a", ["read"]), keys.create("a", ["read"])
     _, key_id, secret = key.split("_")
@@ -53,7 +52,7 @@ def test_any_other_key_opens_nothing(database: Database) -> None:
     assert keys.check(key)
 
 
-def test_the_key_itself_is_nowhere(database: Database) -> None:
+def test_the_key_itself_is_not_stored(database: Database) -> None:
     keys = Keys(database)
     key = keys.create("a", ["read"])
     with database.read() as db:
@@ -62,7 +61,7 @@ def test_the_key_itself_is_nowhere(database: Database) -> None:
     assert not any(row.secret_sha256 in str(value) for value in keys.list()[0])
 
 
-def test_a_revoked_key_opens_nothing_and_no_one_is_let_in_without(database: Database) -> None:
+def test_a_revoked_key_is_rejected_and_keys_are_still_required(database: Database) -> None:
     keys = Keys(database)
     key = keys.create("a", ["read"])
     key_id = key.split("_")[1]
@@ -79,7 +78,7 @@ def test_a_revoked_key_opens_nothing_and_no_one_is_let_in_without(database: Data
     assert key.split("_")[2] not in str(refused.value)
 
 
-def test_a_key_is_compared_in_constant_time_also_where_there_is_none(
+def test_keys_are_compared_in_constant_time_even_if_unknown(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = Keys(database)
@@ -109,9 +108,7 @@ def test_a_key_is_compared_in_constant_time_also_where_there_is_none(
         ("a", [], "scope: a key needs at least one"),
     ],
 )
-def test_a_name_or_scope_that_there_is_not_is_refused(
-    database: Database, tenant: str, scopes: list[str], message: str
-) -> None:
+def test_a_wrong_tenant_or_scope_is_refused(database: Database, tenant: str, scopes: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Keys(database).create(tenant, scopes)
     assert not Keys(database).any()

@@ -1,4 +1,4 @@
-"""What workers ask of the database, on both: leases, their fences, and what becomes of a job whose worker is gone."""
+"""What workers do with jobs, on both databases: leases, fences, and jobs of lost workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_highest_priority_comes_first_then_the_oldest(database: Database) ->
     assert leases.claim() is None
 
 
-def test_a_claim_says_all_that_a_search_needs(database: Database) -> None:
+def test_a_claim_has_all_that_a_search_needs(database: Database) -> None:
     job_id = submit(database, method="cpsat", objective="span", gap=0.01, time_limit_s=30.0)
     _, claim = claimed(database)
     assert (claim.job_id, claim.tenant, claim.attempt, claim.problem, claim.problem_version) == (
@@ -79,7 +79,7 @@ LOSSES: dict[str, Callable[[Database, Leases, Claim], object]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_lost_lease_writes_nothing(database: Database, loss: str) -> None:
+def test_a_lost_lease_cannot_write(database: Database, loss: str) -> None:
     job_id = submit(database)
     leases, claim = claimed(database)
     LOSSES[loss](database, leases, claim)
@@ -98,7 +98,7 @@ def test_a_lost_lease_writes_nothing(database: Database, loss: str) -> None:
     assert everything() == before
 
 
-def test_a_claim_is_its_workers_alone(database: Database) -> None:
+def test_a_claim_belongs_to_one_worker(database: Database) -> None:
     submit(database)
     _, claim = claimed(database)
     other = Leases(database, "x")
@@ -126,7 +126,7 @@ def test_leases_count_by_the_clock_of_the_database(database: Database) -> None:
     assert (reap(database), row(database, job_id).spent_s) == ([], 2.5)
 
 
-def test_a_clock_that_was_set_back_keeps_no_job_from_others(database: Database) -> None:
+def test_a_clock_that_was_set_back_does_not_block_jobs(database: Database) -> None:
     job_id = submit(database)
     claimed(database)
     with database.write() as db:
@@ -139,7 +139,7 @@ def test_a_clock_that_was_set_back_keeps_no_job_from_others(database: Database) 
     assert reap(database) == [job_id]
 
 
-def test_whatever_its_lease_where_nobody_else_can_be(database: Database) -> None:
+def test_everything_reaps_all_running_jobs(database: Database) -> None:
     running, waiting = submit(database), submit(database)
     claimed(database)
     assert reap(database, everything=True) == [running]
@@ -158,7 +158,7 @@ def test_a_reaped_job_goes_on_where_it_was(database: Database) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "state"), [(SLOW, "done"), (None, "failed")])
-def test_a_job_that_takes_its_workers_down_ends(database: Database, schedule: object, state: str) -> None:
+def test_a_job_that_crashes_its_workers_ends(database: Database, schedule: object, state: str) -> None:
     job_id = submit(database, schedule=schedule)
     for _ in range(MOST_LOSSES):
         claimed(database)
@@ -174,8 +174,8 @@ def test_a_job_that_takes_its_workers_down_ends(database: Database, schedule: ob
     )
 
 
-def test_the_schedule_of_another_problem_is_none(database: Database) -> None:
-    """A job whose present problem has no schedule has failed when it is given up."""
+def test_a_schedule_of_another_problem_is_not_read(database: Database) -> None:
+    """A job without a schedule for its current problem has failed when it ends."""
     job_id = submit(database)
     Jobs(database).change_problem(A, job_id, chain(scale=2.0), InitialResult(), seen=1, queue=9)
     for _ in range(MOST_LOSSES + 1):
@@ -185,7 +185,7 @@ def test_the_schedule_of_another_problem_is_none(database: Database) -> None:
     assert row(database, job_id).state == "failed"
 
 
-def test_a_cancelled_job_whose_worker_is_gone_is_over(database: Database) -> None:
+def test_a_cancelled_job_of_a_lost_worker_ends(database: Database) -> None:
     job_id = submit(database)
     claimed(database)
     Jobs(database).cancel(A, job_id)
@@ -211,7 +211,7 @@ def test_a_crash_is_retried_once_from_the_best(database: Database) -> None:
     assert [line.level for line in Jobs(database).log(job_id, 0, 99)].count("error") == 2
 
 
-def test_what_is_given_back_waits_for_whoever_is_next(database: Database) -> None:
+def test_a_job_that_is_given_back_waits(database: Database) -> None:
     kept, cancelled = submit(database), submit(database)
     leases = Leases(database, "w")
     claims = [leases.claim(), leases.claim()]
@@ -251,7 +251,7 @@ def test_an_incumbent_is_better_than_the_last(database: Database, objective: str
     ids=["less of a bound", "a worse schedule", "nothing", "the opposite"],
 )
 @pytest.mark.parametrize("state", ["done", "failed", "infeasible", "cancelled"])
-def test_what_is_stored_never_becomes_less(database: Database, told: Result, state: str) -> None:
+def test_finish_never_makes_stored_results_worse(database: Database, told: Result, state: str) -> None:
     job_id = submit(database)
     leases, claim = claimed(database)
     leases.append(claim, found(FAST, 2.0))
@@ -263,7 +263,7 @@ def test_what_is_stored_never_becomes_less(database: Database, told: Result, sta
     assert (job.worker, job.lease_until, job.ended_at is not None) == (None, None, True)
 
 
-def test_what_is_not_stored_is_not_known(database: Database) -> None:
+def test_finish_ignores_a_schedule_that_was_not_stored(database: Database) -> None:
     job_id = submit(database, schedule=None)
     leases, claim = claimed(database)
     assert leases.finish(claim, "done", found(FAST, FAST.makespan_ms), 1.0)

@@ -1,5 +1,4 @@
-"""Jobs against a plain Python model of them, on both databases: whatever clients, workers and reapers do, in whatever
-order."""
+"""Jobs against a plain Python model, on both databases: clients, workers and reapers act in any order."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ starts = st.none() | st.tuples(st.integers(0, 1), bounds)
 
 
 class Model(RuleBasedStateMachine):
-    """The rules are what the service does with a database; each asks it and the model, and they say the same."""
+    """Each rule acts on the service's database and on the model, and compares the two."""
 
     opening: Callable[[], Iterator[str]]  # of a database with nothing in it
 
@@ -341,7 +340,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(claim=claims)
     def worker_is_gone(self, claim: Claim) -> None:
-        """Its lease runs out, and somebody looks."""
+        """Its lease expires, and somebody reaps."""
         job = self.known.get(claim.job_id)
         if job is None or job.state != "running":
             assert reap(self.database) == []
@@ -352,7 +351,7 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def service_begins_anew(self) -> None:
-        """With one process on the database every running job is abandoned."""
+        """With one process on the database, every running job is abandoned."""
         running = {job_id for job_id, job in self.known.items() if job.state == "running"}
         assert {*reap(self.database, everything=True)} == running
         for job_id in running:

@@ -1,5 +1,4 @@
-"""Many at once, on both databases: nothing is done twice, no limit is passed, nobody waits for somebody who waits for
-him."""
+"""Concurrent calls, on both databases: nothing is done twice, no limit is exceeded, nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SLOWER = chain(scale=2.0)
 
 
 def at_once(*calls: Callable[[], object]) -> list[object]:
-    """What these return or raise, each in a thread of its own, begun together."""
+    """Call each in a thread of its own at the same time; return what they return or raise."""
     ready, answers = threading.Barrier(len(calls)), [None] * len(calls)
 
     def run(k: int) -> None:
@@ -89,7 +88,7 @@ def test_no_job_is_claimed_twice_by_processes(postgres_url: str) -> None:
     database.close()
 
 
-def test_the_queue_has_room_for_no_more(database: Database) -> None:
+def test_the_queue_limit_holds_under_concurrency(database: Database) -> None:
     def add(tenant: str) -> object:
         return Jobs(database).add(tenant, NewJob(PROBLEM), start(), queue=10)
 
@@ -100,7 +99,7 @@ def test_the_queue_has_room_for_no_more(database: Database) -> None:
         assert len(Jobs(database).page(tenant, None, None, 99)) == 10
 
 
-def test_one_key_is_one_job(database: Database) -> None:
+def test_one_idempotency_key_makes_one_job(database: Database) -> None:
     def add() -> object:
         return Jobs(database).add(A, NewJob(PROBLEM), start(), queue=10, key="k", body_sha256="x")
 
@@ -120,7 +119,7 @@ def test_a_lost_lease_is_reaped_once(database: Database) -> None:
     assert {(row(database, job_id).state, row(database, job_id).losses) for job_id in ids} == {("queued", 1)}
 
 
-def test_a_cancel_that_races_with_the_end_tells_what_happened(database: Database) -> None:
+def test_a_cancel_that_races_with_the_end_is_consistent(database: Database) -> None:
     for _ in range(10):
         job_id = submit(database)
         leases = Leases(database, "w")
@@ -150,7 +149,7 @@ def test_a_purge_that_races_with_a_worker_leaves_nothing(database: Database) -> 
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(1500, marks=pytest.mark.soak)])
 def test_everything_at_once(database: Database, rounds: int) -> None:
-    """Clients, workers and reapers on a few jobs: only what may be refused is refused, and every job stays whole."""
+    """Clients, workers and reapers on a few jobs: only allowed errors occur, and every job stays consistent."""
     jobs = Jobs(database)
     ids = [submit(database, time_limit_s=1.0) for _ in range(3)]
     refused = (ConflictError, StaleError, QueueFullError, LostError)
@@ -213,5 +212,5 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
 
 
 def test_schedules_differ() -> None:
-    """What the tests above tell better from worse by."""
+    """The tests above need schedules of different length."""
     assert SLOW.makespan_ms > FAST.makespan_ms

@@ -1,4 +1,4 @@
-"""Whose solved schedules a tenant finds, on both databases."""
+"""Which solved schedules a tenant finds, on both databases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The first schedule of a submission: whatever a maker says, what the desk gives is a schedule of the problem, in time,
-or none."""
+"""First schedules: whatever a process answers, the result is a valid schedule in time, or none."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ from optpipe_server.tenant_caches import TenantCaches
 from optpipe_solver.bounds.least_memory import infeasibility
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
-SOON_S = 30.0  # on a busy machine; a maker that hangs does so for 60 s
+SOON_S = 60.0  # on a busy machine; a process that hangs does so for longer
 
 
-class Office:
-    """A desk as one tenant sees it, and what its makers have been asked."""
+class TenantView:
+    """`FirstSchedules` as one tenant uses it, and the requests that its processes have read."""
 
-    def __init__(self, desk: FirstSchedules, caches: TenantCaches, tenant: str, log: Path) -> None:
-        self.first_schedules, self.cache, self.tenant, self._log = desk, caches.of(tenant), tenant, log
+    def __init__(self, finder: FirstSchedules, caches: TenantCaches, tenant: str, log: Path) -> None:
+        self.first_schedules, self.cache, self.tenant, self._log = finder, caches.of(tenant), tenant, log
 
     def start(
         self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None
@@ -51,21 +50,21 @@ class Office:
     def find_after_change(self, problem: Problem, best: Schedule | None) -> InitialResult:
         return self.first_schedules.find_after_change(self.tenant, problem, "good", "makespan", best)
 
-    def asked(self) -> list[tuple[int, str]]:
-        """The pid and the method of every request that a maker has read."""
+    def requests(self) -> list[tuple[int, str]]:
+        """The pid and the method of every request that a process has read."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return [(int(pid), method) for pid, _, method in (line.partition(" ") for line in lines)]
 
-    def until_asked(self, method: str) -> None:
+    def until_requested(self, method: str) -> None:
         until = time.monotonic() + SOON_S
-        while not any(asked == method for _, asked in self.asked()):
+        while not any(asked == method for _, asked in self.requests()):
             assert time.monotonic() < until
             time.sleep(0.02)
 
 
 @contextmanager
-def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], Office]]:
-    """A desk; each call gives it to another tenant."""
+def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
+    """Yield a function that returns another tenant's view at each call."""
     settings = Settings(
         f"sqlite:///{folder / 'jobs.sqlite'}",
         folder / "cache.sqlite",
@@ -74,53 +73,53 @@ def opened(folder: Path, processes: int = 1) -> Iterator[Callable[[], Office]]:
     )
     database = Database(settings.database)
     caches, tenants = TenantCaches(settings, database), itertools.count()
-    desk = FirstSchedules(settings, caches)
+    finder = FirstSchedules(settings, caches)
     try:
-        yield lambda: Office(desk, caches, f"tenant{next(tenants)}", folder / "log")
+        yield lambda: TenantView(finder, caches, f"tenant{next(tenants)}", folder / "log")
     finally:
-        desk.close()
+        finder.close()
         database.close()
 
 
 @contextmanager
-def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], Office]]:
-    """A desk with makers that do what the method says; afterwards none of their processes is left."""
+def odd(folder: Path, processes: int = 1) -> Iterator[Callable[[], TenantView]]:
+    """The same with processes that do what the method says; none is left afterwards."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         patched.setenv("ODD_FIRST_PROCESS_LOG", str(folder / "log"))
         patched.setattr(optpipe_server.first_schedule_process, "MODULE", "support.odd_first_process")
-        with opened(folder, processes) as office:
-            yield office
+        with opened(folder, processes) as view:
+            yield view
         assert started_with(str(folder / "log")) == []
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Office]]:
-    with odd(tmp_path_factory.mktemp("odd")) as office:
-        yield office
+def views(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], TenantView]]:
+    with odd(tmp_path_factory.mktemp("odd")) as view:
+        yield view
 
 
 @pytest.fixture
-def office(desk: Callable[[], Office]) -> Office:
-    return desk()
+def view(views: Callable[[], TenantView]) -> TenantView:
+    return views()
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Office]:
-    """A desk that no other test uses."""
-    with odd(tmp_path, processes=2) as office:
-        yield office()
+def alone(tmp_path: Path) -> Iterator[TenantView]:
+    """A view that no other test uses."""
+    with odd(tmp_path, processes=2) as view:
+        yield view()
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
-    with opened(tmp_path_factory.mktemp("real")) as office:
-        yield office()
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantView]:
+    with opened(tmp_path_factory.mktemp("real")) as view:
+        yield view()
 
 
 @given(problem=problems(beyond=True), memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]))
 @settings(max_examples=12)
-def test_what_the_desk_gives_is_valid_or_infeasible_for_the_solvers_reason(real, problem, memory):
+def test_first_schedules_are_valid_or_infeasible_for_the_solvers_reason(real, problem, memory):
     problem = problem.with_memory_for(memory)
     start, reason = real.start(problem, "auto"), infeasibility(problem)
     assert start.best.reason == reason
@@ -132,7 +131,7 @@ def test_what_the_desk_gives_is_valid_or_infeasible_for_the_solvers_reason(real,
 
 
 @pytest.mark.parametrize("method", ["nope", "1f1b:group=2", "dualpipe", "interleaved"])
-def test_a_method_that_is_none_for_the_problem_is_refused_even_where_the_answer_is_known(real, method):
+def test_a_method_that_does_not_apply_is_refused_even_if_an_answer_is_cached(real, method):
     best = gpipe(AMPLE)
     real.cache.add(best, "optimal", best.makespan_ms)
     with pytest.raises(InputError, match=r"method = |needs "):
@@ -145,58 +144,58 @@ def test_a_schedule_that_no_longer_fits_is_repaired(real):
     assert start.source == "heuristic"
 
 
-def test_a_proven_answer_needs_no_maker(office):
+def test_a_proven_cached_answer_needs_no_process(view):
     best = gpipe(AMPLE)
-    office.cache.add(best, "optimal", best.makespan_ms)
-    before = office.asked()
-    start = office.start(AMPLE, "auto")
+    view.cache.add(best, "optimal", best.makespan_ms)
+    before = view.requests()
+    start = view.start(AMPLE, "auto")
     assert (start.source, start.state, start.best.objective_ms) == ("cache", "done", best.makespan_ms)
-    assert office.asked() == before
+    assert view.requests() == before
 
 
-def test_a_known_schedule_that_is_not_proven_is_where_it_starts(office):
-    office.cache.add(gpipe(AMPLE), "feasible", 1.0)
-    start = office.start(AMPLE)
+def test_a_cached_schedule_without_proof_is_the_initial_result(view):
+    view.cache.add(gpipe(AMPLE), "feasible", 1.0)
+    start = view.start(AMPLE)
     assert (start.source, start.state, start.best.lower_bound_ms) == ("cache", "queued", 1.0)
 
 
-def test_so_is_one_of_a_near_problem(office):
-    office.cache.add(gpipe(AMPLE), "optimal", gpipe(AMPLE).makespan_ms)
-    start = office.start(chain(memory=2, forward=1.01))
+def test_a_cached_schedule_of_a_similar_problem_is_the_initial_result(view):
+    view.cache.add(gpipe(AMPLE), "optimal", gpipe(AMPLE).makespan_ms)
+    start = view.start(chain(memory=2, forward=1.01))
     assert (start.source, start.state, start.best.lower_bound_ms) == ("cache", "queued", None)
 
 
-def test_a_cache_that_cannot_be_used_is_done_without(tmp_path):
-    with odd(tmp_path) as desk:
+def test_an_unusable_cache_is_ignored(tmp_path):
+    with odd(tmp_path) as views:
         (tmp_path / "cache.sqlite").write_bytes(b"no database" * 100)
-        start = desk().first_schedules.find(LOCAL, TIGHT, "good", "makespan", None)
+        start = views().first_schedules.find(LOCAL, TIGHT, "good", "makespan", None)
     assert start.best.schedule
 
 
-def test_the_better_of_what_there_is(office):
-    assert office.start(AMPLE, warm_start=gpipe(AMPLE)).source == "warm_start"
-    assert office.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "warm_start"  # as short as the maker's
-    assert office.start(TIGHT, warm_start=gpipe(AMPLE)).source == "heuristic"  # does not fit
-    assert office.start(AMPLE, warm_start=one_by_one(chain(m=3))).source == "heuristic"  # of another problem
-    office.cache.add(gpipe(AMPLE), "feasible")
-    assert office.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "cache"
+def test_the_best_of_all_sources_wins(view):
+    assert view.start(AMPLE, warm_start=gpipe(AMPLE)).source == "warm_start"
+    assert view.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "warm_start"  # as short as the process's
+    assert view.start(TIGHT, warm_start=gpipe(AMPLE)).source == "heuristic"  # does not fit
+    assert view.start(AMPLE, warm_start=one_by_one(chain(m=3))).source == "heuristic"  # of another problem
+    view.cache.add(gpipe(AMPLE), "feasible")
+    assert view.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "cache"
 
 
-def test_drifted_costs_carry_the_best_over(office):
+def test_drifted_costs_carry_the_best_over(view):
     drifted = chain(memory=2, forward=1.5)
-    start = office.find_after_change(drifted, gpipe(AMPLE))
+    start = view.find_after_change(drifted, gpipe(AMPLE))
     assert start.source == "carried"
     assert start.best.schedule is not None
     assert start.best.schedule.problem is drifted
     assert start.best.objective_ms == gpipe(drifted).makespan_ms
-    assert office.find_after_change(TIGHT, gpipe(AMPLE)).source == "heuristic"
-    assert office.find_after_change(TIGHT, None).source == "heuristic"
+    assert view.find_after_change(TIGHT, gpipe(AMPLE)).source == "heuristic"
+    assert view.find_after_change(TIGHT, None).source == "heuristic"
 
 
-def test_a_refusal_is_the_clients_mistake(office):
+def test_a_refused_request_is_an_input_error(view):
     with pytest.raises(InputError, match="there are others"):
-        office.start(method="unknown")
-    assert office.start().best.schedule
+        view.start(method="unknown")
+    assert view.start().best.schedule
 
 
 @pytest.mark.parametrize(
@@ -214,61 +213,61 @@ def test_a_refusal_is_the_clients_mistake(office):
         "nothing",
     ],
 )
-def test_a_maker_that_gives_nothing_valid_leads_to_nothing(office, method):
-    start = office.start(method=method)
+def test_a_process_without_a_valid_schedule_gives_none(view, method):
+    start = view.start(method=method)
     assert start.best.schedule is None
     assert start.state == ("infeasible" if method == "infeasible" else "queued")
-    assert office.start().best.schedule
-    assert office.asked()[-1][1] == "good"
+    assert view.start().best.schedule
+    assert view.requests()[-1][1] == "good"
 
 
 @pytest.mark.parametrize("method", ["first good, then greedy", "infeasible, but", "boaster", "dies late"])
-def test_what_is_valid_of_it_counts(office, method):
-    start = office.start(method=method)
+def test_valid_schedules_count_whatever_else_the_process_writes(view, method):
+    start = view.start(method=method)
     assert start.best.objective_ms == one_by_one(TIGHT).makespan_ms
     assert (start.state, start.best.status, start.best.lower_bound_ms) == ("queued", "feasible", None)
 
 
-def test_a_bound_does_not_prove_more_than_it_can(office):
-    office.cache.add(one_by_one(TIGHT), "feasible")
-    assert office.start(method="boaster").state == "queued"
+def test_a_bound_above_a_schedule_proves_nothing(view):
+    view.cache.add(one_by_one(TIGHT), "feasible")
+    assert view.start(method="boaster").state == "queued"
 
 
 @pytest.mark.parametrize("method", ["hangs", "silent", "endless"])
-def test_a_maker_that_takes_too_long_is_ended_with_all_it_started(office, monkeypatch, method):
-    office.start()
-    before = len(office.asked())
+def test_a_late_process_is_ended_with_its_children(view, monkeypatch, method):
+    view.start()
+    before = len(view.requests())
     with monkeypatch.context() as patched:
         patched.setattr(
-            office.first_schedules, "_settings", replace(office.first_schedules._settings, first_schedule_s=1.0)
+            view.first_schedules, "_settings", replace(view.first_schedules._settings, first_schedule_s=1.0)
         )
         began = time.monotonic()
-        start = office.start(method=method)
+        start = view.start(method=method)
         assert 0.9 < time.monotonic() - began < SOON_S
     assert (start.best.schedule is not None) == (method == "hangs")
-    ids = {pid for pid, _ in office.asked()[before:]}
+    ids = {pid for pid, _ in view.requests()[before:]}
     assert len(ids) == (2 if method == "hangs" else 1)
     until = time.monotonic() + SOON_S
     while not all(over(pid) for pid in ids):
         assert time.monotonic() < until
         time.sleep(0.02)
-    assert office.start().best.schedule
+    assert view.start().best.schedule
 
 
-def test_what_a_maker_says_unasked_is_no_answer(office):
-    office.start(method="talks on")
-    start = office.start(AMPLE)
+def test_frames_after_the_end_are_ignored(view):
+    view.start(method="talks on")
+    start = view.start(AMPLE)
     assert start.best.objective_ms == one_by_one(AMPLE).makespan_ms
     assert start.best.lower_bound_ms is None
-    assert [method for _, method in office.asked()[-2:]] == ["talks on", "good"]
+    assert [method for _, method in view.requests()[-2:]] == ["talks on", "good"]
 
 
-def test_a_maker_that_has_died_meanwhile_is_another_one(office):
-    office.start()
-    pid, _ = office.asked()[-1]
+def test_a_process_that_has_ended_is_replaced(view):
+    view.start()
+    pid, _ = view.requests()[-1]
     os.kill(pid, signal.SIGKILL)
-    assert office.start().best.schedule
-    assert office.asked()[-1][0] != pid
+    assert view.start().best.schedule
+    assert view.requests()[-1][0] != pid
 
 
 def test_many_at_once_each_get_their_own(alone):
@@ -276,25 +275,25 @@ def test_many_at_once_each_get_their_own(alone):
     with ThreadPoolExecutor(16) as pool:
         starts = list(pool.map(alone.start, asked))
     assert [start.best.objective_ms for start in starts] == [one_by_one(problem).makespan_ms for problem in asked]
-    assert len({pid for pid, _ in alone.asked()}) <= 2
+    assert len({pid for pid, _ in alone.requests()}) <= 2
 
 
-def test_small_problems_do_not_wait_behind_a_large_one_nor_the_large_one_for_its_end(alone, monkeypatch):
+def test_small_problems_do_not_wait_for_a_large_one_and_close_ends_it(alone, monkeypatch):
     monkeypatch.setattr(optpipe_server.first_schedules, "LARGE", 20)
     with ThreadPoolExecutor(2) as pool:
         large = [pool.submit(alone.start, chain(m=20), "silent") for _ in range(2)]
-        alone.until_asked("silent")
+        alone.until_requested("silent")
         assert alone.start().best.schedule
         assert not any(start.done() for start in large)
         alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in large] == [None, None]
-    assert [method for _, method in alone.asked()].count("silent") == 1  # one large one at a time
+    assert [method for _, method in alone.requests()].count("silent") == 1  # one large one at a time
 
 
-def test_who_waits_when_the_desk_closes_is_sent_on(alone):
+def test_close_ends_all_waits(alone):
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(alone.start, TIGHT, "silent") for _ in range(3)]
-        alone.until_asked("silent")
+        alone.until_requested("silent")
         alone.first_schedules.close()
         assert [start.result(SOON_S).best.schedule for start in waiting] == [None] * 3
     assert alone.start().best.schedule is None  # and who comes later

@@ -27,12 +27,12 @@ from optpipe_server.settings import LOCAL
 from optpipe_solver.systems import generate
 
 AMPLE, TIGHT = chain(memory=2), chain(memory=1)  # for both micro-batches' activations, and for one's
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
-    """A server without keys and with fake solvers: what is asked here is no matter of its database."""
+    """A server without keys and with fake solvers; these tests do not depend on the database."""
     with pytest.MonkeyPatch.context() as patched:
         use_fake_solver(patched)
         with running(settings_in(tmp_path_factory.mktemp("tools"))) as serving:
@@ -70,7 +70,7 @@ def test_a_valid_schedule_is_checked(client: httpx.Client) -> None:
     ]
 
 
-def test_what_is_wrong_with_a_schedule_is_said_in_its_words(client: httpx.Client) -> None:
+def test_check_reports_what_is_wrong_with_a_schedule(client: httpx.Client) -> None:
     checked = client.post("/v1/check", json=body(TIGHT, gpipe(AMPLE))).json()
     assert (checked["valid"], checked["wrong"]) == (False, check(TIGHT, gpipe(TIGHT)))
     assert checked["devices"][0]["activation_budget_bytes"] == 1000 < checked["devices"][0]["peak_bytes"]
@@ -81,7 +81,7 @@ def test_what_is_wrong_with_a_schedule_is_said_in_its_words(client: httpx.Client
     assert len(client.post("/v1/check", json=sent).json()["wrong"]) <= tools.MOST_WRONG
 
 
-def test_a_schedule_with_a_placement_is_one_of_the_placed_problem(client: httpx.Client) -> None:
+def test_a_schedule_with_a_placement_is_checked_on_the_placed_problem(client: httpx.Client) -> None:
     problem = chain(m=4, memory=20)
     interleaved = generate("interleaved", problem, "all")
     assert interleaved.placement
@@ -105,13 +105,13 @@ def test_a_simulation_has_the_timeline_whether_it_fits_or_not(client: httpx.Clie
     assert simulated["devices"][0]["peak_bytes"] == 2000
 
 
-def test_a_long_timeline_is_told_in_part(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_timeline_is_truncated(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "MOST_OPS", 3)
     simulated = client.post("/v1/simulate", json=body(AMPLE, gpipe(AMPLE))).json()
     assert (len(simulated["ops"]), simulated["ops_total"]) == (3, 8)
 
 
-def test_what_cannot_run_is_refused_in_one_line(client: httpx.Client) -> None:
+def test_a_schedule_that_cannot_run_is_refused_in_one_line(client: httpx.Client) -> None:
     stuck = Schedule.parse(AMPLE, [["0BW0", "0F0", "0F1", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"]])
     document = {"problem": AMPLE.to_dict(), "devices": [{"program": program.texts()} for program in stuck.programs]}
     sent = {"problem": AMPLE.to_dict(), "schedule": document}
@@ -202,7 +202,7 @@ def until(true: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("method", ["crashes", "babbles"])
-def test_a_comparison_that_fails_is_no_error_of_the_service(client: httpx.Client, odd: Path, method: str) -> None:
+def test_a_failed_comparison_is_a_503(client: httpx.Client, odd: Path, method: str) -> None:
     reply = client.post("/v1/compare", json={"problem": AMPLE.to_dict(), "methods": [method]})
     assert "ended before" in refused(reply, 503)
     assert int(reply.headers["Retry-After"]) > 0
@@ -215,7 +215,7 @@ def test_a_comparison_ends_in_time(client: httpx.Client, odd: Path, monkeypatch:
     assert started_with(str(odd)) == []
 
 
-def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
+def test_a_comparison_ends_when_the_client_disconnects_and_few_run_at_once(
     client: httpx.Client, odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare_processes, "AT_ONCE", 1)
@@ -236,7 +236,7 @@ def test_a_comparison_ends_when_the_client_hangs_up_and_few_run_at_once(
     until(lambda: client.post("/v1/compare", json=sent).status_code == 200)
 
 
-def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computations_run_one_at_a_time_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_queue, "MOST_WAITING", 2)
     running, most, go_on = [0], [0], threading.Event()
 
@@ -259,7 +259,7 @@ def test_what_is_computed_takes_turns_and_too_many_are_sent_away(monkeypatch: py
     assert most == [1]
 
 
-def test_the_examples_of_the_description_are_answered(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_description_work(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_processes, "MODULE", "support.fake_compare_process")
     described = client.get("/openapi.json").json()["paths"]
     for path in ("/v1/check", "/v1/simulate", "/v1/compare", "/v1/cache/lookup"):

@@ -1,4 +1,4 @@
-"""A service that only takes in: nothing is solved, and no queue is full."""
+"""A service that accepts jobs but solves none, and whose queue is never full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optpipe_server.http import compare_processes
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """One tenant of it, on each database."""
+    """A tenant of it, on each database."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         use_fake_solver(patch)
@@ -32,7 +32,7 @@ def taking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         )
         address, server = stack.enter_context(running(settings))
         key = {"Authorization": f"Bearer {server.service.keys.create('taking', SCOPES)}"}
-        yield stack.enter_context(httpx.Client(base_url=address, timeout=30, trust_env=False, headers=key))
+        yield stack.enter_context(httpx.Client(base_url=address, timeout=60, trust_env=False, headers=key))
 
 
 @pytest.fixture(scope="module")

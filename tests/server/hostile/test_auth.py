@@ -1,4 +1,4 @@
-"""The guard alone, before an app that answers everything: who is let in, as whom, and for how long."""
+"""Authentication alone, before an app that answers everything: who is let in, as whom, and for how long."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def app(keys: Keys) -> FastAPI:
 
 
 class Local:
-    """A client in the app's own process, which says where it is from."""
+    """A client in the app's own process, which sets its own address."""
 
     def __init__(self, app: FastAPI, run: Callable[..., Any]) -> None:
         self._app, self._run = app, run
@@ -95,20 +95,20 @@ def test_without_keys_this_machine_may_do_everything(client: Local) -> None:
         "x[",
     ],
 )
-def test_without_keys_no_page_of_another_name_reads_anything(client: Local, host: str) -> None:
-    """DNS rebinding: the page's own name leads to 127.0.0.1, and the browser says that name."""
+def test_without_keys_pages_of_another_host_are_refused(client: Local, host: str) -> None:
+    """DNS rebinding: the page's host name leads to 127.0.0.1, and the browser sends that name."""
     reply = client.get("/v1/jobs", {"Host": host})
     assert reply.status_code == 403
     assert reply.json()["detail"].startswith("Host:")
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:3000", "https://localhost", "null", ""])
-def test_without_keys_no_page_of_another_origin_sends_anything(client: Local, origin: str) -> None:
+def test_without_keys_pages_of_another_origin_are_refused(client: Local, origin: str) -> None:
     assert client.post("/v1/jobs/x/cancel", {"Origin": origin}).status_code == 403
     assert client.get("/v1/jobs", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}).status_code == 200
 
 
-def test_without_keys_no_other_machine_is_answered(client: Local) -> None:
+def test_without_keys_other_machines_are_refused(client: Local) -> None:
     assert client.get("/v1/jobs", peer="10.0.0.9").status_code == 403
     assert client.get("/healthz", peer="10.0.0.9").status_code == 200
 
@@ -119,7 +119,7 @@ def test_with_a_key_any_host_and_machine_is_answered(client: Local, keys: Keys) 
     assert reply.json() == {"tenant": "lab", "scopes": ["read"], "body": ""}
 
 
-def test_once_there_is_a_key_one_is_wanted(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_there_is_a_key_one_is_required(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
     assert client.get("/v1/jobs").status_code == 200
     key = keys.create("lab", ["read"])
@@ -131,7 +131,7 @@ def test_once_there_is_a_key_one_is_wanted(client: Local, keys: Keys, monkeypatc
     assert client.get("/v1/jobs").status_code == 401  # a service that had keys does not open
 
 
-def test_whoever_comes_while_it_is_not_known_whether_there_are_keys_waits_for_that(app: FastAPI, keys: Keys) -> None:
+def test_requests_wait_until_it_is_known_whether_there_are_keys(app: FastAPI, keys: Keys) -> None:
     keys.create("acme", ["read"])
     known = keys.any
     asked = threading.Event()
@@ -153,7 +153,7 @@ def test_whoever_comes_while_it_is_not_known_whether_there_are_keys_waits_for_th
     assert asyncio.run(both()) == [401, 401]
 
 
-def test_nobody_passes_without_a_key_because_the_database_was_away(client: Local, keys: Keys) -> None:
+def test_an_absent_database_lets_nobody_pass_without_a_key(client: Local, keys: Keys) -> None:
     keys.create("acme", ["read"])
     known = keys.any
 
@@ -165,8 +165,8 @@ def test_nobody_passes_without_a_key_because_the_database_was_away(client: Local
     assert [client.get("/v1/jobs").status_code for _ in range(2)] == [503, 401]
 
 
-def test_a_wrong_key_is_refused_where_none_is_wanted(client: Local) -> None:
-    """Whoever sends a key takes the service for one that knows it."""
+def test_a_wrong_key_is_refused_even_if_none_is_required(client: Local) -> None:
+    """A client that sends a key expects the service to know it."""
     assert client.get("/v1/jobs", headers=bearer("op_0_0")).status_code == 401
 
 
@@ -195,7 +195,7 @@ def test_malformed_keys(client: Local, keys: Keys) -> None:
     assert client.get("/v1/jobs", {"Authorization": f"bEARER  {right}"}).status_code == 200
 
 
-def test_a_revoked_key_ends_within_seconds(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revoked_key_is_rejected_within_seconds(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     key = keys.create("lab", ["read"])
     asked = []
     check = keys.check
@@ -210,14 +210,14 @@ def test_a_revoked_key_ends_within_seconds(client: Local, keys: Keys, monkeypatc
     assert client.get("/v1/jobs", headers=bearer(key)).status_code == 401
 
 
-def test_only_so_many_keys_are_remembered(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_keys_is_limited(client: Local, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "MOST_REMEMBERED", 2)
     for key in [keys.create("lab", ["read"]) for _ in range(4)]:
         for _ in range(2):
             assert client.get("/v1/jobs", headers=bearer(key)).status_code == 200
 
 
-def test_a_scope_opens_its_routes_only(client: Local, keys: Keys) -> None:
+def test_a_scope_allows_its_routes_only(client: Local, keys: Keys) -> None:
     for scope in SCOPES:
         key = keys.create("lab", [scope])
         for path, methods in auth.ROUTES.items():
@@ -242,21 +242,21 @@ def test_a_scope_opens_its_routes_only(client: Local, keys: Keys) -> None:
         "/v1/jobs/x/log%0A",
     ],
 )
-def test_what_is_not_listed_is_not_there(client: Local, keys: Keys, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the app would answer it."""
+def test_unlisted_routes_are_404(client: Local, keys: Keys, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the app has them."""
     monkeypatch.setattr(auth, "REMEMBERED_S", 0.0)
     assert client.get(path).status_code == 404
     keys.create("lab", SCOPES)
     assert client.get(path).status_code == 401
 
 
-def test_another_method_is_not_there(client: Local) -> None:
+def test_unlisted_methods_are_405(client: Local) -> None:
     reply = client.ask("DELETE", "/v1/jobs")
     assert reply.status_code == 405
     assert reply.headers["allow"] == "GET, POST"
 
 
-def test_two_routes_are_open(client: Local, keys: Keys) -> None:
+def test_two_routes_need_no_key(client: Local, keys: Keys) -> None:
     keys.create("lab", SCOPES)
     assert auth.WITHOUT_KEY == ("/healthz", "/readyz")
     for path in auth.WITHOUT_KEY:
@@ -264,7 +264,7 @@ def test_two_routes_are_open(client: Local, keys: Keys) -> None:
         assert client.post(path).status_code == 401
 
 
-def test_replies_are_kept_by_nobody(client: Local) -> None:
+def test_replies_are_not_stored(client: Local) -> None:
     for path in ("/healthz", "/v1/jobs", "/none"):
         headers = client.get(path).headers
         assert headers["cache-control"] == "no-store"

@@ -1,5 +1,4 @@
-"""Bodies, headers and queries as nobody in his right mind sends them, to every route that reads any: one sentence and
-never a 5xx."""
+"""Malformed bodies, headers and queries for every route that reads them: one sentence and never a 5xx."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ RAW = [
 
 
 def spoilt(body: dict[str, Any]) -> Iterator[str]:
-    """The body with every value replaced by each that is none, every name said twice, and names and encodings that are
-    others."""
+    """Yield the body with wrong values, duplicate names, other names and other encodings."""
     text = json.dumps(body)
     for path in sorted(set(_paths(body)), key=str):
         for value in (*NUMBERS, *OTHERS):
@@ -114,7 +112,7 @@ def spoilt(body: dict[str, Any]) -> Iterator[str]:
 
 
 def _paths(value: Any, *above: str | int) -> Iterator[tuple[str | int, ...]]:
-    """Of all values in it; of lists the first and last alone."""
+    """Paths to all values in it; of lists only the first and last."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for step, within in inner:
         if not (isinstance(value, list) and 0 < step < len(value) - 1):
@@ -127,12 +125,12 @@ def name(call: Call) -> str:
 
 
 def some(values: Sequence[T], most: int, seed: object) -> list[T]:
-    """The same ones in every run."""
+    """A sample, the same in every run."""
     return random.Random(str(seed)).sample(values, min(most, len(values)))
 
 
 def sound(reply: httpx.Response) -> None:
-    """An answer, or one sentence why there is none."""
+    """Check that the reply is an answer, or one sentence why there is none."""
     assert reply.status_code < 500, reply.text[:1000]
     if reply.status_code >= 400:
         assert reply.headers["content-type"] == "application/problem+json"

@@ -1,4 +1,4 @@
-"""Every route with no key, wrong keys and another tenant's. A route that nobody listed in `support.requests` fails
+"""Every route without a key, with wrong keys and with another tenant's. A route missing in `support.requests` fails
 here."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def keys(shared: tuple[str, Server]) -> Keys:
 
 @pytest.fixture(scope="module")
 def anybody(shared: tuple[str, Server], keys: Keys) -> Iterator[httpx.Client]:
-    """A client that says what it is told to say."""
-    with httpx.Client(base_url=shared[0], timeout=30, trust_env=False) as client:
+    """A client that sends exactly the headers it is given."""
+    with httpx.Client(base_url=shared[0], timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -42,7 +42,7 @@ def tenant(shared: tuple[str, Server], keys: Keys) -> Iterator[Callable[[], http
 
     def made() -> httpx.Client:
         key = keys.create(f"tenant-{next(_numbers)}", SCOPES)
-        clients.append(httpx.Client(base_url=shared[0], timeout=30, trust_env=False, headers=bearer(key)))
+        clients.append(httpx.Client(base_url=shared[0], timeout=60, trust_env=False, headers=bearer(key)))
         return clients[-1]
 
     yield made
@@ -61,8 +61,8 @@ def test_every_route_is_listed(shared: tuple[str, Server]) -> None:
     assert table | {("GET", path): None for path in auth.WITHOUT_KEY} == listed
 
 
-def test_its_own_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], httpx.Client], keys: Keys) -> None:
-    """With a key of just the scope that is wanted."""
+def test_the_jobs_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], httpx.Client], keys: Keys) -> None:
+    """With a key of just the scope that is needed."""
     whole = tenant()
     job_id, owner = job(whole), f"tenant-{next(_numbers) - 1}"
     scoped = {scope: bearer(keys.create(owner, [scope])) for scope in SCOPES}
@@ -82,7 +82,7 @@ def test_its_own_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[], 
 
 
 @pytest.mark.parametrize("call", GUARDED, ids=name)
-def test_without_a_right_key_nobody_is_answered(call: Call, anybody: httpx.Client, keys: Keys) -> None:
+def test_without_a_valid_key_nobody_is_answered(call: Call, anybody: httpx.Client, keys: Keys) -> None:
     right, revoked = keys.create("own", SCOPES), keys.create("own", SCOPES)
     keys.revoke(revoked.split("_")[1])
     _, key_id, secret = right.split("_")
@@ -101,7 +101,7 @@ def test_without_a_right_key_nobody_is_answered(call: Call, anybody: httpx.Clien
 
 
 @pytest.mark.parametrize("call", GUARDED, ids=name)
-def test_another_scope_opens_nothing(call: Call, anybody: httpx.Client, keys: Keys) -> None:
+def test_another_scope_is_refused(call: Call, anybody: httpx.Client, keys: Keys) -> None:
     others = [scope for scope in SCOPES if scope != call.scope]
     for scopes in ([others[0]], [others[1]], others):
         reply = call.ask(anybody, NOBODY, bearer(keys.create("own", scopes)))
@@ -124,15 +124,15 @@ def test_another_scope_opens_nothing(call: Call, anybody: httpx.Client, keys: Ke
         ),
     ],
 )
-def test_what_would_be_right_is_said(
+def test_errors_tell_what_is_expected(
     tenant: Callable[[], httpx.Client], asked: str, status: int, detail: str, allow: str | None
 ) -> None:
     reply = tenant().request(*asked.split())
     assert (reply.status_code, reply.json()["detail"], reply.headers.get("allow")) == (status, detail, allow)
 
 
-def test_another_tenants_job_is_none(tenant: Callable[[], httpx.Client]) -> None:
-    """What is answered does not tell it from one that does not exist, and nothing happens to it."""
+def test_another_tenants_job_is_404(tenant: Callable[[], httpx.Client]) -> None:
+    """The reply is the same as for a job that does not exist, and the job does not change."""
     own, other = tenant(), tenant()
     job_id = job(own)
     before = own.get(f"/v1/jobs/{job_id}"), own.get(f"/v1/jobs/{job_id}/log")
@@ -148,7 +148,7 @@ def test_another_tenants_job_is_none(tenant: Callable[[], httpx.Client]) -> None
     ]
 
 
-def test_what_a_tenant_has_is_its_own(tenant: Callable[[], httpx.Client]) -> None:
+def test_tenants_are_separate(tenant: Callable[[], httpx.Client]) -> None:
     """Lists and their cursors, idempotency keys, cached schedules."""
     own, other = tenant(), tenant()
     said, body = {"Idempotency-Key": f"key-{next(_numbers)}"}, {"problem": PROBLEM, "method": "prove"}

@@ -1,4 +1,4 @@
-"""What the service's source may not have: ways to run or to unpack what it is sent, and requests to anywhere."""
+"""What the service's source must not contain: ways to run or unpack what clients send, and requests to other hosts."""
 
 from __future__ import annotations
 
@@ -44,14 +44,8 @@ ASKS |= {"webbrowser", "websockets", "paramiko"}
 RUNS = {"eval", "exec", "compile", "__import__"}
 SHELLS = {"system", "popen", "getoutput", "getstatusoutput", "create_subprocess_shell"}
 CONNECTS = {"create_connection", "open_connection", "open_unix_connection", "connect_ex", "sendto", "urlopen"}
-DATABASES = {
-    "DeadlineConnection",
-    "engine",
-    "self.engine",
-    "self._engine",
-    "self._reading",
-    "sqlite3",
-}  # `connect` goes to the one URL
+# Their `connect` goes to the configured URL.
+DATABASES = {"DeadlineConnection", "engine", "self.engine", "self._engine", "self._reading", "sqlite3"}
 
 
 def violations(source: str) -> Iterator[str]:

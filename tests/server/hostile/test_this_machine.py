@@ -1,4 +1,4 @@
-"""A service without keys, as it runs: no web page, and nobody behind a proxy that says so, is answered."""
+"""A running service without keys answers no web page, and no client behind a proxy that announces itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.scope], ids=lambda call: f"{call.method} {call.path}")
-def test_no_page_is_answered(call: Call, client: httpx.Client) -> None:
+def test_requests_of_other_pages_are_refused(call: Call, client: httpx.Client) -> None:
     pages = [
         {"Host": "evil.example"},
         {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"},
@@ -32,8 +32,8 @@ def test_no_page_is_answered(call: Call, client: httpx.Client) -> None:
         assert not any(name.startswith("access-control-") for name in reply.headers)
 
 
-def test_no_page_may_ask_whether_it_may(client: httpx.Client) -> None:
-    """A browser asks before it sends JSON, or anything by PUT, PATCH and DELETE, to another origin."""
+def test_preflight_requests_are_refused(client: httpx.Client) -> None:
+    """A browser asks first before it sends JSON, or PUT, PATCH and DELETE, to another origin."""
     wanted = {
         "Origin": "http://evil.example",
         "Access-Control-Request-Method": "POST",
@@ -44,6 +44,6 @@ def test_no_page_may_ask_whether_it_may(client: httpx.Client) -> None:
     assert not any(name.startswith("access-control-") for name in reply.headers)
 
 
-def test_this_machine_is(client: httpx.Client) -> None:
+def test_requests_of_this_machine_are_answered(client: httpx.Client) -> None:
     assert client.get("/v1/jobs").status_code == 200
     assert client.get("/v1/jobs", headers={"X-Forwarded-For": "127.0.0.1"}).status_code == 200

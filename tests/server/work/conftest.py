@@ -24,7 +24,7 @@ def work(database: Database, tmp_path: Path) -> Work:
 
 @pytest.fixture
 def local(sqlite_url: str, tmp_path: Path) -> Iterator[Work]:
-    """On SQLite alone, for what the database has no part in."""
+    """On SQLite only, for tests that do not depend on the database."""
     database = Database(sqlite_url)
     yield Work(database, tmp_path)
     database.close()

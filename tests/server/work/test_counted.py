@@ -1,5 +1,4 @@
-"""Workers count what they do where it happens; the service's own counts are in tests/deploy, of processes that
-serve."""
+"""Metrics of workers; tests/deploy has those of the running service."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"optpipe_{name}", labels) or 0.0
 
 
-def test_what_ended_and_how_far_from_the_optimum(work: Work) -> None:
+def test_ended_jobs_and_their_gaps_are_counted(work: Work) -> None:
     before = {
         state: counted("solve_seconds_count", state=state) for state in ("done", "infeasible", "failed", "cancelled")
     }
@@ -40,7 +39,7 @@ def test_what_ended_and_how_far_from_the_optimum(work: Work) -> None:
     assert counted("gap_count") - gaps == 1
 
 
-def test_jobs_that_were_lost_and_that_were_found(work: Work) -> None:
+def test_lost_and_reaped_jobs_are_counted(work: Work) -> None:
     lost, reaped = counted("lost_leases_total"), counted("reaped_jobs_total")
     held = work.submit("hang")
     with work.supervisor():
@@ -56,8 +55,8 @@ def test_jobs_that_were_lost_and_that_were_found(work: Work) -> None:
     reaper.stop()
 
 
-def test_a_reaper_outlives_whatever_goes_wrong_in_it(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks after its thread, and without it no job of a lost worker goes on."""
+def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its thread no job of a lost worker would go on."""
     failures = [ValueError("unheard of")]
 
     def in_the_end(*asked: Any) -> list[str]:
@@ -71,12 +70,12 @@ def test_a_reaper_outlives_whatever_goes_wrong_in_it(work: Work, monkeypatch: py
     until(lambda: not failures)
     lost = work.submit("hang")
     assert Leases(work.database, "lost", 0.1).claim() is not None
-    until(lambda: work.job(lost).state == "queued", patience_s=20.0)
+    until(lambda: work.job(lost).state == "queued")
     reaper.stop()
 
 
 def test_a_machine_that_slept_goes_on(work: Work) -> None:
-    """All leases have run out by then, and whoever looks first must not take a process's own jobs for abandoned."""
+    """All leases have expired by then, and a process must not take its own jobs as abandoned."""
     held = work.submit("hang")
     with work.supervisor(heartbeat_s=60.0) as supervisor:
         work.found(held)

@@ -1,4 +1,4 @@
-"""Time in three layers, each tried with a solver that ignores the one before; memory; threads."""
+"""Three layers of time limits, each tested with a solver that ignores the former one; memory limits; threads."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ def test_a_search_ends_in_time(
         monkeypatch.setenv("DEAF", "1")
     monkeypatch.setattr(anytime, "GRACE_S", grace_s)
     monkeypatch.setattr(solve, "LATE_S", late_s)
-    posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # which nobody proves in that time
-    job_id = local.submit(
-        method, posed, time_limit_s=2.0, start=start(one_by_one(posed))
-    )  # on a busy machine a search may find none
+    posed = chain(m=64, offload=0.7) if method == "auto" else problem()  # cannot be proven in that time
+    # With a schedule to start from, because a search on a busy machine may find none.
+    job_id = local.submit(method, posed, time_limit_s=2.0, start=start(one_by_one(posed)))
     with local.supervisor():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
@@ -65,7 +64,7 @@ def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
     sound(local.database)
 
 
-def test_what_a_process_holds_is_counted_with_all_that_it_started() -> None:
+def test_memory_is_counted_with_child_processes() -> None:
     mark = family.new_mark()
     start = "subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
     code = f"import subprocess, sys; held = bytearray(b'x') * 2**25; {start}"
@@ -77,7 +76,7 @@ def test_what_a_process_holds_is_counted_with_all_that_it_started() -> None:
     assert family.members(mark) == []
 
 
-def test_a_family_is_ended_however_it_hides() -> None:
+def test_all_descendants_are_ended() -> None:
     mark, others = family.new_mark(), family.new_mark()
     orphan = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)"
     subprocess.run([sys.executable, "-c", orphan], env=family.environment(mark), check=True)
@@ -90,7 +89,7 @@ def test_a_family_is_ended_however_it_hides() -> None:
         family.end(others)
 
 
-def test_threads_are_shared_out() -> None:
+def test_threads_are_shared_among_searches() -> None:
     threads = ThreadBudget(8, 3)
     first = threads.take()
     assert (first, threads.take(), threads.take()) == (6, 1, 1)
@@ -101,7 +100,7 @@ def test_threads_are_shared_out() -> None:
 
 
 class Kernel:
-    """A folder that answers like cgroup v2's: groups come with their files, and go with them."""
+    """A folder that behaves like cgroup v2: groups come with their files, and go with them."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -169,7 +168,7 @@ def test_the_kernel_is_asked_to_keep_a_search_within_its_memory(
         ("service/cgroup.controllers", "cpu\n"),
     ],
 )
-def test_where_nothing_is_delegated_memory_is_watched(
+def test_without_cgroups_memory_is_polled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str
 ) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)
@@ -177,7 +176,7 @@ def test_where_nothing_is_delegated_memory_is_watched(
     assert delegated_group(kernel.mounts, kernel.cgroup) is None
 
 
-def test_a_solver_within_its_group_is_there_before_it_is_asked(
+def test_a_solver_is_in_its_cgroup_before_it_gets_the_request(
     local: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel(tmp_path / "fs", monkeypatch)

@@ -1,4 +1,4 @@
-"""What becomes of jobs that a supervisor has: solved, cancelled, changed, extended, crashed, given back."""
+"""What happens to a supervisor's jobs: solved, cancelled, changed, extended, crashed, given back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.chain import gpipe, one_by_one
 from support.processes import over
-from support.work import PATIENCE_S, Work, problem, sound, until
+from support.work import LIMIT_S, Work, problem, sound, until
 
 from optpipe import Result, anytime
 from optpipe_server import metrics
@@ -26,7 +26,7 @@ def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
         supervisor.nudge()
         job = work.ended(proven)
         assert (job.state, job.status, job.last_seq, job.gap, job.reason) == ("done", "optimal", 2, 0.0, None)
-        assert 0 < job.spent_s < PATIENCE_S
+        assert 0 < job.spent_s < LIMIT_S
         job = work.ended(impossible)
         assert (job.state, job.status, job.reason) == (
             "infeasible",
@@ -115,7 +115,7 @@ def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     assert metrics.CRASHES._value.get() - before == 4
 
 
-def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None:
+def test_invalid_and_worse_schedules_are_rejected_and_counted(local: Work) -> None:
     methods = ("invalid", "worse", "garbage", "half a frame", "endless line")
     before = metrics.REJECTED._value.get()
     ids = {method: local.submit(method) for method in methods}
@@ -132,9 +132,8 @@ def test_what_is_no_better_schedule_is_rejected_and_counted(local: Work) -> None
         method: sum("rejected schedules" in line for line in local.lines(job_id)) for method, job_id in ids.items()
     } == {method: max(1, job.crashes) for method, job in ends.items()}
     assert "a schedule of liar was rejected: 0F1 is missing" in local.lines(ids["invalid"])
-    assert (
-        sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3
-    )  # and why it ended
+    # Once per attempt, and once in the line that tells why the job ended.
+    assert sum("wrote a line of more than 67108864 bytes" in line for line in local.lines(ids["endless line"])) == 3
     assert metrics.REJECTED._value.get() - before == 9  # `worse` writes two that are no better
     sound(local.database)
 
@@ -159,7 +158,7 @@ def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
     sound(work.database)
 
 
-def test_a_purged_job_is_let_go(work: Work, tmp_path: Path) -> None:
+def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     job_id = work.submit("pid", problem(name=str(file)))
     with work.supervisor() as supervisor:
@@ -171,7 +170,7 @@ def test_a_purged_job_is_let_go(work: Work, tmp_path: Path) -> None:
     assert work.jobs.job(LOCAL, job_id) is None
 
 
-def test_what_another_attempt_has_taken_is_let_go(work: Work) -> None:
+def test_a_job_of_another_attempt_is_abandoned(work: Work) -> None:
     job_id = work.submit("hang")
     with work.supervisor(solves=1) as supervisor:
         work.found(job_id)
@@ -193,7 +192,7 @@ def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
 
 
 def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as where the system lets a process have no more of them: the place is free again, and the job waits."""
+    """If the system refuses another thread, the slot is free again and the job waits."""
     start, refused = threading.Thread.start, []
 
     def sometimes(thread: threading.Thread) -> None:

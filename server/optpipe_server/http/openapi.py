@@ -20,7 +20,7 @@ ANY_ROUTE = (400, 401, 403, 413, 415, 503)  # errors of `auth` and `limits`, exc
 _models: set[type[BaseModel]] = {ProblemDocument}
 
 
-def replies(ok: int, model: type[BaseModel] | None, example: Any, *errors: int, **described: str) -> Described:
+def responses(ok: int, model: type[BaseModel] | None, example: Any, *errors: int, **described: str) -> Described:
     """Describe the replies of a route.
 
     Parameters
