@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 GPU_NEEDS := numpy numba pydantic rich typer
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check test soak demo bench wheels bench-gpu pictures clean
+.PHONY: help setup format check test suite soak demo bench wheels bench-gpu pictures clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -34,8 +34,10 @@ check: setup ## check style, types and imports
 	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli
 	$(BIN)/lint-imports
 
+test: check suite ## check, then run the whole suite
+
 # Two at a time: a test waits as often as it computes.
-test: check ## check, then run the whole suite
+suite: setup ## run the whole suite only
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.

@@ -89,8 +89,8 @@ def test_every_python_that_is_named_is_tested_by_the_readmes_command() -> None:
     assert PROJECT["requires-python"] == f">={named[0]}"
     assert set(commands(ROOT / ".github" / "workflows" / "test.yml")) == {
         "make test",
-        "make test CONSTRAINTS=constraints-lowest.txt",
-        "make test CONSTRAINTS=",
+        "make suite CONSTRAINTS=constraints-lowest.txt",
+        "make suite CONSTRAINTS=",
     }
     assert "make test " in (ROOT / "README.md").read_text(encoding="utf-8")
 
