@@ -10,16 +10,16 @@ stream: it starts and ends with the first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.rows import Index, Rows
-from optpipe.model.arrays import NONE, Flags, Floats, Ints, Table
-from optpipe.model.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, TRANSFERS, Kind
+from optpipe.model.arrays import NONE, Floats, Ints
+from optpipe.model.ops import EVICTION, HOST_LINK, INWARD, OPTIMIZER, PEER_LINK, Kind
 from optpipe.model.problem import Problem
-from optpipe.model.program import Program, of_kinds
+from optpipe.model.program import Program
 
 # What an op needs besides the op before it on its stream: the columns of `Needs.rows`.
 OWN = 0  # the step before of the same stage and micro-batch
@@ -194,55 +194,3 @@ def waits_of(rows: Rows, needs: Needs, streams: Streams) -> tuple[Ints, Floats]:
         waits = np.where(waits >= 0, lead[waits], NONE)
     before = streams.before(len(rows))
     return np.column_stack([waits, before]), np.column_stack([delays, np.zeros(len(rows))])
-
-
-# Functions on bare tables, until the solver's modules read compiled schedules.
-
-
-def flatten(schedule: Any) -> tuple[Table, Ints]:
-    rows = Rows.of(schedule.programs)
-    return rows.table, rows.device
-
-
-def require_known(problem: Problem, table: Table, device: Ints) -> None:
-    Rows(table, device).require_known(problem)
-
-
-def dependencies(problem: Problem, table: Table, device: Ints) -> tuple[Ints, Floats]:
-    rows = Rows(table, device)
-    return needs_of(problem, rows, Index(problem, rows))
-
-
-def streams(problem: Problem, schedule: Any, table: Table, device: Ints) -> tuple[Ints, Ints]:
-    rows = Rows(table, device)
-    return streams_of(problem, schedule.links, rows, Index(problem, rows))
-
-
-def is_transfer(table: Table) -> Flags:
-    return of_kinds(table, *TRANSFERS)
-
-
-def on_host_link(table: Table) -> Flags:
-    return of_kinds(table, *HOST_LINK)
-
-
-def second_of_pair(table: Table) -> Flags:
-    return Rows(table, np.zeros(len(table), np.int64)).second
-
-
-class Where:
-    def __init__(self, problem: Problem, table: Table) -> None:
-        self._index = Index(problem, Rows(table, np.zeros(len(table), np.int64)))
-
-    def of(self, *kinds: Kind) -> Ints:
-        return self._index.of(*kinds)
-
-    def of_part(self, kind: Kind) -> Ints:
-        return self._index.parts(kind)
-
-
-__all__ = [
-    "ACROSS", "ISSUED", "OWN", "RESTORED", "Flags", "Floats", "Ints", "Needs", "Streams", "Table", "Where",
-    "dependencies", "durations", "flatten", "is_transfer", "needs_of", "on_host_link", "require_known",
-    "second_of_pair", "streams", "streams_of", "waits_of",
-]  # fmt: skip

@@ -9,7 +9,7 @@ programs alone, so noise does not change it.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -126,7 +126,3 @@ class Noise:
             end[group] = begin + duration[group]
         start[rows.second], end[:-1][rows.second] = start[rows.first], end[rows.first]
         return start, end[:-1]
-
-
-def waits_for(problem: Problem, schedule: Any) -> Any:  # until the robust engine reads compiled schedules
-    return schedule.on(problem).compiled.waits

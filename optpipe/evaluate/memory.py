@@ -7,15 +7,13 @@ whatever the clock does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from optpipe.evaluate.effects import Effects, RowEffects
-from optpipe.evaluate.rows import Index, Rows
-from optpipe.model.arrays import Ints, Table
+from optpipe.evaluate.effects import RowEffects
+from optpipe.evaluate.rows import Rows
+from optpipe.model.arrays import Ints
 from optpipe.model.problem import Problem
-from optpipe.model.program import JOINED, STAGE, Program
 
 
 @dataclass(frozen=True)
@@ -102,29 +100,3 @@ def _peak(rows: Rows, during: Ints, begin: int, end: int, limit: int | None) -> 
         return Peak(0, "no op", limit)
     row = begin + int(np.argmax(during[begin:end]))
     return Peak(int(during[row]), str(rows.op(row)), limit)
-
-
-# Functions on bare tables, until the solver's modules read compiled schedules.
-
-
-def device_bytes(problem: Problem, table: Table) -> tuple[Ints, Ints]:
-    rows = Rows(table, problem.costs.device[table[:, STAGE]])
-    return Effects(problem).by_row(rows, Index(problem, rows))[:2]
-
-
-def host_bytes(problem: Problem, table: Table) -> tuple[Ints, Ints]:
-    rows = Rows(table, problem.costs.device[table[:, STAGE]])
-    return Effects(problem).by_row(rows, Index(problem, rows))[2:]
-
-
-def held_bytes(problem: Problem, program: Program) -> tuple[Ints, Ints]:
-    taken, freed = device_bytes(problem, program.table)
-    during = held_during(taken, freed)
-    after = during - freed
-    first = np.flatnonzero(program.table[:, JOINED] == 1)
-    after[first] = during[first + 1] = during[first]
-    return during, after
-
-
-def certify(problem: Problem, schedule: Any) -> Certificate:
-    return schedule.on(problem).compiled.certificate  # type: ignore[no-any-return]

@@ -135,7 +135,3 @@ def longest_path(
 
 
 _longest_path = LazyJit(longest_path)
-
-
-def simulate(problem: Any, schedule: Any) -> Timeline:  # until all import it from `optpipe.schedule`
-    return schedule.on(problem).compiled.timeline  # type: ignore[no-any-return]

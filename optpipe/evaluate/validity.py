@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -136,7 +135,3 @@ def _bad_pairs(rows: Rows) -> list[str]:
         if (forwards, backwards) != (1, 1) or ops[0].microbatch == ops[1].microbatch:
             wrong.append(f"{rows.item(row)}: only a forward and a backward of another micro-batch run together")
     return wrong[:MOST]
-
-
-def check(problem: Problem, schedule: Any) -> list[str]:  # until all import it from `optpipe.schedule`
-    return schedule.on(problem).compiled.complaints  # type: ignore[no-any-return]

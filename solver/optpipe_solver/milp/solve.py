@@ -16,10 +16,10 @@ from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp import ENGINE
 from optpipe_solver.milp.backend import minimize
 from optpipe_solver.milp.model import Model, serial_ms
 from optpipe_solver.milp.neighbourhoods import search_windows
+from optpipe_solver.milp.scope import too_large, unsupported
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import ALL, Order, Switches
 from optpipe_solver.milp.task import Limits, Task
@@ -35,7 +35,7 @@ def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = 
     """
     limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
-    if ENGINE.unsupported(request.problem, alone=False) is None:
+    if (unsupported(request.problem) or too_large(request.problem)) is None:
         search.whole(limits, switches)
     else:
         search.windows(limits, switches)
