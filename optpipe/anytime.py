@@ -114,9 +114,9 @@ class Search:
         return next(self._results)
 
     @property
-    def family(self) -> str:
-        """The mark of all its processes (`optpipe.process.family`)."""
-        return self._child.family
+    def mark(self) -> str:
+        """The mark of all its processes (`optpipe.process.process_tree`)."""
+        return self._child.mark
 
     def cancel(self) -> None:
         """Ends the search; the results end with the best so far."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from optpipe.errors import FrameError, SolverError
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe.process.niceness import group_as_nice
 from optpipe.process.protocol import End, Frame, Refused, Request, parse_frame
 
@@ -35,7 +35,7 @@ class Child:
 
     def __init__(self, module: str, request: Request | None = None, admit: Callable[[int], None] | None = None) -> None:
         self.module = module
-        self.family = family.new_mark()
+        self.mark = process_tree.new_mark()
         with contextlib.ExitStack() as unless_it_starts:
             self._stderr = unless_it_starts.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
-                env=family.environment(self.family),
+                env=process_tree.environment(self.mark),
                 start_new_session=True,
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it

@@ -102,10 +102,10 @@ def main() -> None:
     incumbent("naive", together(m, 0))
     if method == "escaped":  # its own session, and it holds the pipe on which the answer is awaited
         subprocess.Popen(SLEEP, start_new_session=True, stdin=subprocess.DEVNULL)
-    if method == "family":
+    if method == "tree":
         for session in (False, True):
             subprocess.Popen(SLEEP, start_new_session=session, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    if method in ("hang", "pid", "escaped", "family"):
+    if method in ("hang", "pid", "escaped", "tree"):
         time.sleep(600)
     if method == "bomb":
         held = []

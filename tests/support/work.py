@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import select
 
 from optpipe import Problem, check
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe.process.protocol import Programs
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.tables import incumbents, jobs, problems
@@ -55,7 +55,7 @@ class Work:
             yield supervisor
         finally:
             supervisor.stop()
-            assert family.members(family.OWN) == [], "a child outlived its supervisor"
+            assert process_tree.members(process_tree.OWN) == [], "a child outlived its supervisor"
 
     def submit(
         self,

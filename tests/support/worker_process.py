@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import optpipe.anytime
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe_server.database import Database
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
@@ -27,12 +27,12 @@ LEASE_S, HEARTBEAT_S = 2.0, 0.3
 
 
 class WorkerProcess:
-    """The process; all of its family carry `mark`."""
+    """The process; its whole process tree carries `mark`."""
 
     def __init__(self, url: str, name: str, cache: Path, deaf: bool = False) -> None:
-        self.mark = family.new_mark()
+        self.mark = process_tree.new_mark()
         environment = {
-            **family.environment(self.mark),
+            **process_tree.environment(self.mark),
             "PYTHONPATH": str(Path(__file__).parents[1]),
             **({"DEAF": "1"} if deaf else {}),
         }
@@ -41,8 +41,8 @@ class WorkerProcess:
 
     @property
     def children(self) -> list[int]:
-        """All of its family but itself."""
-        return [pid for pid in family.members(self.mark) if pid != self.process.pid]
+        """All of its process tree but itself."""
+        return [pid for pid in process_tree.members(self.mark) if pid != self.process.pid]
 
     def kill(self) -> None:
         self.process.kill()
@@ -52,12 +52,12 @@ class WorkerProcess:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.kill()
-        family.end(self.mark)
+        process_tree.end(self.mark)
 
 
 @contextmanager
 def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iterator[WorkerProcess]:
-    """Yield the worker; none of its family is left after the block."""
+    """Yield the worker; none of its process tree is left after the block."""
     worker = WorkerProcess(url, name, cache, deaf)
     try:
         yield worker

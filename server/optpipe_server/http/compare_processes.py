@@ -16,7 +16,7 @@ import structlog
 from fastapi import Request
 
 from optpipe.model.problem import Problem
-from optpipe.process import family, protocol
+from optpipe.process import process_tree, protocol
 from optpipe_server.http.context import disconnected
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import Settings
@@ -60,13 +60,13 @@ class CompareProcesses:
 
 
 async def _run_process(request: Request, solver_request: protocol.Request, limit_s: float) -> str:
-    mark = family.new_mark()
+    mark = process_tree.new_mark()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", MODULE),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=family.environment(mark),
+        env=process_tree.environment(mark),
         start_new_session=True,
     )
     answered = asyncio.create_task(_communicate(process, solver_request))
@@ -85,7 +85,7 @@ async def _run_process(request: Request, solver_request: protocol.Request, limit
             os.killpg(process.pid, signal.SIGKILL)
         with anyio.CancelScope(shield=True):
             # Before `wait`, which also waits for every other process that has the output open.
-            await anyio.to_thread.run_sync(family.end, mark)
+            await anyio.to_thread.run_sync(process_tree.end, mark)
             await asyncio.wait({answered, gone})
             await process.wait()
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe_server.work.cgroup import MIB, Group
 
 SOLVER_SHARE = 7 / 8  # of the limit: the solver watches itself and ends an engine before the whole search is ended
@@ -21,7 +21,7 @@ class MemoryLimit(Protocol):
         """Put the solver's process under the limit, before it does anything."""
 
     def exceeded(self, mark: str) -> str | None:
-        """Return a message if the process family holds too much; called again and again."""
+        """Return a message if the process tree holds too much; called again and again."""
 
     def close(self) -> str | None:
         """After the processes have ended: return a message if the limit ended them."""
@@ -53,7 +53,7 @@ class Unlimited:
 
 
 class PolledLimit(Unlimited):
-    """Looks at the resident memory of the family's processes; pages that they share count for each of them.
+    """Looks at the resident memory of the processes of a tree; pages that they share count for each of them.
 
     A limit on the address space would not do: CP-SAT reserves many times what it uses.
     """
@@ -62,7 +62,7 @@ class PolledLimit(Unlimited):
         self._memory_mib = memory_mib
 
     def exceeded(self, mark: str) -> str | None:
-        held = sum(resident_bytes(pid) for pid in family.members(mark))
+        held = sum(resident_bytes(pid) for pid in process_tree.members(mark))
         if held <= self._memory_mib * MIB:
             return None
         return f"the solver held {held // MIB} MiB, and memory_mib is {self._memory_mib}"

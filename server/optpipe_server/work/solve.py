@@ -19,7 +19,7 @@ import structlog
 
 from optpipe.anytime import Result, Search, improve, merged
 from optpipe.errors import InputError, OptPipeError
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe.process.niceness import NICER
 from optpipe.schedule import Found
 from optpipe_server import metrics
@@ -34,7 +34,7 @@ from optpipe_server.work.retry import DATABASE_AWAY, retry_while_away
 log = structlog.get_logger("optpipe.work")
 
 FIRST_TO_GO = 500  # added to the kernel's score of whom to kill when memory is out
-# A search that still runs so long after its time is ended with its process family: its own time limit and the one of
+# A search that still runs so long after its time is ended with its process tree: its own time limit and the one of
 # `improve` have failed.
 LATE_S = 5.0
 
@@ -99,7 +99,7 @@ class Solve:
                 self._why, self._message = why, message
         if search is not None:
             search.cancel()
-            family.end(search.family)
+            process_tree.end(search.mark)
 
     def watch(self) -> None:
         """End the search if it is late or holds too much memory; called often."""
@@ -108,7 +108,7 @@ class Solve:
             return
         if time.monotonic() > self.until:
             self.end("late", of=search)
-        elif message := self._memory_limit.exceeded(search.family):
+        elif message := self._memory_limit.exceeded(search.mark):
             self.end("crashed", message, of=search)
 
     def apply_changes(self, claim: Claim, changes: RequestedChanges | None) -> None:
@@ -201,7 +201,7 @@ class Solve:
             search, self._search = self._search, None
         if search is not None:
             search.cancel()
-            family.end(search.family)
+            process_tree.end(search.mark)
         limit, self._memory_limit = self._memory_limit, Unlimited()
         if message := limit.close():
             self.end("crashed", message)

@@ -9,7 +9,7 @@ import time
 
 import structlog
 
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe_server.database import Database, Leases
 from optpipe_server.database.leases import Claim
 from optpipe_server.settings import Settings
@@ -61,7 +61,7 @@ class Supervisor:
 
     def start(self) -> None:
         if self._settings.solves:
-            self._kill_on_exit = family.KillOnExit()
+            self._kill_on_exit = process_tree.KillOnExit()
             for thread in (self._claims, self._heartbeat, self._watchdog):
                 thread.start()
 

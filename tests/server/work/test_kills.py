@@ -19,7 +19,7 @@ from support.work import Work, problem, sound, until
 from support.worker_process import LEASE_S, WorkerProcess, worker_process
 
 from optpipe import Result
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe_server.database import Database, Leases, reap
 from optpipe_server.database.tables import incumbents, jobs
 from optpipe_server.settings import LOCAL
@@ -59,7 +59,7 @@ def test_a_killed_solver_loses_nothing(work: Work, rounds: int) -> None:
             job_id = work.submit("steps", problem(m=20))
             time.sleep(dice.uniform(0.0, 1.5))
             with never_worse(work):
-                for pid in family.members(family.OWN):
+                for pid in process_tree.members(process_tree.OWN):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             job = work.ended(job_id)
@@ -97,17 +97,17 @@ def running(work: Work) -> list[object]:
 
 
 def gone(worker: WorkerProcess) -> None:
-    """Wait until none of the worker's family lives."""
+    """Wait until none of the worker's process tree lives."""
     until(lambda: not worker.children, f"the end of {worker.children}", ORPHANED_S)
 
 
 def test_no_child_survives_its_worker(beside: Work, database_url: str, tmp_path: Path) -> None:
-    job_id = beside.submit("family")
+    job_id = beside.submit("tree")
     with worker_process(database_url, "worker", tmp_path / "cache", deaf=True) as worker:
         beside.found(job_id)
-        # The process that ends the family, a solver, and its children.
+        # The process that ends the process tree, a solver, and its children.
         children = until(lambda: len(worker.children) >= 4 and worker.children)
-        for pid in children[1:]:  # all but the process that ends the family
+        for pid in children[1:]:  # all but the process that ends the process tree
             os.kill(pid, signal.SIGSTOP)
         worker.kill()
         gone(worker)

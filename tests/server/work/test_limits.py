@@ -18,7 +18,7 @@ from support.processes import over
 from support.work import Work, problem, sound, until
 
 from optpipe import anytime
-from optpipe.process import family
+from optpipe.process import process_tree
 from optpipe_server.work import solve
 from optpipe_server.work.cgroup import OWN, Group, delegated_group
 from optpipe_server.work.memory_limit import CgroupLimit, resident_bytes
@@ -33,7 +33,12 @@ NEVER_S = 1000.0
         ("auto", False, NEVER_S, NEVER_S),  # the real solver ends itself
         ("hang", False, 0.2, NEVER_S),  # this one does not: `improve` ends it
         ("hang", True, 0.2, NEVER_S),  # nor does it hear that its input closes
-        ("escaped", True, 0.2, 1.0),  # it ends, and what it started keeps the pipe open: the watch ends the family
+        (
+            "escaped",
+            True,
+            0.2,
+            1.0,
+        ),  # it ends, and what it started keeps the pipe open: the watch ends the process tree
     ],
 )
 def test_a_search_ends_in_time(
@@ -51,7 +56,7 @@ def test_a_search_ends_in_time(
     with local.supervisor():
         job = local.ended(job_id)
         assert (job.state, job.status, job.crashes) == ("done", "feasible", 0)
-        assert family.members(family.OWN) == []
+        assert process_tree.members(process_tree.OWN) == []
 
 
 def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
@@ -65,28 +70,28 @@ def test_an_allocation_bomb_is_ended_and_the_service_lives(local: Work) -> None:
 
 
 def test_memory_is_counted_with_child_processes() -> None:
-    mark = family.new_mark()
+    mark = process_tree.new_mark()
     start = "subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
     code = f"import subprocess, sys; held = bytearray(b'x') * 2**25; {start}"
     inner = "import time; held = bytearray(b'x') * 2**25; time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", code, inner], env=family.environment(mark)):
-        until(lambda: sum(map(resident_bytes, family.members(mark))) > 2**26)
-        assert len(family.members(mark)) == 2
-        assert family.end(mark) == 2
-    assert family.members(mark) == []
+    with subprocess.Popen([sys.executable, "-c", code, inner], env=process_tree.environment(mark)):
+        until(lambda: sum(map(resident_bytes, process_tree.members(mark))) > 2**26)
+        assert len(process_tree.members(mark)) == 2
+        assert process_tree.end(mark) == 2
+    assert process_tree.members(mark) == []
 
 
 def test_all_descendants_are_ended() -> None:
-    mark, others = family.new_mark(), family.new_mark()
+    mark, others = process_tree.new_mark(), process_tree.new_mark()
     orphan = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)"
-    subprocess.run([sys.executable, "-c", orphan], env=family.environment(mark), check=True)
-    with subprocess.Popen(SLEEP, env=family.environment(others)) as stranger:
-        (pid,) = until(lambda: family.members(mark))
+    subprocess.run([sys.executable, "-c", orphan], env=process_tree.environment(mark), check=True)
+    with subprocess.Popen(SLEEP, env=process_tree.environment(others)) as stranger:
+        (pid,) = until(lambda: process_tree.members(mark))
         os.kill(pid, 19)  # SIGSTOP
-        assert family.end(mark) == 1
+        assert process_tree.end(mark) == 1
         until(lambda: over(pid))
         assert not over(stranger.pid)
-        family.end(others)
+        process_tree.end(others)
 
 
 def test_threads_are_shared_among_searches() -> None:
@@ -198,7 +203,7 @@ def test_a_solver_is_in_its_cgroup_before_it_gets_the_request(
 
 
 def test_a_fork_has_marks_of_its_own() -> None:
-    code = "import os; from optpipe.process import family; before = family.OWN; pid = os.fork()"
-    code += "; pid and os.waitpid(pid, 0); print(family.OWN == before, flush=True)"
+    code = "import os; from optpipe.process import process_tree; before = process_tree.OWN; pid = os.fork()"
+    code += "; pid and os.waitpid(pid, 0); print(process_tree.OWN == before, flush=True)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told == ["False", "True"], "the fork has others, and who forked keeps its own"

@@ -3,7 +3,7 @@
 A mark is inherited whatever becomes of parents, groups and sessions, so a tree is known to its last process. On Linux,
 by `/proc`.
 
-`python -m optpipe.process.family MARK` is started by a process that wants all its children to end with it
+`python -m optpipe.process.process_tree MARK` is started by a process that wants all its children to end with it
 (`KillOnExit`). It kills every process with the mark as soon as its standard input closes without a word, which happens
 when that process dies, however it dies. Stopped processes cannot be ended in any other way.
 """
