@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from optpipe.show.svg import bytes_text
+from optpipe.show.svg import bytes_text, document, round_step
 
 WIDTH, HEIGHT = 1040, 560
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 84, 46  # around the axes
@@ -92,9 +92,6 @@ def chart(
     axes = _Axes(published, solved, list(budgets.values()))
     drawn = [point for point in published if point.ms <= axes.longest_drawn_ms]
     body = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-        ' font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="26" font-size="15" font-weight="600" fill="#111">{escape(title)}</text>',
         *_legend(list(series)),
         *_grid(axes),
@@ -113,7 +110,7 @@ def chart(
         body.append(
             f'<text x="{WIDTH - RIGHT}" y="62" text-anchor="end" fill="#777">not drawn: {escape(listed)}</text>'
         )
-    return "\n".join([*body, "</svg>"]) + "\n"
+    return document(WIDTH, HEIGHT, body)
 
 
 def _legend(names: Sequence[str]) -> Iterator[str]:
@@ -127,9 +124,7 @@ def _legend(names: Sequence[str]) -> Iterator[str]:
 
 
 def _grid(axes: _Axes) -> Iterator[str]:
-    step = next(
-        s * 10.0**k for k in range(-3, 9) for s in (1, 2, 5) if (axes.max_ms - axes.min_ms) / (s * 10.0**k) <= 8
-    )
+    step = round_step(axes.max_ms - axes.min_ms, 8)
     value = math.ceil(axes.min_ms / step) * step
     while value <= axes.max_ms:
         yield (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from optpipe.evaluate.objective import reaches
+from optpipe.show.svg import document, round_step
 
 COLUMNS, WIDTH, HEIGHT, GAP = 3, 320, 150, 24
 LEFT, TOP, BOTTOM, RIGHT = 46, 40, 24, 14  # margins around the axes of a panel
@@ -39,15 +40,10 @@ def chart(searches: Sequence[Progress], title: str = "") -> str:
     rows = -(-len(searches) // columns)
     width, height = GAP + columns * (WIDTH + GAP), 52 + rows * (HEIGHT + GAP)
     latest = max([10.0, *(search.end_s for search in searches)])
-    body = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        ' font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{GAP}" y="26" font-size="15" font-weight="600" fill="#111">{escape(title)}</text>',
-    ]
+    body = [f'<text x="{GAP}" y="26" font-size="15" font-weight="600" fill="#111">{escape(title)}</text>']
     for i, search in enumerate(searches):
         body += _panel(search, GAP + i % columns * (WIDTH + GAP), 44 + i // columns * (HEIGHT + GAP), latest)
-    return "\n".join([*body, "</svg>"]) + "\n"
+    return document(width, height, body)
 
 
 def _panel(search: Progress, left: float, top: float, latest: float) -> Iterator[str]:
@@ -103,5 +99,5 @@ def _decades(latest: float) -> list[float]:
 
 def _ticks(most: float) -> list[float]:
     """The labels of the value axis: some round shares above the bound."""
-    step = next(s * 10.0**k for k in range(-3, 6) for s in (1, 2, 5) if most / (s * 10.0**k) < 4)
+    step = round_step(most, 3.99)
     return [step * i for i in range(1, math.floor(most / step + 1e-9) + 1)]

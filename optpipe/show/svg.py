@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from optpipe.schedule import Schedule
@@ -31,13 +31,7 @@ def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: floa
     pitch = COMPUTE + (TRANSFER + 2 if transfers else 0) + MEMORY + GAP
     devices = len(schedule.problem.devices)
     height = TOP + pitch * devices + 22
-    body = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        ' font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        *_head(schedule, title, width),
-        *_axis(horizon, scale, height),
-    ]
+    body = [*_head(schedule, title, width), *_axis(horizon, scale, height)]
     for block in drawn:
         top = TOP + block.device * pitch + (COMPUTE + 2 if block.transfer else 0)
         body.append(_block(block, scale, top, titled=len(drawn) <= MOST_TITLES))
@@ -45,7 +39,22 @@ def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: floa
         top = TOP + device * pitch
         body.append(f'<text x="{LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#222">device {device}</text>')
         body += _memory(schedule, device, peak.bytes, scale, horizon, top + pitch - MEMORY - GAP + 4)
-    return "\n".join([*body, "</svg>"]) + "\n"
+    return document(width, height, body)
+
+
+def document(width: int, height: int, body: Iterable[str]) -> str:
+    """SVG text with these elements on a white ground."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        ' font-family="system-ui, sans-serif" font-size="11">'
+    )
+    ground = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    return "\n".join([head, ground, *body, "</svg>"]) + "\n"
+
+
+def round_step(length: float, most: float) -> float:
+    """The distance between ticks of an axis: the least of 1, 2 and 5 times a power of ten with at most `most` steps."""
+    return next(s * 10.0**k for k in range(-3, 300) for s in (1, 2, 5) if length / (s * 10.0**k) <= most)
 
 
 def _head(schedule: Schedule, title: str, width: int) -> Iterator[str]:
@@ -64,9 +73,7 @@ def _head(schedule: Schedule, title: str, width: int) -> Iterator[str]:
 
 
 def _axis(horizon: float, scale: float, height: int) -> Iterator[str]:
-    step = 10.0 ** len(str(int(horizon))) / 100
-    step = next(step * k for k in (1, 2, 5, 10, 20, 50, 100) if horizon / (step * k) <= 12)
-    tick = 0.0
+    step, tick = round_step(horizon, 12), 0.0
     while tick <= horizon:
         x = LEFT + tick * scale
         yield f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{height - 20}" stroke="#EEF1F4"/>'

@@ -27,6 +27,7 @@ SLEEP_S = 55  # a solver that nobody ends sleeps for longer
 @pytest.fixture(autouse=True)
 def scripted_solver(monkeypatch):
     monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+    monkeypatch.setattr(child, "ENDING_S", 60)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
 
 
@@ -163,6 +164,7 @@ def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(proble
 
 def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    gc.collect()  # what other tests left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(FileNotFoundError):

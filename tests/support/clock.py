@@ -17,23 +17,23 @@ BACKWARD = (Kind.B, Kind.BW)
 class Clock:
     """The start and the end of every op, and when bytes are taken and freed.
 
-    The events of a device, and of its host memory, are (moment, bytes taken or, if negative, freed). At the same moment
-    bytes are freed before others are taken.
+    The events of a device, and of its host memory, are (moment, position of the op in its program, bytes taken or, if
+    negative, freed). At the same moment they count in program order, and an op takes before it frees.
     """
 
     start: dict[Op, float] = field(default_factory=dict)
     end: dict[Op, float] = field(default_factory=dict)
-    device_events: list[list[tuple[float, int]]] = field(default_factory=list)
-    host_events: list[list[tuple[float, int]]] = field(default_factory=list)
+    device_events: list[list[tuple[float, int, int]]] = field(default_factory=list)
+    host_events: list[list[tuple[float, int, int]]] = field(default_factory=list)
     updates: frozenset[Op] = frozenset()  # every P
 
     @property
     def makespan(self) -> float:
         return max(self.end.values()) - min(self.start.values())
 
-    def peak(self, events: list[tuple[float, int]]) -> int:
+    def peak(self, events: list[tuple[float, int, int]]) -> int:
         held = most = 0
-        for _, amount in sorted(events):
+        for *_, amount in sorted(events, key=lambda event: (event[0], event[1], event[2] < 0)):
             held += amount
             most = max(most, held)
         return most
@@ -132,7 +132,7 @@ def run(problem: Problem, schedule: Schedule, duration: Callable[[Op], float], d
     assert not any(evicting), "evictions got stuck"
     assert not any(updating), "updates got stuck"
     assert not any(waiting), "transfers got stuck"
-    _record_memory(problem, clock, issued)
+    _record_memory(problem, schedule, clock, issued)
     return clock
 
 
@@ -183,9 +183,16 @@ def _message(
     return sent[0] + (0.0 if local else delay(op))
 
 
-def _record_memory(problem: Problem, clock: Clock, issued: dict[Op, float]) -> None:
+def _record_memory(problem: Problem, schedule: Schedule, clock: Clock, issued: dict[Op, float]) -> None:
     """Records when bytes are taken and freed. Transfers take theirs at the moment of their issue."""
+    position = {
+        op: place
+        for program in schedule.programs
+        for place, item in enumerate(program)
+        for op in (item if isinstance(item, Pair) else [item])
+    }
     for op in clock.end:
+        place = position[op]
         stage = problem.stages[op.stage]
         device, host = clock.device_events[stage.device], clock.host_events[stage.device]
         begin, end = issued.get(op, clock.start[op]), clock.end[op]
@@ -197,29 +204,30 @@ def _record_memory(problem: Problem, clock: Clock, issued: dict[Op, float]) -> N
         if Op(Kind.E, op.stage, op.microbatch) in clock.end:
             size = stage.evict_bytes or 0
         if op.kind is Kind.F:
-            device.append((begin, stage.activation_bytes))
+            device.append((begin, place, stage.activation_bytes))
             if recomputed:
-                device.append((end, (stage.checkpoint_bytes or 0) - stage.activation_bytes))
+                device.append((end, place, (stage.checkpoint_bytes or 0) - stage.activation_bytes))
         elif op.kind is Kind.C:
-            device.append((begin, stage.activation_bytes - (stage.checkpoint_bytes or 0)))
+            device.append((begin, place, stage.activation_bytes - (stage.checkpoint_bytes or 0)))
         elif op.kind is Kind.B:
             change = stage.saved_for_weight_bytes - stage.activation_bytes
-            device.append((begin if change > 0 else end, change))
+            device.append((begin if change > 0 else end, place, change))
         elif op.kind is Kind.W:
-            device.append((end, -stage.saved_for_weight_bytes))
+            device.append((end, place, -stage.saved_for_weight_bytes))
         elif op.kind is Kind.BW:
-            device.append((end, -stage.activation_bytes))
+            device.append((end, place, -stage.activation_bytes))
         elif op.kind is Kind.D:
-            device.append((end, -size))
+            device.append((end, place, -size))
         elif op.kind in (Kind.R, Kind.L):
-            device.append((begin, size))
+            device.append((begin, place, size))
         elif op.kind in (Kind.A, Kind.V):
             peer = problem.devices[stage.device].peer
             assert peer is not None
             clock.device_events[peer].append(
-                (begin, stage.evict_bytes or 0) if op.kind is Kind.A else (end, -(stage.evict_bytes or 0))
+                (begin, place, stage.evict_bytes or 0) if op.kind is Kind.A else (end, place, -(stage.evict_bytes or 0))
             )
         elif op.kind is Kind.O:
-            host.append((begin, size))
+            host.append((begin, place, size))
             last = [Op(kind, op.stage, op.microbatch) for kind in BACKWARD]
-            host.append((next(clock.end[b] for b in last if b in clock.end), -size))
+            backward = next(b for b in last if b in clock.end)
+            host.append((clock.end[backward], position[backward], -size))
