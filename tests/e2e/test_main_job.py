@@ -77,10 +77,10 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
 
     At the end the service knows what was adopted and the measured times.
     """
-    port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
-    replace(SMALL, solve_s=25.0, most_live_steps=10**6).save(
-        tmp_path / "plan.json"
-    )  # it trains until the search is over
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
+    plan = replace(SMALL, solve_s=25.0, most_live_steps=10**6)  # it trains until the search is over
+    plan.save(tmp_path / "plan.json")
 
     def ask(path):
         with contextlib.suppress(httpx.HTTPError):
