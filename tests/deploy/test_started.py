@@ -83,7 +83,9 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
         soon(lambda name=name: stack.healthy(name))
 
     url = f"http://127.0.0.1:{stack.port('api', '8000')}"
-    with httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {mine}"}, trust_env=False) as client:
+    with httpx.Client(
+        base_url=url, timeout=120, headers={"Authorization": f"Bearer {mine}"}, trust_env=False
+    ) as client:
         problem = json.loads((PROBLEM / "shared-pcie-4x8.json").read_text())
         posted = client.post("/v1/jobs", json={"problem": problem, "time_limit_s": 2})
         assert posted.status_code == 201, posted.text
@@ -136,7 +138,7 @@ def scraped(stack: Stack, name: str) -> str:
         headers = {"Authorization": f"Bearer {credentials}"}
     inside = {"api": "8000", "worker": "9101"}[how["job_name"]]
     reply = httpx.get(
-        f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=60, trust_env=False
+        f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=120, trust_env=False
     )
     assert reply.status_code == 200
     return reply.text

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import threading
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -18,10 +17,10 @@ from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
 SMALL = DemoSettings(
     microbatches=4,
-    solve_s=15.0,
+    solve_s=30.0,
     block=3,
     rounds=1,
-    most_live_steps=200,
+    most_live_steps=10**6,  # the live phase ends with the search
     size=Size(width=64, heads=2, blocks=4, context=64, sequences=2),
 )
 
@@ -79,10 +78,10 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
 
     At the end the service knows what was adopted and the measured times.
     """
-    port, environment = free_port(), {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
-    replace(SMALL, solve_s=25.0, most_live_steps=10**6).save(
-        tmp_path / "plan.json"
-    )  # it trains until the search is over
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
+    plan = SMALL
+    plan.save(tmp_path / "plan.json")
 
     def ask(path):
         with contextlib.suppress(httpx.HTTPError):

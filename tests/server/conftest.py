@@ -14,6 +14,7 @@ from support.service import running, settings_in, use_fake_solver
 
 from optpipe_server import Settings
 from optpipe_server.database.keys import SCOPES
+from optpipe_server.http import compare_processes
 from optpipe_server.http.server import Server
 
 Serving = Callable[[Settings], httpx.Client]
@@ -39,7 +40,7 @@ def serving() -> Iterator[Serving]:
 
         def start(settings: Settings) -> httpx.Client:
             url, _ = stack.enter_context(running(settings))
-            return stack.enter_context(httpx.Client(base_url=url, timeout=60, trust_env=False))
+            return stack.enter_context(httpx.Client(base_url=url, timeout=120, trust_env=False))
 
         yield start
 
@@ -48,7 +49,9 @@ def serving() -> Iterator[Serving]:
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """One server with fake solvers for a file of tests, on each database."""
     with ExitStack() as stack:
-        use_fake_solver(stack.enter_context(pytest.MonkeyPatch.context()))
+        patched = stack.enter_context(pytest.MonkeyPatch.context())
+        use_fake_solver(patched)
+        patched.setattr(compare_processes, "EXTRA_S", 100.0)  # it starts processes, on a busy machine
         url = (
             None
             if request.param == "sqlite"
@@ -63,7 +66,7 @@ def client(shared: Shared) -> Iterator[httpx.Client]:
     """A new tenant of the shared server; its jobs are deleted afterwards."""
     url, server = shared
     key = server.service.keys.create(f"tenant{next(_tenants)}", SCOPES)
-    with httpx.Client(base_url=url, timeout=60, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx.Client(base_url=url, timeout=120, trust_env=False, headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
         for job in client.get("/v1/jobs", params={"limit": 200}).json()["jobs"]:
             assert client.delete(job["url"]).status_code == 204

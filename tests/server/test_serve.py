@@ -42,7 +42,7 @@ def serving(tmp_path: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[st
             assert process.stdout is not None
             said, _, url = process.stdout.readline().strip().rpartition(" ")
             assert said == "optpipe serves on"
-            with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
                 yield process, client
         finally:
             process.kill()

@@ -24,10 +24,10 @@ from optpipe.schedule import Schedule
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cpsat.grid_schedule import place_on_grid
 from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
 from optpipe_solver.cpsat.variables import Order, Window
-from optpipe_solver.incumbent import BestGridSchedule
 from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
 

@@ -13,10 +13,10 @@ from optpipe.process.protocol import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
 from optpipe_solver.heuristics.periods import lengthened
-from optpipe_solver.incumbent import BestGridSchedule
 from optpipe_solver.lift import lift_table
 from optpipe_solver.lns.improve import improvements
 from optpipe_solver.prune import prune

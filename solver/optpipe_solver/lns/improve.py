@@ -10,10 +10,10 @@ from optpipe.process.protocol import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
+from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cpsat.grid_schedule import place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
-from optpipe_solver.incumbent import BestGridSchedule
 from optpipe_solver.lift import lift
 from optpipe_solver.lns.choice import PATIENCE, WindowChoice
 from optpipe_solver.prune import prune

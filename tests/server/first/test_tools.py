@@ -46,7 +46,7 @@ def server(serving: tuple[str, Server]) -> Server:
 
 @pytest.fixture
 def client(serving: tuple[str, Server]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving[0], timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=serving[0], timeout=120, trust_env=False) as client:
         yield client
 
 

@@ -63,7 +63,7 @@ def ended(client: socket.socket) -> bytes:
 
 def answers(url: str) -> None:
     """Check that a new client gets an answer."""
-    assert httpx.get(f"{url}/healthz", timeout=60, trust_env=False).json()["status"] == "ok"
+    assert httpx.get(f"{url}/healthz", timeout=120, trust_env=False).json()["status"] == "ok"
 
 
 def test_two_hundred_incomplete_requests_do_not_block_others(server: tuple[str, Server], connect: Connect) -> None:
@@ -226,7 +226,7 @@ def test_unread_streams_do_not_block_others(most: int, tmp_path: Path, monkeypat
     use_fake_solver(monkeypatch)
     with (
         running(replace(settings_in(tmp_path), streams=most)) as (url, _),
-        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
     ):
         job = client.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"}).json()["url"]
         ask = f"GET {job}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
@@ -256,7 +256,7 @@ def test_a_wait_ends_when_the_client_disconnects(tmp_path: Path, monkeypatch: py
     use_fake_solver(monkeypatch)
     with (
         running(replace(settings_in(tmp_path), streams=1)) as (url, _),
-        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
     ):
         job = client.post("/v1/jobs", json={"problem": PROBLEM, "method": "hang"}).json()["url"]
         with pytest.raises(httpx.ReadTimeout):
