@@ -49,9 +49,4 @@ def compute_op_count(problem: Problem) -> int:
 
 ENGINE = MilpEngine()
 
-
-def improves(problem: Problem) -> bool:
-    return ENGINE.unsupported(problem, alone=True) is None
-
-
 run = ENGINE.run
