@@ -103,7 +103,7 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
 
 def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Floats) -> tuple[Floats, Ints]:
     """Each op's start, moved behind what it depends on where float noise or a drop's unknown time had it before that,
-    and its phase: how far along its micro-batch's way it stands, for ties."""
+    and its phase: how far along its micro-batch's way it is, for ties."""
     costs = problem.costs
     index = Index(problem, Rows(table, costs.device[table[:, STAGE]]))
     at = {kind: index.of(kind) for kind in (Kind.F, Kind.C, Kind.W)} | {Kind.B: index.of(Kind.B, Kind.BW)}

@@ -24,7 +24,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.program import JOINED, KIND, PART, STAGE, Program, of_kinds
 from optpipe.schedule import Schedule, check
 
-EARLY = 1.5  # a reload stands this many reload times before its backward, if memory allows
+EARLY = 1.5  # a reload starts this many reload times before its backward, if memory allows
 
 
 def repair(problem: Problem, schedule: Schedule) -> Schedule | None:

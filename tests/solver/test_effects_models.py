@@ -114,7 +114,7 @@ def test_a_cyclic_pattern_fits(table: str, name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_repair_makes_a_schedule_fit(table: str, name: str) -> None:
     ample, problem = PROBLEMS[name], tight(PROBLEMS[name])
-    schedule = Schedule.parse(ample, [[f"{s}{op}" for op in ("F0", "F1", "B0", "W0", "B1", "W1")] for s in range(2)])
+    schedule = Schedule.parse(ample, [[f"{s}{op}" for op in ("F0", "B0", "F1", "W0", "B1", "W1")] for s in range(2)])
     assert check(ample, schedule) == []
     repaired = repair(problem, schedule)
     assert repaired

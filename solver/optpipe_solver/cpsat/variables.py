@@ -225,7 +225,7 @@ class Variables:
         return self.incumbent.start[x._replace(kind=B) if is_fused else x]
 
     def duration(self, x: Op) -> int:
-        """Ticks of an op; of a BW those of B, as what it stands for is a B (see `backward`)."""
+        """Ticks of an op; of a BW those of B (see `backward`)."""
         return 0 if x.kind == D else self.grid.duration(B if x.kind == BW else x.kind, x.stage)
 
     def presence(self, x: Op) -> Choice:

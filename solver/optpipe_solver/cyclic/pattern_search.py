@@ -59,7 +59,7 @@ def _offer_patterns(grid: Grid, best: BestGridSchedule, budget: Budget) -> Patte
 def _improve_windows(grid: Grid, pattern: Pattern, best: BestGridSchedule, budget: Budget) -> None:
     """Improves the schedule that the pattern unrolls to, window by window.
 
-    Of many micro-batches only so many are unrolled that a period stands between warm-up and cool-down; that period is
+    Of many micro-batches only so many are unrolled that a period lies between warm-up and cool-down; that period is
     repeated in each schedule found.
     """
     problem, K = grid.problem, pattern.microbatches

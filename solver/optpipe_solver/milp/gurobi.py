@@ -1,5 +1,5 @@
-"""Gurobi: incumbents, bounds and cuts by callback, a MIP start. The licence that pip brings is for 2,000 variables and
-rows."""
+"""Gurobi: incumbents, bounds and cuts by callback, and a MIP start. The licence that comes with gurobipy is for 2,000
+variables and rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIP_SIZE = 2000
 
 @cache
 def licensed() -> bool:
-    """Whether there is a licence for a larger model than the one of pip allows."""
+    """Whether there is a licence for larger models than that of gurobipy."""
     try:
         with gp.Env(params={"OutputFlag": 0}) as env, gp.Model(env=env) as model:
             model.addVars(PIP_SIZE + 1)
@@ -28,10 +28,10 @@ def licensed() -> bool:
 
 
 def minimize(task: Task) -> None:
-    """`backend.Minimize` by Gurobi, the cuts wherever a node's relaxation violates them."""
+    """Minimizes with Gurobi; adds cuts wherever a node's relaxation violates them."""
     try:
         with gp.Env(params=_params(task.limits)) as env, gp.Model(env=env) as model:
-            _Search(model, task).run()
+            _GurobiRun(model, task).run()
     except gp.GurobiError as error:
         if error.errno == GRB.Error.SIZE_LIMIT_EXCEEDED:
             size = f"{len(task.rows.lower)} variables and {len(task.rows.at_least)} rows"
@@ -41,16 +41,15 @@ def minimize(task: Task) -> None:
         raise UnavailableError(f"Gurobi failed: {error}") from None
 
 
-class _Search:
+class _GurobiRun:
     def __init__(self, model: gp.Model, task: Task) -> None:
         self._model, self._task = model, task
         self._vars = _fill(model, task.rows)
         model.setObjective(self._vars[task.objective], GRB.MINIMIZE)
         for var, value in task.start.items():
             self._vars[var].Start = value
-        model.Params.PreCrush = int(
-            task.violated is not None
-        )  # or presolve could not take cuts in the model's own variables
+        # Without it presolve takes no cuts in the model's own variables.
+        model.Params.PreCrush = int(task.violated is not None)
         self._best = -np.inf
 
     def run(self) -> None:

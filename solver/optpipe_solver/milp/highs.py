@@ -1,4 +1,4 @@
-"""HiGHS: solves a model, telling of every better solution and bound as they come."""
+"""HiGHS: better solutions and bounds by callback, and cuts at the root."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Task, cut_at_root
 
-MOST_NODES = 500  # for what a start leaves open: it is to be quick
+MOST_NODES = 500  # for completing a start, which has to be quick
 
 
 def minimize(task: Task) -> None:
-    """`backend.Minimize` by HiGHS. Python code in other threads runs on."""
+    """Minimizes with HiGHS. Python code in other threads runs on."""
     cut_at_root(task, lambda: _relaxed(task))
     highs = _highs(task.rows, task.objective, task.limits)
     if (start := _completed(task)) is not None:
@@ -30,16 +30,15 @@ def minimize(task: Task) -> None:
     highs.cbMipLogging += lambda event: bound(event.data_out.mip_dual_bound)
     highs.run()
     if highs.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        task.on_solution(
-            np.array(highs.getSolution().col_value)
-        )  # the callback is not called for every solution found outside the tree
+        # The callback is not called for every solution that is found outside the tree.
+        task.on_solution(np.array(highs.getSolution().col_value))
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
 
 
 def _completed(task: Task) -> Floats | None:
-    """The start with all its variables. HiGHS would complete it, too, but tell that smaller program's bound as the
-    whole's."""
+    """The start with all its variables. HiGHS would complete it, too, but would give that smaller program's bound as a
+    bound of the whole."""
     if not task.start:
         return None
     highs = _highs(task.rows, task.objective, task.limits)

@@ -1,4 +1,4 @@
-"""PuLP: CBC, which it brings, and any other solver that it finds. Solutions and bounds come at the end only."""
+"""PuLP: CBC, which comes with it, and any other solver that it finds. Solutions and bounds come at the end only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
 
-SHARE = 0.9  # of the time is the solver's: it tells at its end only, and who waits for it must still be there
+SHARE = 0.9  # of the time is the solver's: its solution comes at its end, and must come in time
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
-# by which an optimum is lowered to be a bound: a solver that ignores the gap it is told to reach stops at 1e-4
+# An optimum is lowered by that to be a bound: a solver that ignores the gap asked for stops at 1e-4.
 MARGIN = 2e-4
 
 
 def solver(name: str) -> Minimize:
-    """The backend that solves by PuLP's solver of that name, by CBC where it is empty. Raises `UnavailableError`."""
-    with _stdout_apart():
+    """The backend for PuLP's solver of that name, for CBC if it is empty. Raises UnavailableError."""
+    with _stdout_to_stderr():
         for chosen in (name,) if name else CBC:
             if chosen in pulp.listSolvers() and pulp.getSolver(chosen, msg=False).available():
                 return lambda task: _minimize(chosen, task)
@@ -51,7 +51,7 @@ def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
         x[list(task.start)] = list(task.start.values())
         for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
-    with _stdout_apart():
+    with _stdout_to_stderr():
         problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
     found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     return np.array(
@@ -60,7 +60,7 @@ def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
 
 
 @contextmanager
-def _stdout_apart() -> Iterator[None]:
+def _stdout_to_stderr() -> Iterator[None]:
     """Whatever a solver prints goes to standard error: an engine's standard output is for its frames."""
     sys.stdout.flush()
     kept = os.dup(1)
@@ -74,7 +74,7 @@ def _stdout_apart() -> Iterator[None]:
 
 
 def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
-    """With what of the limits PuLP lets this solver know."""
+    """PuLP's solver with those of the limits that PuLP can pass on to it."""
     asked: dict[str, object] = {
         "msg": False,
         "mip": not relaxed,

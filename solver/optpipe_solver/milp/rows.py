@@ -1,5 +1,4 @@
-"""A mixed-integer linear program as plain arrays, whatever solver reads it: variables, rows, and the rows that order
-times."""
+"""A mixed-integer linear program as plain arrays, for any solver: variables, rows, and the rows that order times."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ class Literal(NamedTuple):
         return Literal(self.var, not self.positive)
 
 
-NOTHING = 1e-9  # what rounding may make of a row that just holds
+NOTHING = 1e-9  # rounding may leave so much of a row that just holds
 TRUE, FALSE = Literal(-1), Literal(-1, False)
 Clause = tuple[Literal, ...]
 Form = tuple[dict[int, float], float]  # coefficients by variable, and what their sum has to reach
 
 
 class Precedence(NamedTuple):
-    """`later >= earlier + gap + span.length`, required where all of `when` hold. `span` is a transfer: its length
-    counts if it is made."""
+    """`later >= earlier + gap + span`, required if all of `when` hold. `span` is the length of a transfer, which counts
+    if its literal holds."""
 
     later: int
     earlier: int
@@ -40,11 +39,9 @@ class Precedence(NamedTuple):
 
 
 class Rows:
-    """Grows a program: minimize `cost` subject to `matrix @ x >= at_least` and bounds. Every row is a lower bound on a
-    linear form.
+    """The variables and rows of a program: `matrix @ x >= at_least`, and bounds of x. Every row is a lower bound.
 
-    With `big_m` given, it is what relaxes every row that literals switch off; else each row has the smallest that
-    suffices.
+    `big_m` relaxes every row that literals switch off. Without it each row has the smallest one that suffices.
     """
 
     def __init__(self, big_m: float | None = None) -> None:
@@ -74,8 +71,7 @@ class Rows:
     def add(
         self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
     ) -> None:
-        """The row sum of coefficients × variables and literals `>= at_least`; none where nothing is left to be
-        decided."""
+        """Adds the row: sum of coefficients × variables and literals `>= at_least`. Adds none if it always holds."""
         row, at_least = form(times, literals, at_least)
         if not row and at_least <= NOTHING:
             return
@@ -90,8 +86,8 @@ class Rows:
             self.add((), ((1.0, literal) for literal in literals), 1.0)
 
     def precede(self, precedence: Precedence) -> None:
-        """The row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all; none
-        where it cannot hold, or always does."""
+        """Adds the row of a precedence, with the smallest big-M that the variables' bounds allow, or the one for all.
+        Adds none if its literals cannot hold, or if it always holds."""
         if FALSE in precedence.when or any(~literal in precedence.when for literal in precedence.when):
             return
         when = tuple(literal for literal in precedence.when if literal != TRUE)
@@ -121,9 +117,9 @@ class Rows:
         return literal.positive == (literal.var < 0 or bool(x[literal.var] > 0.5))
 
     def earliest(self, x: Floats) -> Floats:
-        """The least values of the continuous variables that keep every precedence which the binaries of `x` require:
-        exact times, free of the solver's tolerance. Least and greatest values are reached from `lower`, round after
-        round, as in Bellman and Ford's method."""
+        """The least values of the continuous variables that keep every precedence that the binaries of `x` require:
+        exact times, free of the solver's tolerance. They are reached from `lower`, round after round, as in Bellman and
+        Ford's method."""
         active = [p for p in self.precedences if all(self.holds(literal, x) for literal in p.when)]
         later, earlier = np.array([p.later for p in active]), np.array([p.earlier for p in active])
         gap = np.array([p.gap + (p.span[0] if self.holds(p.span[1], x) else 0.0) for p in active])
@@ -137,8 +133,7 @@ class Rows:
 
 
 def form(times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float) -> Form:
-    """A sum of coefficients × variables and literals as coefficients of variables alone: a negation is 1 - its
-    variable."""
+    """A sum of coefficients × variables and literals as coefficients of variables alone; a negation is 1 - variable."""
     row: dict[int, float] = {}
     for coefficient, var in times:
         row[var] = row.get(var, 0.0) + coefficient

@@ -70,7 +70,7 @@ def _transfers(
     v: Variables, at: dict[Op, Interval], run: dict[Op, Interval]
 ) -> dict[tuple[Kind, Activation], Interval | None]:
     """From when to when each offload and reload runs; None where the solver decides. One that is not made takes no time
-    and stands between two transfers, as early as those before it let it."""
+    and lies between two transfers, as early as those before it allow."""
     link, half_duplex = v.costs.link[v.costs.device], v.problem.transfer_mode == "half_duplex"
     moved = {(kind, a): _moved(v, at, kind, a) for kind in (Kind.O, Kind.R) for a in v.activations}
     for a in sorted(v.activations):
@@ -89,8 +89,8 @@ def _transfers(
 
 
 def _moved(v: Variables, at: dict[Op, Interval], kind: Kind, a: Activation) -> Interval | None:
-    """From the first part's start to the last one's end; None unless all parts move, as the model knows whole
-    activations only."""
+    """From the first part's start to the last one's end; None unless all parts move, as the model moves whole
+    activations."""
     parts = [Op(kind, *a, part) for part in range(v.problem.stages[a[0]].offload_parts)]
     if not all(part in at for part in parts):
         return None

@@ -112,7 +112,7 @@ class Variables:
         return [(op.stage, op.microbatch) for op in self.paths.ops if op.kind == Kind.F and op.stage in stages]
 
     def _transfer_times(self) -> None:
-        """W, O, R and A. A transfer that is not made has no length and must not be in the way: it may stand anywhere up
+        """W, O, R and A. A transfer that is not made has no length and must not be in the way: it may lie anywhere up
         to the horizon, or before B where its neighbours on the link are before theirs."""
         for a in self.activations:
             transfers = self.around.transfers[a] if self.around else None
