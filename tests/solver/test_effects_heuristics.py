@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from support import enumeration
+from support.effects import TABLES
 from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, programs_of
 from support.problems import pipeline, stage
 from support.strategies import problems
@@ -31,23 +31,12 @@ def with_workspace(kind: Kind) -> dict[Kind, Effect]:
     return {kind: replace(rule, takes=lambda x: rule.takes(x) + MORE, frees=lambda x: rule.frees(x) + MORE)}
 
 
-def with_more_saved() -> dict[Kind, Effect]:
-    """B leaves more, and W frees more."""
-    backward = replace(
-        TABLE[Kind.B],
-        takes=lambda x: np.maximum(0, x.saved_for_weight + MORE - x.activation),
-        frees=lambda x: np.maximum(0, x.activation - x.saved_for_weight - MORE),
-    )
-    return {Kind.B: backward, Kind.W: replace(TABLE[Kind.W], frees=lambda x: x.saved_for_weight + MORE)}
-
-
 CHANGES = {
     "nothing": dict[Kind, Effect](),
+    **TABLES,
     "F needs a workspace": with_workspace(Kind.F),
     "C needs a workspace": with_workspace(Kind.C),
-    "B needs a workspace": with_workspace(Kind.B),
-    "BW needs a workspace": with_workspace(Kind.BW) | with_workspace(Kind.B),
-    "B leaves more": with_more_saved(),
+    "all backwards need a workspace": with_workspace(Kind.BW) | with_workspace(Kind.B),
 }
 
 

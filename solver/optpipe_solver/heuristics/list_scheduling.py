@@ -30,6 +30,7 @@ class ListScheduler(SchedulingState):
     def __init__(self, problem: Problem, policy: Policy) -> None:
         super().__init__(problem, policy)
         self.weights: list[deque[tuple[int, int]]] = [deque() for _ in problem.devices]
+        self.splits = [policy.split and not takes for takes in self.takes[W]]  # or W might wait for memory forever
         self.in_flight = [0] * len(problem.stages)
         self.returning = [False] * len(problem.stages)  # whether a stage has begun with its backwards
         self.admitted = 0
@@ -103,10 +104,9 @@ class ListScheduler(SchedulingState):
             return
         stage, j = self.weights[d][0]
         patience_ms = self.policy.patience * self.ms[W][stage]
-        waits = self.coming[d] and self.coming[d][0] - self.now < patience_ms
-        if not waits and self._fits(d, self.takes[W][stage]):
+        if not (self.coming[d] and self.coming[d][0] - self.now < patience_ms):
             self.weights[d].popleft()
-            self._start(W, stage, j, self.takes[W][stage])
+            self._start(W, stage, j, 0)
 
     def _fits(self, d: int, more: int) -> bool:
         return self.held[d] + more <= self.memory[d]
@@ -145,7 +145,7 @@ class ListScheduler(SchedulingState):
         for n, (_, j, stage) in enumerate(self.backwards[d]):
             if self.relief[stage, j].recompute or not self.transfers.is_resident(stage, j):
                 continue
-            kind = B if self.policy.split and self._fits(d, self.takes[B][stage]) else BW
+            kind = B if self.splits[stage] and self._fits(d, self.takes[B][stage]) else BW
             if not self._fits(d, self.takes[kind][stage]):
                 continue
             del self.backwards[d][n]
