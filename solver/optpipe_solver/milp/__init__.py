@@ -39,7 +39,7 @@ class MilpEngine:
         # Imported only in the engine's process: the portfolio asks `unsupported` alone.
         from optpipe_solver.milp.solve import solve
 
-        solve(request, emit)
+        solve(request, emit, whole=self.unsupported(request.problem, alone=False) is None)
 
 
 ENGINE = MilpEngine()
