@@ -38,7 +38,7 @@ class RobustEngine:
     name = METHOD
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        """Why the engine cannot work on this problem, None if it can."""
         return None if problem.microbatches > 1 else "with one micro-batch there is no order to change"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float:

@@ -25,8 +25,8 @@ from optpipe_solver.cyclic.unroll import unroll
 from optpipe_solver.repair import repair
 
 PROBLEMS = {
-    "offload": problem_of([stage(0, (2, 3, 1), 2, 1, (2, 2, 2)), stage(1, (3, 2, 2), 1, 1)], [99, 99], 2, 3.0),
-    "recompute": problem_of([stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 1, 1)], [99, 99], 2),
+    "offload": problem_of([stage(0, (2, 3, 1), 2, 1, (2, 2, 2)), stage(1, (3, 2, 2), 1)], [99, 99], 2, 3.0),
+    "recompute": problem_of([stage(0, (2, 2, 1), 3, 1, None, (2, 1)), stage(1, (2, 3, 1), 1)], [99, 99], 2),
 }
 # In a process of its own, as highspy cannot be loaded beside ortools. The start must satisfy every row, so that no
 # memory is counted twice, and all that is found must fit, so that none is left out.

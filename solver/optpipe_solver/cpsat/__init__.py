@@ -17,7 +17,7 @@ class CpSatEngine:
     name = "cpsat"
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        """Why the engine cannot work on this problem, None if it can."""
         forwards = sum(len(problem.route(j)) for j in range(problem.microbatches))
         if forwards > MOST_FORWARDS:
             return f"the problem has {forwards} forwards, and this engine takes {MOST_FORWARDS} at most"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor, gcd, lcm
+from typing import TypeVar
 
 from optpipe.evaluate.effects import Effects, Level
 from optpipe.model.arrays import Flags
@@ -31,6 +32,9 @@ VISITS = (
     ((Kind.F, Kind.C, Kind.B, Kind.W), True),
     ((Kind.F, Kind.C, Kind.BW), True),
 )
+
+
+Number = TypeVar("Number", int, Fraction)
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,16 @@ class Grid:
     def of(cls, problem: Problem, finest: int = FINEST) -> Grid:
         """A grid on which every duration is whole, if the busiest device's work on one micro-batch then takes `finest`
         ticks at most; else a coarser one on which it takes that many."""
-        times = [_exact(problem.p2p_ms), *(ms for stage in problem.stages for ms in _durations(stage).values())]
+        durations = [_durations(stage) for stage in problem.stages]
+        p2p = _exact(problem.p2p_ms)
+        times = [p2p, *(ms for of_stage in durations for ms in of_stage.values())]
         denominator = lcm(*(ms.denominator for ms in times))
         unit = Fraction(gcd(*(int(ms * denominator) for ms in times)), denominator)
         if not unit:
             return cls(problem, Fraction(1), exact=False)  # nothing takes any time
-        coarsest = max(max(_work(problem)) / finest, _serial(problem) / LONGEST)
-        exact = unit >= coarsest and all(
-            ms for stage in problem.stages for kind, ms in _durations(stage).items() if kind in COMPUTE
-        )
-        return cls(problem, max(unit, coarsest), exact)
+        coarsest = max(max(_work(problem, durations)) / finest, _serial(problem, durations, p2p) / LONGEST)
+        lasting = all(ms for of_stage in durations for kind, ms in of_stage.items() if kind in COMPUTE)
+        return cls(problem, max(unit, coarsest), exact=unit >= coarsest and lasting)
 
     @cached_property
     def relaxed(self) -> Grid:
@@ -119,19 +123,11 @@ class Grid:
     @cached_property
     def serial(self) -> int:
         """Ticks of everything that could be done, one after the other: no simulated schedule is longer."""
-        once = [
-            2 * self.p2p
-            + sum(duration * (stage.offload_parts if kind in TRANSFERS else 1) for kind, duration in ticks.items())
-            for stage, ticks in zip(self.problem.stages, self._ticks, strict=True)
-        ]
-        return self.problem.microbatches * sum(once)
-
-    def may_fuse(self, stage: int) -> bool:
-        """Whether BW can do what B and W cannot, which is so only where it needs less memory."""
-        return bool(self._needs_fused[stage])
+        return _serial(self.problem, self._ticks, self.p2p)
 
     @cached_property
-    def _needs_fused(self) -> Flags:
+    def needs_fused(self) -> Flags:
+        """(S,) as the function: the stages on which BW can do what B and W cannot."""
         return needs_fused(self.problem)
 
     @cached_property
@@ -219,8 +215,7 @@ class Grid:
     @cached_property
     def work(self) -> list[int]:
         """By device: ticks of compute on one micro-batch."""
-        own = [self.problem.stages_on(d) for d in range(len(self.problem.devices))]
-        return [sum(self.duration(kind, s) for s in stages for kind in (Kind.F, Kind.B, Kind.W)) for stages in own]
+        return _work(self.problem, self._ticks)
 
     @cached_property
     def _link_users(self) -> list[list[int]]:
@@ -254,15 +249,16 @@ def _durations(stage: Stage) -> dict[Kind, Fraction]:
     }
 
 
-def _work(problem: Problem) -> list[Fraction]:
+def _work(problem: Problem, durations: list[dict[Kind, Number]]) -> list[Number]:
     """By device: time of compute on one micro-batch."""
-    own = [[_durations(problem.stages[s]) for s in problem.stages_on(d)] for d in range(len(problem.devices))]
-    return [sum((ms[Kind.F] + ms[Kind.B] + ms[Kind.W] for ms in stages), Fraction(0)) for stages in own]
+    own = [problem.stages_on(d) for d in range(len(problem.devices))]
+    compute = [times[Kind.F] + times[Kind.B] + times[Kind.W] for times in durations]
+    return [sum((compute[s] for s in stages), 0 * compute[0]) for stages in own]
 
 
-def _serial(problem: Problem) -> Fraction:
+def _serial(problem: Problem, durations: list[dict[Kind, Number]], p2p: Number) -> Number:
     """Time of everything that could be done, one after the other."""
-    once = 2 * len(problem.stages) * _exact(problem.p2p_ms)
-    for stage in problem.stages:
-        once += sum(ms * (stage.offload_parts if kind in TRANSFERS else 1) for kind, ms in _durations(stage).items())
+    once = 2 * len(durations) * p2p
+    for stage, times in zip(problem.stages, durations, strict=True):
+        once += sum(time * (stage.offload_parts if kind in TRANSFERS else 1) for kind, time in times.items())
     return problem.microbatches * once

@@ -39,7 +39,7 @@ def add_ranks(v: Variables) -> None:
             for j in visits:
                 v.model.add(v.start[Op(BW, s, j)] >= v.compute_end[Op(F, s, j)] + way)
             # The W of a BW need not wait for that of a B before it.
-            for kind in (F, B) if v.grid.may_fuse(s) else (F, B, W):
+            for kind in (F, B) if v.grid.needs_fused[s] else (F, B, W):
                 for i, j in pairwise(visits):
                     v.model.add(v.start[Op(kind, s, j)] >= v.start[Op(kind, s, i)] + v.duration(Op(kind, s, i)))
             if v.may_be_away(s):

@@ -20,7 +20,7 @@ def add_symmetry_breaking(v: Variables) -> None:
         if v.order == "stages":
             for s in route:
                 # The W of a BW need not wait for that of a B before it.
-                for kind in (F, B) if v.grid.may_fuse(s) else (F, B, W):
+                for kind in (F, B) if v.grid.needs_fused[s] else (F, B, W):
                     _add_microbatch_order(v, [Op(kind, s, j) for j in batches])
     for s, j in v.passes:
         parts = v.grid.parts[s]

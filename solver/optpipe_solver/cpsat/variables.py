@@ -153,7 +153,7 @@ class Variables:
             self.compute_end[x] = self.start[x] + self.duration(b)
             self.free.add(x)
         fused = (s, j) in self.incumbent.fused
-        if self.grid.may_fuse(s) and {b, w} <= self.free and self.window.opens(self._device[s]):
+        if self.grid.needs_fused[s] and {b, w} <= self.free and self.window.opens(self._device[s]):
             self.fused[s, j] = self._new_choice(fused, f"{s}BW{j}")
             hint = self.incumbent.start[b] + self.duration(b) + fused * self.duration(w)
             self.compute_end[b] = self._new_moment(hint, f"{b}ends")

@@ -16,7 +16,7 @@ class CyclicEngine:
     name = "cyclic"
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        """Why the engine cannot work on this problem, None if it can."""
         if len(problem.all_routes) > 1:
             return "the micro-batches take several routes, so they do not repeat"
         return "there are too few micro-batches to repeat" if problem.microbatches < FEWEST else None

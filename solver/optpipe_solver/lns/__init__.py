@@ -14,7 +14,7 @@ class LnsEngine:
     name = "lns"
 
     def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
-        """Why the engine cannot work on this problem, None if it can. `alone`: the user asked for it by name."""
+        """Why the engine cannot work on this problem, None if it can."""
         return None if problem.costs.ms.any() else "nothing takes any time"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:

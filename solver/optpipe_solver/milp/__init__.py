@@ -31,7 +31,7 @@ class MilpEngine:
             pinned[costs.device[s]] += int(costs.offload[s])
         if any(size > limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True)):
             return "the model has no limit of host memory, and not all that could be offloaded fits there"
-        ops = compute_op_count(problem)
+        ops = 3 * sum(map(len, passes))
         return None if alone or ops <= MOST_OPS else f"there are {ops} compute ops, and {MOST_OPS} are solved whole"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> None:
@@ -39,12 +39,7 @@ class MilpEngine:
         # Imported only in the engine's process: the portfolio asks `unsupported` alone.
         from optpipe_solver.milp.solve import solve
 
-        solve(request, emit)
-
-
-def compute_op_count(problem: Problem) -> int:
-    """The number of F, B and W."""
-    return 3 * sum(len(problem.route(j)) for j in range(problem.microbatches))
+        solve(request, emit, whole=self.unsupported(request.problem, alone=False) is None)
 
 
 ENGINE = MilpEngine()
