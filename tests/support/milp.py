@@ -21,11 +21,14 @@ from support.enumeration import length
 DRIVER = """
 import json, sys
 from optpipe.process.protocol import End, Request, write_frame
+from optpipe_solver.milp import ENGINE
 from optpipe_solver.milp.solve import solve
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:
     asked = json.loads(line)
-    solve(Request.model_validate(asked["request"]), write_frame, Switches(**asked["switches"]))
+    request = Request.model_validate(asked["request"])
+    whole = ENGINE.unsupported(request.problem, alone=False) is None
+    solve(request, write_frame, whole, Switches(**asked["switches"]))
     write_frame(End())
 """
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)

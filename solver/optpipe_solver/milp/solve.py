@@ -19,7 +19,6 @@ from optpipe_solver.lift import lift
 from optpipe_solver.milp.backend import minimize
 from optpipe_solver.milp.model import Model, serial_ms
 from optpipe_solver.milp.neighbourhoods import search_windows
-from optpipe_solver.milp.scope import too_large, unsupported
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import ALL, Order, Switches
 from optpipe_solver.milp.task import Limits, Task
@@ -27,15 +26,15 @@ from optpipe_solver.milp.task import Limits, Task
 METHOD = "milp"
 
 
-def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = ALL) -> None:
-    """Runs the engine.
+def solve(request: Request, emit: Callable[[Frame], None], whole: bool, switches: Switches = ALL) -> None:
+    """Solves the whole problem, or windows of the best schedule.
 
     Emits each schedule that is better than the warm start and those before, and bounds that hold for every schedule. If
     the request names a backend that is not available, one note says so and HiGHS takes its place.
     """
     limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
-    if (unsupported(request.problem) or too_large(request.problem)) is None:
+    if whole:
         search.whole(limits, switches)
     else:
         search.windows(limits, switches)
