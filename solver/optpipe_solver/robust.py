@@ -60,9 +60,6 @@ class RobustEngine:
 ENGINE = RobustEngine()
 
 
-run = ENGINE.run
-
-
 class LocalSearch:
     """The schedule at hand, and moves from it."""
 

@@ -33,6 +33,3 @@ class CpSatEngine:
 
 
 ENGINE = CpSatEngine()
-
-
-run = ENGINE.run

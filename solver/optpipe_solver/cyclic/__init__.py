@@ -30,6 +30,3 @@ class CyclicEngine:
 
 
 ENGINE = CyclicEngine()
-
-
-run = ENGINE.run

@@ -26,6 +26,3 @@ class LnsEngine:
 
 
 ENGINE = LnsEngine()
-
-
-run = ENGINE.run

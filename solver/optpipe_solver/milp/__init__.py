@@ -43,5 +43,3 @@ class MilpEngine:
 
 
 ENGINE = MilpEngine()
-
-run = ENGINE.run
