@@ -16,7 +16,7 @@ def ready(url):
 settings = optpipe_server.Settings("sqlite:///jobs.sqlite", first_schedule_processes=1, solves=0)
 optpipe_server.serve(settings, port=0, ready=ready)
 """
-MAKER = """
+FIRST_SCHEDULES = """
 import gc
 from optpipe_solver.portfolio import first_schedules as first
 first.requests = lambda: iter(())
@@ -25,7 +25,7 @@ print(gc.get_freeze_count())
 """
 
 
-@pytest.mark.parametrize("code", [SERVICE, MAKER], ids=["the service", "a maker"])
+@pytest.mark.parametrize("code", [SERVICE, FIRST_SCHEDULES], ids=["the service", "a first-schedule process"])
 def test_the_heap_is_frozen_when_the_process_answers(code: str, tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert int(told.stdout) > 50_000, "objects, most of them of modules"

@@ -111,7 +111,7 @@ def solve(grid: Grid, K: int, T: int, seconds: float = 60.0) -> Pattern | None:
 
 def answers(problem: Problem, seconds: float, engine: ModuleType = cyclic, **request: object) -> list[Frame]:
     frames: list[Frame] = []
-    engine.run(Request.model_validate({"problem": problem, "time_limit_s": seconds, **request}), frames.append)
+    engine.ENGINE.run(Request.model_validate({"problem": problem, "time_limit_s": seconds, **request}), frames.append)
     return frames
 
 

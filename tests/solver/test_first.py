@@ -35,7 +35,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
 
 
 @pytest.fixture(scope="module")
-def maker() -> Iterator[Child]:
+def process() -> Iterator[Child]:
     child = Child(MODULE)
     yield child
     assert not child.ended
@@ -53,9 +53,9 @@ def schedules(frames: list[Frame], problem: Problem) -> list[Schedule]:
     seconds=st.sampled_from([1e-3, 0.1]),
 )
 @settings(max_examples=12)
-def test_an_answer_is_valid_or_says_why_there_is_none(maker, objective, problem, memory, seconds):
+def test_an_answer_is_valid_or_says_why_there_is_none(process, objective, problem, memory, seconds):
     problem = problem.with_memory_for(memory)
-    *frames, end = maker.ask(Request(problem=problem, objective=objective, time_limit_s=seconds))
+    *frames, end = process.ask(Request(problem=problem, objective=objective, time_limit_s=seconds))
     assert isinstance(end, End)
     reason = infeasibility(problem)
     if reason:
@@ -73,24 +73,24 @@ def test_an_answer_is_valid_or_says_why_there_is_none(maker, objective, problem,
 
 
 @pytest.mark.parametrize("name", ["fastlink-4x8", "fastlink-8x16"])
-def test_a_small_problem_has_more_than_naive(maker, name):
+def test_a_small_problem_has_more_than_naive(process, name):
     problem = Problem.load(EXAMPLES / f"{name}.json")
-    *_, last = schedules(list(maker.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
+    *_, last = schedules(list(process.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
     assert last.method == "adaoffload"
 
 
-def test_a_large_problem_has_naive_at_once(maker):
+def test_a_large_problem_has_naive_at_once(process):
     problem = rechunk(chain(m=2000, memory=4), 8)
-    found = schedules(list(maker.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
+    found = schedules(list(process.ask(Request(problem=problem, time_limit_s=1e-3))), problem)
     assert [schedule.method for schedule in found] == ["naive"]
 
 
 @pytest.mark.parametrize(
     "method", [*METHODS, *SYSTEMS, "nope", "", "gis:group=1", "gis:group", "1f1b:group=2", "gis:group=5,group=5"]
 )
-def test_a_method_is_refused_as_the_real_search_refuses_it(maker, method):
+def test_a_method_is_refused_as_the_real_search_refuses_it(process, method):
     request = Request(problem=chain(), method=method, time_limit_s=1e-3)
-    *frames, last = maker.ask(request)
+    *frames, last = process.ask(request)
     if isinstance(last, Refused):
         with pytest.raises(InputError) as refused:
             Portfolio(request, lambda _: None)
@@ -101,9 +101,9 @@ def test_a_method_is_refused_as_the_real_search_refuses_it(maker, method):
         assert all(method in ("auto", *ENGINES, frame.method) for frame in frames if isinstance(frame, Incumbent))
 
 
-def test_a_warm_start_is_taken(maker):
+def test_a_warm_start_is_taken(process):
     problem = chain()
-    *frames, _ = maker.ask(Request(problem=problem, warm_start=Programs.of(gpipe(problem)), time_limit_s=1e-3))
+    *frames, _ = process.ask(Request(problem=problem, warm_start=Programs.of(gpipe(problem)), time_limit_s=1e-3))
     assert schedules(frames, problem)[0].makespan_ms == gpipe(problem).makespan_ms
 
 
@@ -151,27 +151,27 @@ def test_it_ends_with_its_parent():
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout
-        maker = int(parent.stdout.readline())
+        process = int(parent.stdout.readline())
         parent.kill()
     until = time.monotonic() + 60
-    while not over(maker):
+    while not over(process):
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("count", [90, pytest.param(5000, marks=pytest.mark.soak)])
 def test_memory_does_not_grow(count):
-    maker = Child(MODULE)
+    process = Child(MODULE)
     try:
         problem = chain(m=6)
 
         def asked(times: int) -> int:
             for _ in range(times):
                 shorter = problem.replace(p2p_ms=0.1 + time.monotonic() % 1)
-                assert schedules(list(maker.ask(Request(problem=shorter, time_limit_s=1e-3))), shorter)
-            return int(psutil.Process(maker.pid).memory_info().rss)
+                assert schedules(list(process.ask(Request(problem=shorter, time_limit_s=1e-3))), shorter)
+            return int(psutil.Process(process.pid).memory_info().rss)
 
         before = asked(count // 3)
         assert asked(count) - before < 16 * 2**20
     finally:
-        maker.close()
+        process.close()
