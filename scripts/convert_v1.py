@@ -17,8 +17,13 @@ def converted(value: Any) -> Any:
         return [converted(item) for item in value]
     if not isinstance(value, dict):
         return value
-    renamed = {RENAMED.get(key, key): converted(item) for key, item in value.items() if key != "problem_sha256"}
-    if "format" in renamed:
+    # The keys of `links` are names that a user gave, and their values are ops.
+    renamed = {
+        RENAMED.get(key, key): item if key == "links" else converted(item)
+        for key, item in value.items()
+        if key != "problem_sha256"
+    }
+    if isinstance(renamed.get("format"), str):
         renamed["format"] = FORMATS.get(renamed["format"], renamed["format"])
     return renamed
 

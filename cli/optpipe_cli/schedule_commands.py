@@ -68,17 +68,17 @@ def _difference(here: Any, there: Any, place: str = "") -> str | None:
 
 def _false_claims(file: ScheduleFile, schedule: Schedule) -> list[str]:
     """Complaints about wrong times in the file, a bound above its makespan, and `optimal` without a proof."""
+    from optpipe.evaluate.objective import gap, reaches
+
     claims = [("makespan_ms", file.makespan_ms, schedule.makespan_ms), ("span_ms", file.span_ms, schedule.span_ms)]
     wrong = [
         f"{name} = {said:.9g}: the programs take {true:.9g}"
         for name, said, true in claims
         if said is not None and abs(said - true) > 1e-6 * (1 + true)
     ]
-    if file.lower_bound_ms is not None and file.lower_bound_ms > schedule.makespan_ms * (1 + 1e-9) + 1e-6:
+    if file.lower_bound_ms is not None and not reaches(file.lower_bound_ms, schedule.makespan_ms):
         wrong.append(f"lower_bound_ms = {file.lower_bound_ms:.9g}: above the makespan {schedule.makespan_ms:.9g}")
-    if file.status == "optimal" and (
-        file.lower_bound_ms is None or schedule.makespan_ms > file.lower_bound_ms * (1 + 1e-9) + 1e-6
-    ):
+    if file.status == "optimal" and gap(schedule.makespan_ms, file.lower_bound_ms) != 0:
         wrong.append(f"status = 'optimal': lower_bound_ms = {file.lower_bound_ms} does not prove it")
     return wrong
 

@@ -154,8 +154,8 @@ class Effects:
             again = (index.of(Kind.C) >= 0)[stage, microbatch]
             kept = np.where(again, costs.checkpoint[stage], kept)
         if costs.can_evict.any():
-            evicted = (index.of(Kind.E) >= 0)[stage, microbatch] | rows.of_kinds(Kind.A, Kind.V, Kind.L)
-            moved = np.where(evicted, costs.evict[stage], moved)
+            evicted = rows.of_kinds(Kind.D) & (index.of(Kind.E) >= 0)[stage, microbatch]
+            moved = np.where(evicted | rows.of_kinds(Kind.L, Kind.A, Kind.V), costs.evict[stage], moved)
         hosted = np.zeros((len(self.problem.stages), self.problem.microbatches), dtype=np.int64)
         leaving = np.flatnonzero(rows.of_kinds(Kind.O))
         np.add.at(hosted, (stage[leaving], microbatch[leaving]), moved[leaving])

@@ -55,7 +55,6 @@ def durations(problem: Problem, rows: Rows, ms: Floats | None = None) -> Floats:
 
     `ms` are the ops' times alone, by default the nominal ones; they may have further dimensions, such as samples.
     """
-    rows = rows if isinstance(rows, Rows) else Rows(rows, np.zeros(len(rows), np.int64))
     if ms is None:
         ms = problem.costs.ms[rows.kind, rows.stage]
     ms[rows.first] = (problem.overlap_factor or 1.0) * (ms[rows.first] + ms[rows.first + 1])

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from optpipe.errors import OptPipeError
+from optpipe.errors import OptPipeError, ScheduleError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.effects import Effects
 from optpipe.evaluate.graph import ISSUED
@@ -250,7 +250,9 @@ class _Relief:
         at = {(kind, s, j): i for i, (kind, s, j) in reversed(list(enumerate(self.table[:, :PART].tolist())))}
         for (kind, s, j), i in at.items():
             if kind == Kind.F and not any((away, s, j) in at for away in (Kind.O, Kind.C, Kind.E)):
-                backward = next(self.lead[at[b, s, j]] for b in BACKWARD if (b, s, j) in at)
+                backward = next((self.lead[at[b, s, j]] for b in BACKWARD if (b, s, j) in at), None)
+                if backward is None:
+                    raise ScheduleError(f"stage {s}, micro-batch {j} has no backward")
                 yield _Stay(s, j, i, backward, list(range(len(self.size[s])))[::-1])
 
     def _means(self, stay: _Stay) -> Iterator[bool]:

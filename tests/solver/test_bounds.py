@@ -164,3 +164,8 @@ def test_chunks_of_one_device_share_what_can_wait():
     problem = problems.pipeline(2, 6, 5, stages)
     # the last B of stage 1: behind it all that device 1 does but three Ws that wait and its own; then stage 0
     assert deferral_bound(problem) == 2 + 6 * 2 * 5 - 4 + 2 + 1
+
+
+def test_a_budget_for_countless_activations_takes_no_time():
+    countless = problems.pipeline(2, 4, 2**53, problems.stage((1e-9, 1e9, 1.0), (1, 1)))
+    assert memory_bound(countless) == pytest.approx(trivial_bound(countless))

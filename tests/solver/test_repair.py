@@ -118,3 +118,8 @@ def test_of_another_pipeline_nothing_can_be_made():
 
 def test_where_nothing_fits_there_is_none():
     assert repair(pipeline(4, 8, 499), generate("zb-auto", pipeline(4, 8, 10**6))) is None
+
+
+def test_a_forward_without_a_backward_cannot_be_repaired():
+    ample, tight = (pipeline(1, 1, memory) for memory in (1000, 100))
+    assert repair(tight, Schedule.parse(ample, [["0F0"]])) is None

@@ -134,7 +134,10 @@ def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: f
     largest = max(measure(held.most) for held, _ in stages)
     first = min(float(ms[Kind.F]) for _, ms in stages)
     steps = min(ceil(1 / largest) - 1 if largest else 0, ceil(within / first) if first else 0)
-    start = sum((1 - n * largest) * min(first, within - (n - 1) * first) for n in range(1, steps + 1))
+    # The sum over n = 1, 2, ... of (1 - n * largest) times how long the n-th forward lasts within this time.
+    whole = steps if steps * first <= within else steps - 1
+    start = first * (whole - largest * whole * (whole + 1) / 2)
+    start += (1 - steps * largest) * (within - whole * first) if whole < steps else 0.0
     rate, over = 0.0, 0.0  # of the memory, what a ms of compute can free; and ms that may have passed already
     for held, ms in stages:
         weight, both = float(ms[Kind.W]), float(ms[Kind.B] + ms[Kind.W])
