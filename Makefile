@@ -20,6 +20,7 @@ help: ## list the targets (the default)
 setup: .venv/ready ## make .venv with OptPipe, all extras and the tools
 
 .venv/ready: pyproject.toml $(CONSTRAINTS)
+	@echo 'Making .venv with OptPipe, all extras and the tools: takes some minutes, most of them for torch.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.[all,dev]'
 	touch $@

@@ -110,13 +110,24 @@ def before_and_after() -> None:
         ("before", "Before: PipeOffload", before),
         ("after", "After: OptPipe's schedule, same memory", after),
     ):
-        (HERE / "pictures" / f"{name}.svg").write_text(gantt(schedule, title, until_ms=before.makespan_ms))
+        write(f"{name}.svg", gantt(schedule, title, until_ms=before.makespan_ms))
         print(f"{name}: {schedule.makespan_ms:g} ms by {schedule.method}")
 
 
+def write(name: str, picture: str) -> None:
+    path = HERE / "pictures" / name
+    path.write_text(picture)
+    print(path)
+
+
 def main() -> None:
-    for name in sys.argv[1:] or FIGURES:
-        (HERE / "pictures" / "systems" / f"{name}.svg").write_text(figure(name))
+    names = sys.argv[1:] or list(FIGURES)
+    if unknown := [name for name in names if name not in FIGURES]:
+        sys.exit(
+            f"error: {unknown[0]} has no line in FIGURES of docs/pictures.py; those that have: {', '.join(FIGURES)}"
+        )
+    for name in names:
+        write(f"systems/{name}.svg", figure(name))
     if not sys.argv[1:]:
         before_and_after()
 

@@ -77,6 +77,21 @@ class Result:
         """
         return gap(self.objective_ms, self.lower_bound_ms)
 
+    def __str__(self) -> str:
+        """One line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
+        if self.schedule is None:
+            return f"{self.status}: {self.reason}"
+        placed = f" with {self.schedule.placement}" if self.schedule.placement else ""
+        line = f"{self.objective_ms:.6g} ms by {self.method}{placed}"
+        if self.percentile_ms is not None:
+            line += f", with noise within {self.percentile_ms:.6g} ms in 95% of all iterations"
+        line += f", bubble {self.schedule.timeline.bubble:.1%}"
+        if self.status == "optimal":
+            return f"{line}, proven optimal"
+        if self.gap is None:
+            return line
+        return f"{line}, gap {self.gap:.1%} to the lower bound {self.lower_bound_ms:.6g} ms"
+
 
 def merged(best: Result, new: Result) -> Result:
     """The better schedule of two results for one problem, with the better bound; everything else is the new one's.

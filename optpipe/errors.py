@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,17 +45,24 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def input_error(error: ValidationError, what: str) -> InputError:
-    """Makes one sentence of the first of pydantic's complaints about `what`, with the number of the others."""
+    """Makes one sentence of one of pydantic's complaints about `what`, with the number of the others.
+
+    A wrong format comes first, then an unknown field: both explain complaints about other fields.
+    """
     if error.error_count() > MOST_COMPLAINTS:
         return InputError(f"{what}: {error.error_count()} of its fields are wrong or missing")
     complaints = error.errors(include_url=False)
-    first = complaints[0]
+    first = min(complaints, key=lambda each: (each["loc"] != ("format",), each["type"] != "extra_forbidden"))
     path = field_path(first["loc"])
     message = f"{what}: {path}" if path else what
     if first["type"] == "missing":
         message += " is missing"
     elif first["type"] == "extra_forbidden":
-        message += " is not a field of this format"
+        *place, name = first["loc"]
+        missing = [each["loc"][-1] for each in complaints if each["type"] == "missing" and [*each["loc"][:-1]] == place]
+        message += f" is not a field of this format{did_you_mean(str(name), map(str, missing), ': ')}"
+    elif first["loc"] == ("format",) and first["type"] == "literal_error":
+        return InputError(_wrong_format(what, first))
     elif first["type"] == "value_error":
         message += f": {first['msg'].removeprefix('Value error, ')}"
     else:
@@ -62,6 +70,23 @@ def input_error(error: ValidationError, what: str) -> InputError:
     if len(complaints) > 1:
         message += f" (and {len(complaints) - 1} more)"
     return InputError(message)
+
+
+def did_you_mean(word: str, words: Iterable[str], before: str) -> str:
+    """Asks for the nearest of the words, such as `; did you mean gpipe?` with "; " before; "" if none is near."""
+    near = get_close_matches(word[:100], list(words), n=1)
+    return f"{before}did you mean {near[0]}?" if near else ""
+
+
+def _wrong_format(what: str, complaint: Mapping[str, Any]) -> str:
+    given, expected = str(complaint["input"]), complaint["ctx"]["expected"]  # both such as optpipe.problem/2
+    if given.startswith("optpipe.problem/") and "schedule" in expected:
+        return f"{what} is a problem, a schedule is expected: make one with optpipe solve {what} -o S.json"
+    if given.startswith("optpipe.schedule/") and "problem" in expected:
+        return f"{what} is a schedule, a problem is expected: its field `problem` has the one that it is for"
+    message = complained(complaint, f"{what}: format")
+    old = given in ("optpipe.problem/1", "optpipe.schedule/1")
+    return f"{message}; python scripts/convert_v1.py FILE converts it" if old else message
 
 
 def complained(complaint: Mapping[str, Any], field: str) -> str:

@@ -8,7 +8,7 @@ hit = cache.lookup(problem)  # for the same problem, or for the most similar one
 from __future__ import annotations
 
 from optpipe_cache.cache import Cache, Entry, Hit, default_path
-from optpipe_cache.features import distance, features, shape
+from optpipe_cache.features import distance, features, structure
 from optpipe_cache.storage import Storage, StoredRow
 
-__all__ = ["Cache", "Entry", "Hit", "Storage", "StoredRow", "default_path", "distance", "features", "shape"]
+__all__ = ["Cache", "Entry", "Hit", "Storage", "StoredRow", "default_path", "distance", "features", "structure"]

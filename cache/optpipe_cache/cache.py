@@ -18,7 +18,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Found, Schedule, check
-from optpipe_cache.features import Features, distance, features, shape
+from optpipe_cache.features import Features, distance, features, structure
 from optpipe_cache.storage import FileStorage, Storage, StoredRow
 
 MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
@@ -145,7 +145,7 @@ class Cache:
 
     def _store(self, entry: Entry) -> bool:
         problem, text = entry.problem, entry.model_dump_json(exclude_none=True)
-        found_by = problem.sha256, entry.objective, shape(problem), json.dumps(features(problem))
+        found_by = problem.sha256, entry.objective, structure(problem), json.dumps(features(problem))
         while True:  # until no other process has changed the entry in between
             stored = self._storage.entry(problem.sha256, entry.objective)
             known = _read(stored)
@@ -157,15 +157,15 @@ class Cache:
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
         """Return the best known schedule, verified on this problem; None if there is none.
 
-        It is the schedule of this very problem, else that of the most similar problem of the same shape whose schedule
-        is valid.
+        It is the schedule of this very problem, else that of the most similar problem of the same structure whose
+        schedule is valid.
         """
         entry = _read(self._storage.entry(problem.sha256, objective))
         if entry and (schedule := _valid_schedule(entry, problem)):
             return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
         wanted = features(problem)
         others = (
-            (_distance(wanted, text), sha256) for sha256, text in self._storage.similar(shape(problem), objective)
+            (_distance(wanted, text), sha256) for sha256, text in self._storage.similar(structure(problem), objective)
         )
         nearest = sorted((far, sha256) for far, sha256 in others if far is not None and sha256 != problem.sha256)
         for far, sha256 in nearest[:MOST_TRIED]:

@@ -23,7 +23,7 @@ MOST = 1e9  # cap of proportions: dividing by times near zero gives no useful nu
 Features = dict[str, list[int]]  # name -> a figure per stage or device, in steps of 1/GRID
 
 
-def shape(problem: Problem) -> str:
+def structure(problem: Problem) -> str:
     """Hash what two problems must have in common before a program of one makes sense for the other.
 
     That is which ops there are, and on which devices they run.
@@ -92,7 +92,7 @@ def _microbatches(limit: int, per_stage: NDArray[np.int64], m: int) -> float:
 
 
 def distance(a: Features, b: Features) -> float:
-    """Return how different two problems of one shape are.
+    """Return how different two problems of one structure are.
 
     The mean |difference| over stages or devices of each feature, summed over the features. For example, 0.1 is a
     forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation less memory

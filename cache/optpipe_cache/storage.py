@@ -54,7 +54,7 @@ class Storage(Protocol):
         """Return the entry of this problem."""
 
     def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
-        """Return (problem_sha256, features) of every entry of this shape."""
+        """Return (problem_sha256, features) of every entry of this structure (column `shape`)."""
 
     def entries(self) -> Sequence[str]:
         """Return all entries, newest first."""

@@ -57,13 +57,16 @@ def compare(
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(f"{what.name or problem.stem}: {_sizes(what)}", highlight=False)
-    console.print(table(found))
+    with console.capture() as text:
+        console.print(f"{what.name or problem.stem}: {_sizes(what)}", highlight=False)
+        console.print(table(found))
+    for line in text.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def names(methods: str) -> list[str]:
     """Split at commas, except those between the parameters of one method."""
-    return [name.strip() for name in re.split(r",(?![a-z]+=)", methods)]
+    return [name.strip() for name in re.split(r",(?![a-z][a-z_]*=)", methods)]
 
 
 def watched(

@@ -66,23 +66,3 @@ def figures(result: Result) -> dict[str, Any]:
     if result.notes:
         content["notes"] = list(result.notes)
     return content
-
-
-def summary(result: Result) -> str:
-    """Return one line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
-    if result.schedule is None:
-        return f"{result.status}: {result.reason}"
-    noisy = (
-        ""
-        if result.percentile_ms is None
-        else f", with noise within {result.percentile_ms:.6g} ms in 95% of all iterations"
-    )
-    placed = f" with {result.schedule.placement}" if result.schedule.placement else ""
-    line = (
-        f"{result.objective_ms:.6g} ms by {result.method}{placed}{noisy}, bubble {result.schedule.timeline.bubble:.1%}"
-    )
-    if result.status == "optimal":
-        return f"{line}, proven optimal"
-    if result.gap is None or result.lower_bound_ms is None:
-        return line
-    return f"{line}, gap {result.gap:.1%} to the lower bound {result.lower_bound_ms:.6g} ms"

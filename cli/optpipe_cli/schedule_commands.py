@@ -24,7 +24,7 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
     from optpipe.schedule import check as complaints
 
     what, file, found = _read(problem, schedule)
-    wrong = _misplaced(file, what) + complaints(what, found)
+    wrong = _of_other_sizes(file, what) or _misplaced(file, what) + complaints(what, found)
     wrong = wrong or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
     if json:
         content = {"valid": not wrong, "complaints": wrong}
@@ -45,6 +45,18 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
         )
     if wrong:
         raise typer.Exit(1)
+
+
+def _of_other_sizes(file: ScheduleFile, placed: Problem) -> list[str]:
+    """One complaint, not one for each op, if the file's problem has other numbers of devices, stages, micro-batches."""
+    if file.placement or _sizes(file.problem) == _sizes(placed):
+        return []
+    made, given = (f"{problem.name or 'a problem'} ({_sizes(problem)})" for problem in (file.problem, placed))
+    return [f"the schedule was made for {made}, not for {given}"]
+
+
+def _sizes(problem: Problem) -> str:
+    return f"{len(problem.devices)} devices, {len(problem.stages)} stages, {problem.microbatches} micro-batches"
 
 
 def _misplaced(file: ScheduleFile, placed: Problem) -> list[str]:
@@ -138,7 +150,8 @@ def show(
         from optpipe.show.terminal import chart
 
         console = Console()
-        console.print(chart(found, console.width - 22))
+        colours = console.is_terminal and not console.no_color
+        console.print(chart(found, console.width - 22, colours))
         console.print(
             f"makespan {found.makespan_ms:.6g} ms, bubble {found.timeline.bubble:.1%}, by "
             f"{found.method or 'no named method'}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from optpipe_cli.output import INFEASIBLE, Json, figures, print_json, require_writable, summary
+from optpipe_cli.output import INFEASIBLE, Json, figures, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.anytime import Result, Search
@@ -167,7 +167,7 @@ def _follow(search: Search, time_limit: float, quiet: bool) -> Result:
         threading.Thread(target=tick, daemon=True).start()
         try:
             for result in search:
-                progress.update(task, description=summary(result))
+                progress.update(task, description=str(result))
         finally:
             done.set()
             signal.signal(signal.SIGINT, before)
@@ -179,7 +179,7 @@ def _tell(result: Result, json: bool) -> None:
     if json:
         print_json(figures(result))
         return
-    typer.echo(summary(result))
+    typer.echo(str(result))
     for note in result.notes:
         if note != result.reason:
             typer.echo(f"note: {note}", err=True)

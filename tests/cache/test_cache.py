@@ -14,7 +14,7 @@ from support.chain import chain, gpipe, one_by_one
 from support.strategies import problems
 
 from optpipe import InputError, Problem, ScheduleError
-from optpipe_cache import Cache, default_path, distance, features, shape
+from optpipe_cache import Cache, default_path, distance, features, structure
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.tables import schedules
@@ -135,7 +135,7 @@ def test_without_a_valid_schedule_there_is_no_hit(cache: Cache) -> None:
 @pytest.mark.parametrize("other", [chain(m=3), chain(offload=None), chain(link="pcie0"), chain(m=3, memory=3)])
 def test_another_shape_is_never_a_hit(cache: Cache, other: Problem) -> None:
     cache.add(gpipe(chain()), "feasible")
-    assert shape(other) != shape(chain())
+    assert structure(other) != structure(chain())
     assert cache.lookup(other) is None
 
 
@@ -147,7 +147,7 @@ def test_distance_is_zero_to_oneself_and_scale_free(problem: Problem) -> None:
     for stage in content["stages"]:
         stage |= {name: value * 4 for name, value in stage.items() if name.endswith("_ms")}
     slower = Problem.from_dict(content)
-    assert shape(slower) == shape(problem)
+    assert structure(slower) == structure(problem)
     assert distance(features(problem), features(slower)) == 0.0
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -162,6 +163,14 @@ def test_check_finds_false_figures(run, problem, field, value):
     assert out.startswith(f"{field} = ")
 
 
+def test_check_says_first_that_the_schedule_is_of_another_problem(run, problem):
+    one_at_a_time(problem).save("s.json")
+    problem.replace(microbatches=5, name="larger").save("larger.json")
+    code, out, _ = run("check", "larger.json", "s.json")
+    assert (code, len(out.splitlines())) == (1, 1)
+    assert re.fullmatch(r"the schedule was made for .* 3 micro-batches\), not for larger \(.* 5 micro-batches\)\n", out)
+
+
 def test_simulate_times_a_schedule_for_the_problem_given(run, problem):
     one_at_a_time(problem).save("s.json")
     slower = problem.replace(p2p_ms=5.0)
@@ -215,8 +224,12 @@ WRONG = [
         ("solve", "p.json", "--solver", "cplex"),
         "error: --solver = 'cplex': auto, highs, gurobi, pulp or pulp:NAME was expected",
     ),
-    (("solve", "p.json", "--warm-start", "p.json"), "error: p.json: format = 'optpipe.problem/2': "),
-    (("check", "p.json", "p.json"), "error: p.json: format = 'optpipe.problem/2': "),
+    (
+        ("solve", "p.json", "--warm-start", "p.json"),
+        "error: p.json is a problem, a schedule is expected: make one with optpipe solve p.json -o S.json",
+    ),
+    (("check", "p.json", "p.json"), "error: p.json is a problem, a schedule is expected: "),
+    (("solve", "broken.json"), "error: broken.json is a schedule, a problem is expected: "),
     (("solve", "p.json", "-o", "a" * 300), f"error: {'a' * 300}: File name too long"),
     (("cache", "add", "proud.json"), "error: proud.json: status = 'optimal': lower_bound_ms = None does not prove it"),
     (("show", "twisted.json"), "error: programs[0]: op '0X0': "),

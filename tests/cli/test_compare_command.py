@@ -41,7 +41,8 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
         PROBLEM, "--methods", "gpipe,1f1b-recompute,naive,zb-v,auto", "--placements", "all", "--time-limit", "2"
     )
     assert (code, err) == (0, "")
-    head, columns, *rows = [line.rstrip() for line in out.splitlines()]
+    head, columns, *rows = out.splitlines()
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert head == (
         "fastlink-4x8: 4 devices, 4 stages, 8 micro-batches, k = 0.857; ms, peak of the device whose memory is fullest"
     )

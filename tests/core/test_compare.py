@@ -104,9 +104,9 @@ def test_memory_that_is_too_small_is_the_reason_of_every_row():
     rows = optpipe.compare(problem(memory=4), ["naive", "adaoffload", "gpipe", "auto"], placements="keep").rows
     assert {row.method: row.reason for row in rows} == {
         "gpipe": "needs 40 of 4 bytes on device 0",
-        "naive": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
-        "adaoffload": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
-        "auto": "device 0 needs at least 5 bytes for one micro-batch at a time and has 4",
+        "naive": "devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5",
+        "adaoffload": "devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5",
+        "auto": "devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5",
     }
 
 

@@ -43,6 +43,12 @@ def without(field: str) -> dict[str, Any]:
     return base
 
 
+def misspelled(field: str, name: str) -> dict[str, Any]:
+    base = without(field)
+    base["stages"][1][name] = 1.0
+    return base
+
+
 WRONG = [
     (with_stage(forward_ms=float("nan")), r"stages\[1\]\.forward_ms = nan"),
     (with_stage(forward_ms=float("inf")), r"stages\[1\]\.forward_ms = inf"),
@@ -82,6 +88,11 @@ WRONG = [
     ),
     (content(devices=[{"activation_budget_bytes": 100, "peer": -1}] * 2), r"devices\[0\]\.peer = -1"),
     (with_stage(surprise=1), r"stages\[1\]\.surprise is not a field"),
+    (with_stage(forwrd_ms=1), r"stages\[1\]\.forwrd_ms is not a field of this format$"),
+    (
+        misspelled("forward_ms", "forwrd_ms"),
+        r"\.forwrd_ms is not a field of this format: did you mean forward_ms\?",
+    ),
     (without("forward_ms"), r"stages\[1\]\.forward_ms is missing"),
     (without("reload_ms"), r"stages\[1\]\.reload_ms is missing: a stage with offload_ms needs reload_ms"),
     (content(microbatches=0), r"microbatches = 0"),
@@ -93,7 +104,12 @@ WRONG = [
     (content(microbatches=2**16, stages=[content()["stages"][0]] * 100), r"microbatches = 65536"),
     (content(p2p_ms=-0.5), r"p2p_ms = -0\.5"),
     (content(transfer_mode="duplex"), r"transfer_mode = 'duplex'"),
-    (content(format="optpipe.problem/1"), r"format = 'optpipe.problem/1'"),
+    (
+        content(format="optpipe.problem/1"),
+        r"format = 'optpipe.problem/1': .*convert_v1.py FILE converts it",
+    ),
+    (content(format="optpipe.schedule/2"), r"^problem is a schedule, a problem is expected: "),
+    (content(format=["optpipe.problem/2"]), r"format = a list of 1: "),
     (content(devices=[]), r"devices = a list of 0"),
     (content(stages=[]), r"stages = a list of 0"),
     (content(overlap_factor=1.5), r"overlap_factor = 1\.5"),

@@ -46,6 +46,11 @@ def test_the_terminal_shows_which_micro_batch_runs_when():
     problem = pipeline(1, 2, 10, stage((2, 1, 1), (3, 1)))
     schedule = Schedule.parse(problem, [["0F0", "0B0", "0W0", "0F1", "0BW1"]])
     assert chart(schedule, 12 + 16).plain.splitlines()[0] == "device 0    0000000011111111  3 B of 10 B"
+    assert [line.strip() for line in chart(schedule, 12 + 16, colours=False).plain.splitlines()[1:]] == [
+        "FFFFBBWWFFFFbbbb",
+        "F = forward   B = input gradient   W = weight gradient   b = backward",
+        "a digit is the last one of the micro-batch's number",
+    ]
     assert [str(block.op) for block in blocks(schedule)] == ["0F0", "0B0", "0W0", "0F1", "0BW1"]
 
 

@@ -261,7 +261,7 @@ def test_a_system_that_is_named_is_all_that_runs(engines):
             "is given them)",
         ),
         ("1f1b:group=2", "method = '1f1b:group=2': 1f1b has no parameter group (its parameters: none)"),
-        ("1f1b:", "method = '1f1b:': '' is no parameter, "),
+        ("1f1b:", "method = '1f1b:': '' is no parameter: "),
     ],
 )
 def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):
@@ -312,7 +312,7 @@ def test_a_named_engine_may_take_more_than_it_is_started_for_beside_others(monke
 
 def test_memory_that_admits_nothing_is_proven():
     assert run(pipeline(memory=4)) == [
-        Infeasible(reason="device 0 needs at least 5 bytes for one micro-batch at a time and has 4")
+        Infeasible(reason="devices[0].activation_budget_bytes = 4: one micro-batch at a time needs at least 5")
     ]
 
 

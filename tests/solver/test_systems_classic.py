@@ -294,15 +294,17 @@ def test_a_system_is_given_the_stages_it_needs_where_it_may_be():
 @pytest.mark.parametrize(
     ("method", "told"),
     [
+        ("chronos-zero:group=2", r"method = 'chronos-zero:group=2': .*; did you mean chronos-zero2\?$"),
+        ("1f1b-recompute:every_n=2", r".*1f1b-recompute has no parameter every_n \(its parameters: every\)$"),
         ("2f2b", r"method = '2f2b': the published schedules are gpipe, 1f1b"),
         ("1f1b:group=2", r"method = '1f1b:group=2': 1f1b has no parameter group \(its parameters: none\)"),
         (
             "1f1b:",
-            r"method = '1f1b:': '' is no parameter, which would be a name and up to nine digits, such as group=5$",
+            r"method = '1f1b:': '' is no parameter: write .* a whole number of up to nine digits, such as group=5$",
         ),
         (
             "gis:group=1234567890",
-            r"method = 'gis:group=1234567890': 'group=1234567890' is no parameter, which would be",
+            r"method = 'gis:group=1234567890': 'group=1234567890' is no parameter: write a name",
         ),
         ("gis:group=2,group=3", r"method = 'gis:group=2,group=3': group is given twice, a parameter is given once$"),
     ],

@@ -16,7 +16,7 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, ScheduleFile
-from optpipe_cache.features import shape
+from optpipe_cache.features import structure
 from optpipe_server.database import Database, Jobs, NewJob
 from optpipe_server.database.jobs import CANCELLED_DETAIL, ConflictError, QueueFullError, StaleError, is_cancelled
 from optpipe_server.database.keys import Keys
@@ -184,13 +184,13 @@ class Service:
         return True
 
     def _best_for(self, tenant: str, job_id: str, problem: Problem) -> tuple[Row[Any], Schedule | None]:
-        """The job, and its last schedule with the new costs. Raises `ReplyError` (409) if the shape is another one."""
+        """The job, and its last schedule with the new costs. Raises `ReplyError` (409) if the structure changed."""
         job = self.jobs.job(tenant, job_id)
         if job is None:
             raise LookupError(job_id)
         if is_cancelled(job):
             raise ReplyError(409, CANCELLED_DETAIL)
-        if shape(Problem.from_json(job.problem)) != shape(problem):
+        if structure(Problem.from_json(job.problem)) != structure(problem):
             raise ReplyError(
                 409,
                 "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.",

@@ -104,8 +104,8 @@ def infeasibility(problem: Problem) -> str | None:
             without_limit = max(_least(relaxation, held, d, route, limit_host=False) for route in routes)
             host = f", as its host_memory_bytes = {device.host_memory_bytes} admit no more offload"
             return (
-                f"device {d} needs at least {needed} bytes for one micro-batch at a time and has "
-                f"{device.activation_budget_bytes}{host if without_limit < needed else ''}"
+                f"devices[{d}].activation_budget_bytes = {device.activation_budget_bytes}: one micro-batch at a time "
+                f"needs at least {needed}{host if without_limit < needed else ''}"
             )
     return None
 

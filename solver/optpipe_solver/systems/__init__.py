@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, did_you_mean
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Placements
 from optpipe.schedule import Schedule
@@ -33,21 +33,22 @@ SYSTEMS: dict[str, System] = {
     for system in family.SYSTEMS
 }
 
-_PARAMETER = re.compile(r"([a-z]+)=([0-9]{1,9})")
+_PARAMETER = re.compile(r"([a-z][a-z_]*)=([0-9]{1,9})")
 
 
 def parse(method: str) -> tuple[str, dict[str, int]]:
     """Read a system's name and its parameters, such as `gis:group=5`. Raises InputError if either is unknown."""
     name, colon, given = method.partition(":")
     if name not in SYSTEMS:
-        raise InputError(f"method = {method!r}: the published schedules are {', '.join(SYSTEMS)}")
+        near = did_you_mean(name, SYSTEMS, "; ")
+        raise InputError(f"method = {method!r}: the published schedules are {', '.join(SYSTEMS)}{near}")
     has, parameters = SYSTEMS[name].parameters, dict[str, int]()
     for pair in given.split(",") if colon else []:
         match = _PARAMETER.fullmatch(pair)
         if not match:
             raise InputError(
-                f"method = {method!r}: {pair!r} is no parameter, which would be a name and up to nine digits, "
-                "such as group=5"
+                f'method = {method!r}: {pair!r} is no parameter: write a name, "=", and a whole number of up to nine '
+                "digits, such as group=5"
             )
         key, number = match.groups()
         if key not in has:

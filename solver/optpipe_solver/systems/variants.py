@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from math import ceil
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, did_you_mean
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
 from optpipe_solver.methods import METHODS
@@ -24,8 +24,10 @@ def is_system(method: str) -> bool:
     """Whether the method is a published schedule. Raises InputError if it is no method, or its parameters are wrong."""
     if method in METHODS:
         return False
-    if method.partition(":")[0] not in SYSTEMS:
-        raise InputError(f"method = {method!r}: the methods are {', '.join(dict.fromkeys((*METHODS, *SYSTEMS)))}")
+    name = method.partition(":")[0]
+    if name not in SYSTEMS:
+        known = dict.fromkeys((*METHODS, *SYSTEMS))
+        raise InputError(f"method = {method!r}: the methods are {', '.join(known)}{did_you_mean(name, known, '; ')}")
     parse(method)
     return True
 
