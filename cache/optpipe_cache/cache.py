@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from optpipe.errors import InputError, ScheduleError, input_error
-from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
@@ -118,13 +118,13 @@ class Cache:
         """
         if not verified and (wrong := check(schedule.problem, schedule)):
             raise ScheduleError(f"the schedule is not valid and was not added: {wrong[0]}")
-        value = schedule.makespan_ms if objective == "makespan" else schedule.span_ms
-        if lower_bound_ms is not None and lower_bound_ms > value * (1 + 1e-9) + 1e-9:
+        value = length_ms(schedule, objective)
+        if lower_bound_ms is not None and not reaches(lower_bound_ms, value):
             raise InputError(
                 f"lower_bound_ms = {lower_bound_ms}: the schedule has a {objective} of {value} ms, a bound is not "
                 "above it"
             )
-        if status == "optimal" and (lower_bound_ms is None or value > lower_bound_ms * (1 + 1e-9) + 1e-9):
+        if status == "optimal" and gap(value, lower_bound_ms) != 0:
             raise InputError(
                 f"status = 'optimal': lower_bound_ms = {lower_bound_ms} does not prove it, the {objective} is "
                 f"{value} ms"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.errors import InputError
+from optpipe.evaluate.objective import shorter
 from optpipe_cli.compare import WIDTH, title, waiting, watched
 from optpipe_cli.output import Json, print_json, require_writable
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from optpipe.show.pareto import Point
 
 AMPLE = "ample"
-BEHIND = 1 + 1e-9
 
 Found = dict[str, "Comparison"]  # by budget
 Verdict = tuple[str, bool]  # what to say, and whether the solver is behind
@@ -151,8 +151,8 @@ def verdicts(budget: str, found: Comparison) -> list[Verdict]:
 
 def _verdict(where: str, own: Row, best: Point) -> Verdict:
     mine = float("inf") if own.makespan_ms is None else own.makespan_ms
-    behind = mine > best.ms * BEHIND
-    place = "BEHIND" if behind else "ahead of" if mine * BEHIND < best.ms else "on"
+    behind = shorter(best.ms, mine)
+    place = "BEHIND" if behind else "ahead of" if shorter(mine, best.ms) else "on"
     return f"{where}: {place} the frontier, {mine:.6g} ms against {best.ms:.6g} ms by {best.name}", behind
 
 

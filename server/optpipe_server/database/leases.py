@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, case, select, update
 
 from optpipe.anytime import Result
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import Objective
+from optpipe.evaluate.objective import Objective, raises
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule
@@ -34,7 +34,6 @@ from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.tables import Level, State, jobs
 
 FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
-ROUNDING = 1e-9
 LEASE_S = 15.0
 LONGEST_S = 60.0  # of any lease
 MOST_CRASHES = 1  # of solver processes, after which a job goes on
@@ -192,7 +191,7 @@ class Leases:
                 "worker": None,
                 "lease_until": None,
             }
-            stands = best is not None and (result.objective_ms is None or result.objective_ms > best * (1 + ROUNDING))
+            stands = best is not None and (result.objective_ms is None or raises(result.objective_ms, best))
             update_job(db, job, **over, **({} if stands else best_values(result, job.lower_bound_ms)))
             add_log_line(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
             return True
