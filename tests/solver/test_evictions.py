@@ -13,7 +13,7 @@ from support.units import ACTIVATION, units
 from optpipe import Problem, Schedule, check, simulate
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request
 from optpipe_cache import Cache, distance, features
-from optpipe_cache.features import shape
+from optpipe_cache.features import structure
 from optpipe_solver import cpsat, milp
 from optpipe_solver.bounds import memory_bound
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -98,7 +98,7 @@ def test_repair_keeps_what_is_evicted_and_gives_up_where_that_is_not_possible_an
 def test_the_cache_tells_them_apart(tmp_path):
     problem = paired(ACTIVATION)
     plain = problem.replace(stages=units(2, 2).stages)
-    assert shape(plain) == shape(units(2, 2)) != shape(problem)
+    assert structure(plain) == structure(units(2, 2)) != structure(problem)
     assert features(plain).keys() < features(problem).keys()
     cache = Cache(tmp_path / "cache.db")
     cache.add(evicting(problem), "feasible")
