@@ -109,11 +109,3 @@ class CompiledSchedule:
         except ScheduleError as error:
             wrong = [str(error)]
         return wrong + self.certificate.complaints()
-
-    @property
-    def makespan_ms(self) -> float:
-        return self.timeline.makespan_ms
-
-    @property
-    def span_ms(self) -> float:
-        return self.timeline.span_ms

@@ -17,7 +17,7 @@ from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.graph import durations
 from optpipe.evaluate.objective import Objective
 from optpipe.evaluate.rows import Rows
-from optpipe.evaluate.timeline import levels
+from optpipe.evaluate.timeline import dependency_levels
 from optpipe.model.arrays import Floats
 from optpipe.model.ops import MARKS, TRANSFERS, Kind
 from optpipe.model.problem import Problem
@@ -115,7 +115,7 @@ class Noise:
         duration = self.durations_ms(rows)
         start, end = np.zeros_like(duration), np.zeros((len(rows) + 1, self.samples))  # the last row is for NONE
         delayed = [bool(column.any()) for column in delay.T]
-        for group in levels(waits, np.flatnonzero(~rows.second)):
+        for group in dependency_levels(waits, np.flatnonzero(~rows.second)):
             begin = start[group]
             for column in range(waits.shape[1]):
                 ended = end[waits[group, column]]

@@ -76,7 +76,7 @@ def timed(rows: Rows, needs: Needs, streams: Streams, duration_ms: Floats) -> Ti
     return Timeline(rows, start, end)
 
 
-def levels(waits: Ints, leads: Ints) -> list[Ints]:
+def dependency_levels(waits: Ints, leads: Ints) -> list[Ints]:
     """The rows in `leads`, in groups that wait for earlier groups only; `waits` as `waits_of` gives them."""
     n = len(waits)
     depth, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
