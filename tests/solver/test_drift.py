@@ -11,6 +11,7 @@ import pytest
 import optpipe
 from optpipe import Problem, Schedule, certify, check
 from optpipe.process.protocol import Incumbent, Note, Programs, Request
+from optpipe_solver import heuristics
 from optpipe_solver.portfolio import Portfolio
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "problems"
@@ -35,12 +36,14 @@ def with_memory(problem: Problem, share: float) -> Problem:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_costs_have_drifted_the_first_result_is_the_old_schedule_re_timed(name):
-    old = optpipe.solve(Problem.load(EXAMPLES / f"{name}.json"), method="adaoffload", time_limit=2.0).schedule
-    assert old is not None
+    old = heuristics.generate("adaoffload", Problem.load(EXAMPLES / f"{name}.json"), "makespan")
     now = drifted(old.problem, 0.1, seed=1)
     re_timed = Schedule(now, old.programs, old.links)
     assert check(now, re_timed) == []
-    first, *_, last = optpipe.improve(now, method="adaoffload", time_limit=2.0, warm_start=old)
+    search = optpipe.improve(now, method="adaoffload", time_limit=600.0, warm_start=old)
+    first = next(search)
+    search.cancel()
+    *_, last = first, *search
     assert first.method == "warm start"
     assert first.makespan_ms == pytest.approx(re_timed.makespan_ms)
     assert last.makespan_ms <= re_timed.makespan_ms * (1 + 1e-9)
@@ -49,8 +52,7 @@ def test_after_costs_have_drifted_the_first_result_is_the_old_schedule_re_timed(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_less_memory_it_is_still_valid(name):
-    old = optpipe.solve(Problem.load(EXAMPLES / f"{name}.json"), method="adaoffload", time_limit=2.0).schedule
-    assert old is not None
+    old = heuristics.generate("adaoffload", Problem.load(EXAMPLES / f"{name}.json"), "makespan")
     less = with_memory(old.problem, 0.9)
     assert check(less, Schedule(less, old.programs, old.links)) != []
     frames: list[object] = []
@@ -69,10 +71,11 @@ def test_with_less_memory_it_is_still_valid(name):
 
 def test_a_better_schedule_for_the_changed_problem_is_still_found():
     problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
-    poor = optpipe.solve(problem, method="naive", time_limit=5.0).schedule
-    assert poor is not None
+    poor = heuristics.generate("naive", problem, "makespan")
     now = drifted(problem, 0.1, seed=2)
-    results = list(optpipe.improve(now, method="adaoffload", time_limit=4.0, warm_start=poor))
-    assert results[0].method == "warm start"
-    assert results[-1].method == "adaoffload"
-    assert results[-1].makespan_ms < results[0].makespan_ms
+    search = optpipe.improve(now, method="adaoffload", time_limit=600.0, warm_start=poor)
+    first, better = next(search), next(search)
+    search.cancel()
+    assert first.method == "warm start"
+    assert better.method == "adaoffload"
+    assert better.makespan_ms < first.makespan_ms
