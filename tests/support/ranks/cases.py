@@ -87,24 +87,28 @@ def numbers(modules: dict[int, nn.Module]) -> Gradients:
     }
 
 
+def plain_step(modules: Sequence[nn.Module], inputs: Tensor, targets: Tensor, microbatches: int) -> list[float]:
+    """Plain autograd, one micro-batch after the other: the losses, and gradients of their mean in `.grad`."""
+    losses = []
+    for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+        for module in modules:
+            x = module(x)
+        loss = loss_fn(x, y)
+        torch.autograd.backward(loss / microbatches)
+        losses.append(loss.item())
+    return losses
+
+
 def plain(stages: int, microbatches: int, steps: int = 1) -> tuple[list[list[float]], list[Gradients]]:
     """One process, plain autograd, one micro-batch after the other: losses and gradients by step, with an SGD step
     after each."""
     torch.set_num_threads(1)
     modules = make_stages(stages)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
-    losses: list[list[float]] = []
-    gradients = []
+    losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = batch(step, microbatches)
-        losses.append([])
-        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            for module in modules:
-                x = module(x)
-            loss = loss_fn(x, y)
-            torch.autograd.backward(loss / microbatches)
-            losses[-1].append(loss.item())
+        losses.append(plain_step(modules, *batch(step, microbatches), microbatches))
         gradients.append(numbers(dict(enumerate(modules))))
         optimizer.step()
     return losses, gradients

@@ -15,7 +15,7 @@ from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
-from support.ranks.cases import batch, loss_fn, make_stages, numbers
+from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -35,17 +35,10 @@ def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tu
     torch.set_num_threads(1)
     modules = make_stages(stages)
     optimizer = factory([p for module in modules for p in module.parameters()])
-    losses: list[list[float]] = []
+    losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = batch(step, microbatches)
-        losses.append([])
-        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            for module in modules:
-                x = module(x)
-            loss = loss_fn(x, y)
-            torch.autograd.backward(loss / microbatches)
-            losses[-1].append(loss.item())
+        losses.append(plain_step(modules, *batch(step, microbatches), microbatches))
         optimizer.step()
     return losses, values(dict(enumerate(modules)))
 

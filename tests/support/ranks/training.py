@@ -17,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages
+from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, make_stages, own_stages, plain_step
 from support.ranks.replicas import Seen, gradients, mesh, parameters, wrapped
 
 
@@ -35,8 +35,7 @@ def plain(
     modules = make_stages(stages)
     every = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.SGD(every, lr=0.1)
-    losses: list[list[float]] = []
-    found, norms = [], []
+    losses, found, norms = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
         inputs, targets = (
@@ -44,13 +43,7 @@ def plain(
             if replica is None
             else (part.chunk(2)[replica] for part in batch(step, 2 * microbatches))
         )
-        losses.append([])
-        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            for module in modules:
-                x = module(x)
-            loss = loss_fn(x, y)
-            torch.autograd.backward(loss / microbatches)
-            losses[-1].append(loss.item())
+        losses.append(plain_step(modules, inputs, targets, microbatches))
         norms.append(nn.utils.clip_grad_norm_(every, max_norm, norm_type).item() if max_norm else 0.0)
         found.append(gradients(dict(enumerate(modules))))
         optimizer.step()
