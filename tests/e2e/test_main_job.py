@@ -18,7 +18,7 @@ from optpipe_runtime.demo.train import DemoResult, DemoSettings
 SMALL = DemoSettings(
     budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     microbatches=4,
-    solve_s=15.0,
+    solve_s=8.0,
     block=3,
     rounds=1,
     most_live_steps=10**6,  # the live phase ends with the search
@@ -51,7 +51,7 @@ def test_the_main_job(tmp_path, capsys):
     assert "adoption: schedule " in printed
 
 
-@pytest.mark.parametrize("after_s", [0.0, 6.0])
+@pytest.mark.parametrize("after_s", [pytest.param(0.0, marks=pytest.mark.soak), 6.0])
 def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, after_s):
     serve = demo._service
 
