@@ -51,7 +51,7 @@ def test_large_problems_do_not_delay_small_ones(
     monkeypatch.setattr(first_schedules, "LARGE", 20)
     monkeypatch.setattr(first_schedules, "MOST_LARGE", 2)
     monkeypatch.setattr(service, "FIRST_SCHEDULES_AT_ONCE", 3)
-    limit_s = 10.0
+    limit_s = 20.0
     with (
         running(replace(settings, solves=0, first_schedule_s=limit_s)) as (url, server),
         httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
