@@ -103,6 +103,7 @@ class Executor:
             peak_activation_bytes=step.peak_bytes,
             host_peak_bytes=self._pool.peak_bytes,
             buffer_peak_bytes=self._messages.peak_bytes,
+            buffer_certified_bytes=plan.message_peak(self._rank.message_bytes, evaluating),
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             excess=step.excess,
             trace=tuple(step.trace(self._clock, begun)) if trace else (),
@@ -188,6 +189,8 @@ class Executor:
             self._host_optimizers[s].wait_in()
         if kind in BACKWARD:
             stage.activation(j).wait()  # before the time of the op starts
+        if action.to is not None:
+            self._messages.make_room(action.to)
         made: Tensors = ()
         copies: Sequence[Handle] = ()
         start = step.mark()
