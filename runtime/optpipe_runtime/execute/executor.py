@@ -31,7 +31,8 @@ class Executor:
     def __init__(self, rank: Rank) -> None:
         self._rank, self._stages, self._device = rank, rank.stages, rank.device
         self._messages, self._pool, self._peers, self._link = rank.messages, rank.pool, rank.peers, rank.link
-        self._clock, self._host_optimizers = Clock(rank.device), rank.host_optimizers
+        self._clock = Clock(rank.device, rank.team.require_alive)
+        self._host_optimizers = rank.host_optimizers
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
 

@@ -74,7 +74,7 @@ def profile(
     them."""
     # Clones, because a stage or the loss may change them in place in every round.
     inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
-    layout, clock = rank.layout, Clock(rank.device)
+    layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
     trials = {
         s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)}
         for s, stage in rank.stages.items()
