@@ -211,6 +211,7 @@ class Subgroup:
         self._team, self._members, self._group = team, members, group
         self.on_gpus = group is not None and dist.get_backend(group) == "nccl"
         self._transfers: WeakSet[Transfer] = WeakSet()
+        self._closing = threading.Lock()  # the watching thread closes groups that the main thread uses
 
     def meet(self, device: torch.device) -> None:
         """Lets every two members exchange a byte, in the same order on all ranks. NCCL connects two ranks at their
@@ -256,9 +257,10 @@ class Subgroup:
         return values
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        for transfer in self._transfers:
-            transfer.forget()
+        with self._closing:
+            group, self._group = self._group, None
+            for transfer in self._transfers:
+                transfer.forget()
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError, ValueError):  # its ranks are gone, or the user has destroyed it
                 if self.on_gpus:
@@ -306,7 +308,8 @@ class Transfer:
 
     def __init__(self, subgroup: Subgroup, work: Any, other: int | None) -> None:
         self._subgroup, self._work, self._other = subgroup, work, other
-        subgroup._transfers.add(self)
+        with subgroup._closing:
+            subgroup._transfers.add(self)
 
     def wait(self) -> None:
         """Call it once. On CUDA only the stream waits, not the host."""
