@@ -64,7 +64,7 @@ class Team:
         self.failure: str | None = None  # why the team has ended
         self._subgroups: list[Subgroup] = []
         self._store: Store | None = None
-        self._timeout = _timeout(group)
+        self._timeout = _timeout()
         self._failing = threading.RLock()  # the main thread and the watching one may find a failure
         self._watch: Watch | None = None
 
@@ -333,13 +333,13 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
-def _timeout(group: dist.ProcessGroup | None) -> timedelta:
-    """The timeout of a group; of the default group the one that the user gave to `init_process_group`."""
-    given, found = dist.group.WORLD if group is None else group, []
-    assert given is not None
-    for device in given._device_types:
+def _timeout() -> timedelta:
+    """The one that the user gave to `init_process_group`. Groups of a mesh do not have it, but torch's default."""
+    everyone, found = dist.group.WORLD, []
+    assert everyone is not None
+    for device in everyone._device_types:
         with suppress(RuntimeError):  # a backend without options
-            found.append(given._get_backend(device).options._timeout)
+            found.append(everyone._get_backend(device).options._timeout)
     return min(found, default=default_pg_timeout)
 
 
@@ -347,7 +347,7 @@ def _teams(group: Any) -> list[list[int]]:
     """The ranks of every team. All ranks that give no group are one team. An invalid group on any rank is an error on
     all ranks."""
     answers: list[Any] = [None] * dist.get_world_size()
-    everyone = dist.new_group(backend="gloo", timeout=_timeout(None))
+    everyone = dist.new_group(backend="gloo", timeout=_timeout())
     dist.all_gather_object(answers, _members(group), group=everyone)
     dist.destroy_process_group(everyone)
     for complaint in answers:
