@@ -77,6 +77,12 @@ class CompiledSchedule:
         return timeline.timed(self.rows, self.needs, self.streams, self.durations_ms)
 
     @cached_property
+    def places(self) -> Ints:
+        """(n,) each op's place in one order of all ops, in which none comes before what it waits for
+        (`places_by_end`)."""
+        return timeline.places_by_end(self.timeline, self.waits[0])
+
+    @cached_property
     def effects(self) -> RowEffects:
         """What each op takes and frees, on the device and on the host."""
         return Effects(self.problem).by_row(self.rows, self.index)

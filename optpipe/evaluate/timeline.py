@@ -76,14 +76,31 @@ def timed(rows: Rows, needs: Needs, streams: Streams, duration_ms: Floats) -> Ti
     return Timeline(rows, start, end)
 
 
+def places_by_end(timeline: Timeline, waits: Ints) -> Ints:
+    """(n,) each row's place in one order of all ops: by their ends, and at one moment behind what they wait for. The
+    second op of a pair comes after its first. `waits` as `waits_of` gives them."""
+    rows, n = timeline.rows, len(timeline.rows)
+    depth = _depths(waits, np.flatnonzero(~rows.second))
+    depth[rows.first + 1] = depth[rows.first]
+    places = np.empty(n, np.int64)
+    places[np.lexsort((np.arange(n), depth, timeline.end))] = np.arange(n)
+    return places
+
+
 def dependency_levels(waits: Ints, leads: Ints) -> list[Ints]:
     """The rows in `leads`, in groups that wait for earlier groups only; `waits` as `waits_of` gives them."""
+    depth = _depths(waits, leads)
+    ranked = leads[np.argsort(depth[leads], kind="stable")]
+    return np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1)
+
+
+def _depths(waits: Ints, leads: Ints) -> Floats:
+    """(n,) for each row in `leads`, how many ops at most come before it, each waiting for the one before."""
     n = len(waits)
     depth, end, done = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
     alone, none = np.arange(len(leads) + 1), np.zeros(n, dtype=np.bool_)
     _longest_path(n, leads, alone, waits, np.zeros(n), np.ones(n), none, depth, end, done)
-    ranked = leads[np.argsort(depth[leads], kind="stable")]
-    return np.split(ranked, np.flatnonzero(np.diff(depth[ranked])) + 1)
+    return depth
 
 
 def longest_path(

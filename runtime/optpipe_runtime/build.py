@@ -57,7 +57,7 @@ def build(
 
     layout, own_device, replicas = cpu_group.on_each_rank(checked)
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
-    cpu_group.on_each_rank(lambda: require_queues(layout, device))
+    cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
     require_equal(cpu_group, microbatches=microbatches, **asdict(layout))
     link = Link(device, full_duplex, channel_tokens(team, layout, device))
     pool = HostPool(device, host_memory_bytes)

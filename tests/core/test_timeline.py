@@ -55,6 +55,20 @@ _compiled = timeline_module.LazyJit(timeline_module.longest_path)
 _compiled._work = 10**9
 
 
+@given(problems_with_schedules(beyond=True))
+@settings(max_examples=60)
+def test_in_the_order_by_ends_nothing_comes_before_what_it_waits_for(pair):
+    _, schedule = pair
+    compiled, end = schedule.compiled, schedule.timeline.end
+    places, (waits, _) = compiled.places, compiled.waits
+    assert sorted(places) == list(range(len(places)))
+    assert (np.diff(end[np.argsort(places)]) >= 0).all()
+    for row in np.flatnonzero(~compiled.rows.second):
+        assert all(places[needed] < places[row] for needed in waits[row] if needed >= 0)
+    first = compiled.rows.first
+    assert (places[first] < places[first + 1]).all()
+
+
 def test_a_loop_is_compiled_even_where_no_cache_can_be_written():
     here: dict[str, Any] = {}
     # A function without a file: numba finds no folder for its cache.

@@ -154,8 +154,8 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.at = stream.now
 
-    def synchronize(self) -> None:
-        pass
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return end.at - self.at

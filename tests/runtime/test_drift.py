@@ -38,7 +38,7 @@ def report(times: dict[Kind, float], stretch: Any = lambda s, kind: 1.0) -> Step
     trace = [
         ran(Op(kind, s, j), ms * stretch(s, kind)) for j in range(M) for s in range(2) for kind, ms in times.items()
     ]
-    return StepReport(None, 1.0, 0, 0, 0, None, trace=tuple(trace))
+    return StepReport(None, 1.0, 0, 0, 0, 0, None, trace=tuple(trace))
 
 
 def measured(*reports: StepReport, problem: Problem | None = PROBLEM, window: int = 16) -> Problem:
@@ -104,7 +104,7 @@ def test_forwards_that_save_nothing_do_not_count() -> None:
     forwards = [ran(Op(Kind.F, 0, j), 4.0 if j < 6 else 11.0) for j in range(M)]
     again = [ran(Op(Kind.C, 0, j), 10.0) for j in range(6)]
     stages = [stage.model_copy(update={"recompute_ms": 9.0, "checkpoint_bytes": 10}) for stage in PROBLEM.stages]
-    step = StepReport(None, 1.0, 0, 0, 0, None, trace=tuple(forwards + again))
+    step = StepReport(None, 1.0, 0, 0, 0, 0, None, trace=tuple(forwards + again))
     found = measured(step, problem=PROBLEM.replace(stages=stages)).stages[0]
     assert (found.forward_ms, found.recompute_ms) == (11.0, 10.0)
 

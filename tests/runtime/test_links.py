@@ -22,7 +22,7 @@ from optpipe.errors import InputError, ScheduleError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, prepare
-from optpipe_runtime.memory.shared_link import require_queues
+from optpipe_runtime.memory.shared_link import require_queues, streams_used
 
 OFFLOADED = [
     ["0F0", "0O0", "0F1", "0D0", "0O1", "0F2", "0D1", "0R0", "0BW0", "0R1", "0BW1", "0BW2"],
@@ -176,20 +176,51 @@ def test_ranks_that_share_a_link_exchange_a_byte_before_any_step(four_ranks: Ran
     assert four_ranks(rank_links.meet, members=[0, 1, 3]) == [True, True, False, True]
 
 
-@pytest.mark.parametrize(("given", "fine"), [(None, False), ("1", False), ("many", False), ("32", True)])
-def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given: str | None, fine: bool) -> None:
+GPU = torch.device("cuda", 0)
+
+
+def with_queues(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-    shares, alone = Layout.make([0, 1], 2, links=["a", "a"]), Layout.make([0, 1], 2, links=["a", "b"])
-    require_queues(alone, torch.device("cuda", 0))
-    require_queues(shares, torch.device("cpu"))
-    with (
-        nullcontext()
-        if fine
-        else pytest.raises(InputError, match=f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}; set it to 32")
-    ):
-        require_queues(shares, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("given", "fine"), [(None, False), ("1", False), ("many", False), ("32", True)])
+def test_on_cuda_shared_links_need_queues(monkeypatch: pytest.MonkeyPatch, given: str | None, fine: bool) -> None:
+    with_queues(monkeypatch, given)
+    shares = Layout.make([0, 1], 2, links=["a", "a"])
+    require_queues(shares, 0, torch.device("cpu"))
+    sentence = f"CUDA_DEVICE_MAX_CONNECTIONS is {given or 8}: set it to 32 before the script starts; links are shared"
+    with nullcontext() if fine else pytest.raises(InputError, match=sentence):
+        require_queues(shares, 0, GPU)
+
+
+@pytest.mark.parametrize(
+    ("layout", "used"),
+    [
+        (Layout.make([0, 0], 2), [1]),
+        (Layout.make([0, 1, 2], 2), [4, 6, 4]),
+        (Layout.make([0, 1, 2], 2, links=["a", "b", "c"], full_duplex=True), [5, 7, 5]),
+        (Layout.make([0, 1, 2, 0, 1, 2], 2), [6, 6, 6]),
+        (Layout.make([0, 1], 2, peers=[1, None]), [8, 8]),
+        (Layout.make([0, 1], 2, links=["a", "a"], full_duplex=True), [7, 7]),
+    ],
+)
+def test_on_cuda_every_stream_needs_a_queue(monkeypatch: pytest.MonkeyPatch, layout: Layout, used: list[int]) -> None:
+    assert [streams_used(layout, rank) for rank in range(len(used))] == used
+    for rank, needed in enumerate(used):
+        if needed > 1 and not layout.shared_links:
+            with_queues(monkeypatch, str(needed))
+            require_queues(layout, rank, GPU)
+            with_queues(monkeypatch, str(needed - 1))
+            require_queues(layout, rank, torch.device("cpu"))
+            with pytest.raises(InputError, match=f"is {needed - 1}: set it to {needed} .* rank {rank} uses {needed}"):
+                require_queues(layout, rank, GPU)
+
+
+def test_a_pipeline_on_one_gpu_needs_no_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_queues(monkeypatch, "1")
+    require_queues(Layout.make([0, 0], 2), 0, GPU)
 
 
 def test_a_link_needs_a_name() -> None:

@@ -3,40 +3,111 @@ refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.published import published
 from support.ranks import cases
 from support.ranks.channels import run_by_hand
-from support.strategies import schedules
+from support.ranks.dependence import premature
+from support.strategies import problems_with_schedules, schedules
 
 from optpipe.errors import ScheduleError
 from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering import prepare as preparing
-from optpipe_runtime.lowering.actions import AHEAD
+from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_solver import heuristics, systems
 
 PLACEMENTS = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0]]
 
 
-@settings(max_examples=150)
+def plans_of(schedule: Schedule) -> list[Plan]:
+    problem = schedule.problem
+    everyone = frozenset(range(len(problem.stages)))
+    return [prepare(schedule, rank, Layout.of(problem), host_updates=everyone) for rank in range(len(problem.devices))]
+
+
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(PLACEMENTS), st.integers(1, 4))
 def test_messages_match_in_any_valid_schedule(data: Any, placement: list[int], microbatches: int) -> None:
-    problem = cases.problem(placement, microbatches, offload_parts=2)
-    schedule = data.draw(schedules(problem))
-    run_by_hand([prepare(schedule, rank, Layout.of(problem)) for rank in range(max(placement) + 1)])
+    schedule = data.draw(schedules(cases.problem(placement, microbatches, offload_parts=2)))
+    plans = plans_of(schedule)
+    assert premature(schedule, plans) == []
+    for actions in ("actions", "forwards"):
+        ran = [replace(plan, actions=getattr(plan, actions)) for plan in plans]
+        run_by_hand(ran)
+        run_by_hand(ran, devices_wait=True)
 
 
-def test_few_receives_are_posted_if_the_order_is_simple() -> None:
+@settings(max_examples=100)
+@given(problems_with_schedules(beyond=True))
+def test_no_receive_waits_for_a_later_own_op(drawn: tuple[Problem, Schedule]) -> None:
+    """With routes, shared links, evictions, optimizers on the host, and ops that take no time."""
+    _, schedule = drawn
+    plans = plans_of(schedule)
+    assert premature(schedule, plans) == []
+    run_by_hand(plans)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, (8, 9, 12)), (6, (6, 7, 12))])
+def test_no_receive_of_a_published_schedule_waits_for_a_later_own_op(ranks: int, microbatches: tuple[int, ...]) -> None:
+    for case in published(ranks, microbatches):
+        plans = plans_of(case.schedule)
+        assert premature(case.schedule, plans) == [], case.name
+        run_by_hand(plans, devices_wait=True)
+        assert max(run_by_hand(plans).values()) <= 8, case.name
+
+
+def by_need(plan: Plan) -> Plan:
+    """The same with two receives posted before they are needed, whatever they depend on."""
+    sources = {message: source for action in plan.actions for message, source in action.post}
+    needed = [(i, action.receives) for i, action in enumerate(plan.actions) if action.receives in sources]
+    post: list[list[tuple[Message, int]]] = [[] for _ in plan.actions]
+    for k, (_, message) in enumerate(needed):
+        assert message is not None
+        post[0 if k < 2 else needed[k - 2][0] + 1].append((message, sources[message]))
+    actions = [action._replace(post=tuple(own)) for action, own in zip(plan.actions, post, strict=True)]
+    return replace(plan, actions=tuple(actions))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "early", "receives"), [("1f1b", 4, 8, 12, 48), ("naive", 8, 16, 217, 224)]
+)
+def test_receives_posted_by_need_alone_wait_for_later_own_ops(
+    name: str, ranks: int, microbatches: int, early: int, receives: int
+) -> None:
+    problem = cases.problem(range(ranks), microbatches)
+    schedule = (systems if name in systems.SYSTEMS else heuristics).generate(name, problem)
+    plans = [by_need(plan) for plan in plans_of(schedule)]
+    assert sum(len(action.post) for plan in plans for action in plan.actions) == receives
+    assert len(premature(schedule, plans)) == early
+    run_by_hand(plans)
+    with pytest.raises(AssertionError, match="ranks wait for each other"):
+        run_by_hand(plans, devices_wait=True)
+
+
+def test_a_message_is_expected_while_another_op_runs() -> None:
+    """The receive is posted before the op beside which the message is made, not when it is needed."""
     problem = cases.problem([0, 1], 6)
     forwards = [f"0F{j}" for j in range(6)]
     programs = [forwards + [f"0BW{j}" for j in range(6)], [f"1{kind}{j}" for j in range(6) for kind in ("F", "BW")]]
-    most = run_by_hand([prepare(Schedule.parse(problem, programs), rank, Layout.of(problem)) for rank in range(2)])
-    assert most == {0: AHEAD, 1: AHEAD}
+    plans = plans_of(Schedule.parse(problem, programs))
+    assert [[message.microbatch for message, _ in action.post] for action in plans[1].actions][:5] == [
+        [0, 1],
+        [2, 3],
+        [4],
+        [5],
+        [],
+    ]
+    assert run_by_hand(plans) == {0: 2, 1: 4}
+    assert plans[1].message_peak(lambda message: 1) == 6, "four receives, and two sends"
 
 
 def test_receives_are_posted_in_the_senders_order() -> None:

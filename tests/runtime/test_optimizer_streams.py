@@ -59,12 +59,12 @@ def races(kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine,
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulation = fake_cuda.Races(monkeypatch)
         compute = simulation._compute
-        monkeypatch.setattr(fake_cuda.Event, "synchronize", lambda event: compute.wait_event(event), raising=False)
+        monkeypatch.setattr(fake_cuda.Event, "query", lambda event: compute.wait_event(event) is None, raising=False)
         monkeypatch.setattr(link_module, "copy_engine", lambda device: engine(CUDA))
         link = Link(CPU, full_duplex)
         stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
         learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
-        host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Immediate())
+        host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Immediate(), lambda: None)
         with simulation:
             for _ in range(3):
                 stage.start_step((), 1)

@@ -12,6 +12,8 @@ from torch import nn
 from optpipe.errors import InputError
 from optpipe_runtime.measure import profiler
 from optpipe_runtime.measure.trial import OpTimer, Spread
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.stage.io import Spec, StageIO
 
 
 class Ticking:
@@ -71,16 +73,25 @@ def test_only_ops_on_gpus_are_reported_as_launch_bound() -> None:
     assert profiler._launch_bound(cpu, times) == []
 
 
-def test_the_budget_of_a_gpu_leaves_room_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = {0: nn.Linear(10, 10, bias=False), 1: nn.Linear(10, 10)}
     stages[1].bias.requires_grad_(False)
     stages[1].weight.grad = torch.zeros(10, 10)
     runners = {s: SimpleNamespace(module=module) for s, module in stages.items()}
-    rank: Any = SimpleNamespace(device=torch.device("cuda"), stages=runners)
+    passed = Spec((10,), torch.float32, True)
+    sends = StageIO((passed,), False, False, outputs=(passed,), reached=(frozenset({0}),), needed=(0,))
+    rank: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        stages=runners,
+        number=0,
+        layout=Layout.make([0, 0, 1], 2),
+        io={(0, 0): sends, (1, 0): sends},
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
-    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400)), "the first stage's weight has no gradient yet"
+    messages = 2 * 40 + 2 * 40
+    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400 - messages)), "one weight has no gradient yet"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
     assert profiler.budget(rank) == 0

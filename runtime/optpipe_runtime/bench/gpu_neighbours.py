@@ -22,7 +22,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.lowering.actions import lower_ops
+from optpipe_runtime.lowering.actions import messages_between, programs_of
 from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.pipeline import Pipeline
@@ -35,15 +35,15 @@ CYCLES_PER_MS = 1e6  # a first guess, 1 GHz
 
 def arrivals(schedule: Schedule, device: int) -> dict[Message, float]:
     """When each message for `device` arrives by prediction: ms after the device's own first op starts."""
-    timeline, problem = schedule.timeline, schedule.problem
-    layout = Layout.of(problem)
-    ends = dict(zip((op for program in schedule.programs for op in program.ops()), timeline.end.tolist(), strict=True))
+    timeline, problem, compiled = schedule.timeline, schedule.problem, schedule.compiled
+    ends = dict(zip(compiled.places.tolist(), timeline.end.tolist(), strict=True))
     begins = float(timeline.start[timeline.device == device].min())
+    programs, layout = programs_of(compiled), Layout.of(problem)
     return {
-        action.sends: ends[action.op] + problem.p2p_ms - begins
+        message: ends[place] + problem.p2p_ms - begins
         for d in range(len(problem.devices))
-        for action in lower_ops(lambda device: schedule.programs[device].ops(), d, layout)
-        if d != device and action.sends is not None and action.to == device
+        if d != device
+        for message, place in messages_between(programs(d), device, layout).items()
     }
 
 

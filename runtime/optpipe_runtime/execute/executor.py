@@ -31,7 +31,8 @@ class Executor:
     def __init__(self, rank: Rank) -> None:
         self._rank, self._stages, self._device = rank, rank.stages, rank.device
         self._messages, self._pool, self._peers, self._link = rank.messages, rank.pool, rank.peers, rank.link
-        self._clock, self._host_optimizers = Clock(rank.device), rank.host_optimizers
+        self._clock = Clock(rank.device, rank.team.require_alive)
+        self._host_optimizers = rank.host_optimizers
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
 
@@ -103,6 +104,7 @@ class Executor:
             peak_activation_bytes=step.peak_bytes,
             host_peak_bytes=self._pool.peak_bytes,
             buffer_peak_bytes=self._messages.peak_bytes,
+            buffer_certified_bytes=plan.message_peak(self._rank.message_bytes, evaluating),
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             excess=step.excess,
             trace=tuple(step.trace(self._clock, begun)) if trace else (),
@@ -188,6 +190,8 @@ class Executor:
             self._host_optimizers[s].wait_in()
         if kind in BACKWARD:
             stage.activation(j).wait()  # before the time of the op starts
+        if action.to is not None:
+            self._messages.make_room(action.to)
         made: Tensors = ()
         copies: Sequence[Handle] = ()
         start = step.mark()

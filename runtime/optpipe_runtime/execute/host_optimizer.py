@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError
-from optpipe_runtime.clock import Clock
+from optpipe_runtime.clock import Clock, wait_for
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, copy_all
 from optpipe_runtime.memory.host_pool import HostMemory
 from optpipe_runtime.memory.link import Link
@@ -70,11 +70,20 @@ class HostOptimizer:
         What the factory returned, such as for a scheduler of learning rates.
     """
 
-    def __init__(self, stage: int, module: nn.Module, factory: Factory, link: Link, updates: CopyEngine) -> None:
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        factory: Factory,
+        link: Link,
+        updates: CopyEngine,
+        require: Callable[[], object],
+    ) -> None:
         """`factory` gets the host's copies of the parameters that require a gradient, as `named_parameters` gives them,
-        and returns their optimizer. U runs on `updates`, which the optimizers of a rank share. Raises `InputError` if
-        the stage cannot be updated here."""
+        and returns their optimizer. U runs on `updates`, which the optimizers of a rank share, and not if `require`
+        raises while it waits for the gradients. Raises `InputError` if the stage cannot be updated here."""
         self._stage, self._module, self._factory, self._link, self._updates = stage, module, factory, link, updates
+        self._require = require
         self._parameters = list(_host_parameters(stage, module))
         self.optimizer = factory([(entry.name, entry.master) for entry in self._parameters])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -135,7 +144,10 @@ class HostOptimizer:
         """Waits on the host. On CUDA it waits for the event, because `wait` would hold up the compute stream
         instead."""
         for handle in self._out:
-            handle.end.synchronize() if isinstance(handle.end, torch.cuda.Event) else handle.wait()
+            if isinstance(handle.end, torch.cuda.Event):
+                wait_for(handle.end, self._require)
+            else:
+                handle.wait()
 
     def _update(self) -> None:
         for entry in self._parameters:
@@ -209,7 +221,7 @@ class HostOptimizer:
 
     def duplicate(self) -> HostOptimizer:
         """Another optimizer of the same parameters, to `try_ops` with."""
-        return HostOptimizer(self._stage, self._module, self._factory, self._link, self._updates)
+        return HostOptimizer(self._stage, self._module, self._factory, self._link, self._updates, self._require)
 
     @torch.no_grad()
     def try_ops(self) -> dict[str, Sequence[Handle]]:
@@ -245,7 +257,7 @@ def on_host(
     if not own:
         return {}
     updates = _update_engine(device)
-    return {s: HostOptimizer(s, stages[s], factories[s], link, updates) for s in own}
+    return {s: HostOptimizer(s, stages[s], factories[s], link, updates, team.require_alive) for s in own}
 
 
 def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> None:

@@ -1,23 +1,22 @@
 """Messages between ranks: non-blocking sends, receives posted ahead, first in, first out per ordered pair of ranks.
 
 Each ordered pair has a process group of its own, so that the two directions never wait for each other (one NCCL
-communicator has one stream for both). Sends never block the program: gloo completes a send only in `wait`, so one
-thread for each receiver waits.
+communicator has one stream for both). At most `UNDER_WAY` messages to one rank are under way: before another is sent,
+the host waits for the end of an earlier one, on CUDA the compute stream, and its tensors are let go. That waits for no
+op that comes later (`lowering.actions`). So what messages hold is known before the step (`Plan.message_peak`).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from optpipe.errors import InputError
-from optpipe_runtime.lowering.plan import Message
-from optpipe_runtime.memory.storage import StorageRef
+from optpipe_runtime.lowering.plan import UNDER_WAY, Message
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Team, Transfer
 from optpipe_runtime.stage.io import Spec, Tensors
@@ -33,11 +32,12 @@ class Messages:
         self._groups = {
             pair: team.subgroup(pair, device) for pair in sorted(neighbours | {(b, a) for a, b in neighbours})
         }
-        self._senders = {to: _Sender(device) for source, to in self._groups if source == self._rank}
+        self._sending: dict[int, deque[_Transfers]] = {
+            to: deque() for source, to in self._groups if source == self._rank
+        }
         self._here: dict[Message, Tensors] = {}
-        self._posted: dict[Message, tuple[list[Transfer], Tensors]] = {}
+        self._posted: dict[Message, _Transfers] = {}
         self._known: set[Message] = set()  # posted in this step
-        self._sending: deque[StorageRef] = deque()
         self.peak_bytes = 0  # receive buffers and sends under way, since `start_step`
 
     def start_step(self) -> None:
@@ -50,7 +50,7 @@ class Messages:
             return
         buffers = tuple(spec.empty(self._device) for spec in specs)
         group = self._groups[source, self._rank]
-        self._posted[message] = ([group.receive(buffer, source) for buffer in buffers], buffers)
+        self._posted[message] = _Transfers([group.receive(buffer, source) for buffer in buffers], buffers)
         self._known.add(message)
         self._count()
 
@@ -58,10 +58,7 @@ class Messages:
         """Waits for a message. The caller owns its tensors."""
         if message in self._here:
             return self._here.pop(message)
-        transfers, buffers = self._posted.pop(message)
-        for transfer in transfers:
-            transfer.wait()
-        return buffers
+        return self._posted.pop(message).wait()
 
     def discard(self, message: Message) -> None:
         """Receives and drops a message, unless it has been taken already."""
@@ -83,18 +80,24 @@ class Messages:
         if to == self._rank:
             self._here[message] = tensors
             return
-        group = self._groups[self._rank, to]
-        for whole in [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]:
-            self._sending.append(StorageRef(whole.untyped_storage()))
-            self._senders[to].put(group.send(whole, to), whole)
+        self.make_room(to)
+        group, sent = self._groups[self._rank, to], tuple(map(_alone, tensors))
+        self._sending[to].append(_Transfers([group.send(tensor, to) for tensor in sent], sent))
         self._count()
 
+    def make_room(self, to: int) -> None:
+        """Waits until another message may be sent to a rank. Call it before the op that makes the message: then the op
+        is not blamed for the time, and on CUDA may use the memory."""
+        self._end_sends(to, UNDER_WAY - 1)
+
+    def _end_sends(self, to: int, left: int) -> None:
+        """Waits until so many messages to a rank are under way."""
+        while len(self._sending.get(to, ())) > left:
+            self._sending[to].popleft().wait()
+
     def _count(self) -> None:
-        while self._sending and not self._sending[0].alive:
-            self._sending.popleft()
-        sending = sum(ref.nbytes for ref in self._sending if ref.alive)
-        waiting = sum(buffer.nbytes for _, buffers in self._posted.values() for buffer in buffers)
-        self.peak_bytes = max(self.peak_bytes, sending + waiting)
+        held = [*self._posted.values(), *(sent for sending in self._sending.values() for sent in sending)]
+        self.peak_bytes = max(self.peak_bytes, sum(tensor.nbytes for transfers in held for tensor in transfers.tensors))
 
     @property
     def idle(self) -> bool:
@@ -102,55 +105,24 @@ class Messages:
 
     def flush(self) -> None:
         """Waits until every send has ended."""
-        for sender in self._senders.values():
-            sender.flush()
-
-    def close(self) -> None:
-        for sender in self._senders.values():
-            sender.close()
+        for to in self._sending:
+            self._end_sends(to, 0)
 
 
-class _Sender:
-    """Keeps the tensors of sends to one rank until the sends have ended. On CUDA it needs no thread, because `wait`
-    does not block the host."""
+class _Transfers(NamedTuple):
+    """The transfers of one message under way, and its tensors."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Transfer | threading.Event, Tensor | None] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._on_stream: deque[tuple[Transfer, Tensor]] | None = deque() if device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._work, name="optpipe-send", daemon=True)
-        if self._on_stream is None:
-            self._thread.start()
+    transfers: list[Transfer]
+    tensors: Tensors
 
-    def put(self, transfer: Transfer, tensor: Tensor) -> None:
-        if self._on_stream is None:
-            self._jobs.put((transfer, tensor))
-            return
-        self._on_stream.append((transfer, tensor))
-        while self._on_stream and self._on_stream[0][0].is_completed():
-            self._on_stream.popleft()[0].wait()
+    def wait(self) -> Tensors:
+        for transfer in self.transfers:
+            transfer.wait()
+        return self.tensors
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            awaited, tensor = job
-            try:
-                awaited.set() if isinstance(awaited, threading.Event) else awaited.wait()
-            except BaseException as error:
-                self._error = error
-            del job, awaited, tensor
 
-    def flush(self) -> None:
-        if self._on_stream is None:
-            reached = threading.Event()
-            self._jobs.put((reached, None))
-            reached.wait()
-        else:
-            while self._on_stream:
-                self._on_stream.popleft()[0].wait()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        if self._on_stream is None:
-            self._jobs.put(None)
-            self._thread.join()
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor as it can be sent: contiguous, resolved, and the only one in its storage, so that it holds no more
+    than its own bytes."""
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

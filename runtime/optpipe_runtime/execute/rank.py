@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from optpipe.model.ops import Kind
 from optpipe_runtime.execute.host_optimizer import HostOptimizer
 from optpipe_runtime.execute.messages import Messages
+from optpipe_runtime.lowering.plan import Message
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.peers import Peers
@@ -51,9 +53,13 @@ class Rank:
         """Whether a route ends here."""
         return not self.layout.last.isdisjoint(self.stages)
 
+    def message_bytes(self, message: Message) -> int:
+        """The bytes of a message between any two ranks. Its stages must have been learned."""
+        io = self.io[message.stage, self.layout.microbatch_routes[message.microbatch]]
+        return sum(spec.nbytes for spec in (io.inputs if message.kind == Kind.F else io.output_gradients))
+
     def close(self) -> None:
         """Ends the threads of this rank."""
-        self.messages.close()
         self.link.close()
         self.peers.close()
         for optimizer in self.host_optimizers.values():

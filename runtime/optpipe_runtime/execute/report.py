@@ -66,6 +66,8 @@ class StepReport:
         Offloaded bytes on the host.
     buffer_peak_bytes
         Receive buffers and sends under way. They are no part of the activations.
+    buffer_certified_bytes
+        How many of these bytes the schedule allows (`Plan.message_peak`).
     cuda_peak_bytes
         `torch.cuda.max_memory_allocated` of the step; None on CPU.
     excess
@@ -81,6 +83,7 @@ class StepReport:
     peak_activation_bytes: int
     host_peak_bytes: int
     buffer_peak_bytes: int
+    buffer_certified_bytes: int
     cuda_peak_bytes: int | None
     excess: Excess | None = None
     trace: tuple[OpTime, ...] = ()

@@ -1,49 +1,80 @@
 """The ops of one rank with their messages: which receives to post before an op, what it waits for, what it sends.
 
 Messages between two ranks have no tags: they match first in, first out, per ordered pair of ranks. Sends are issued in
-the sender's program order and never block, so that is the pair's order, and the receiver posts its receives in it. Then
-no rank waits for anything but data, and a schedule that `simulate` accepts cannot deadlock here.
+the sender's program order, which is the pair's order, and receives are posted in it.
+
+All ranks follow one order of all ops (`CompiledSchedule.places`): that of their predicted ends, in which no op comes
+before one that it waits for. A message stands right behind the op that sends it, and its receive is posted before the
+first own op that comes later in that order. Three things follow.
+
+- Every own op that a receive depends on, over any chain of ranks, has been issued when it is posted: each of them comes
+  before the sending op. So a receive that occupies a GPU never keeps away what it waits for.
+- Nothing waits for what comes later in the order: no op, no message, and no send that must end before a later one may
+  begin (`Messages.make_room`). So nothing waits in a circle, whatever the ops' times: what comes first in the order, of
+  all that is not done, can always go on. Ranks also issue compute and messages in this order. So the same holds where a
+  host waits for its whole device, or all streams share one hardware queue; but not for transfers over shared links and
+  to peers, which are issued before their turn.
+- If times are as predicted, nothing waits for a receive: whatever is computed while a message is sent ends later than
+  the sending op, so its receive was posted before it. The message arrives while the other op runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
 
 from optpipe.errors import ScheduleError
+from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.model.ops import BACKWARD, Kind, Op
 from optpipe_runtime.lowering.plan import Action, Message
 from optpipe_runtime.ranks.layout import Layout
 
-AHEAD = 2  # receives posted before they are needed: one message arrives while another is worked on
+# The ops of a rank in program order, each with its place in the order of all ranks' ops. Made when they are asked for.
+Programs = Callable[[int], Mapping[Op, int]]
 
-Programs = Callable[[int], list[Op]]  # the ops of a rank, made when they are asked for
+
+def programs_of(compiled: CompiledSchedule) -> Programs:
+    """The programs of a valid schedule. A rank without a program has no ops."""
+
+    def program(rank: int) -> dict[Op, int]:
+        if rank >= len(compiled.programs):
+            return {}
+        places = compiled.places[compiled.rows.of_device(rank)].tolist()
+        return dict(zip(compiled.programs[rank].ops(), places, strict=True))
+
+    return cache(program)
 
 
 def lower_ops(programs: Programs, rank: int, layout: Layout) -> tuple[Action, ...]:
     """The rank's ops with their messages. Raises `ScheduleError` if sends and receives do not match."""
     ops = programs(rank)
     received = [_received(op, layout) for op in ops]
-    needed = [(i, *found) for i, found in enumerate(received) if found is not None and found[1] != rank]
-    senders = {message: sender for _, message, sender in needed}
-    orders = {sender: _messages_between(programs(sender), rank, layout) for sender in set(senders.values())}
-    position = {message: k for messages in orders.values() for k, message in enumerate(messages)}
-    _require_matched(orders, senders)
-
-    posted = dict.fromkeys(orders, 0)
-    upcoming = 0  # the first entry of `needed` that op i or a later one waits for
+    senders = {message: sender for message, sender in filter(None, received) if sender != rank}
+    sent = {sender: messages_between(programs(sender), rank, layout) for sender in set(senders.values())}
+    _require_matched(sent, senders)
+    post = _posted(list(ops.values()), sent)
     actions = []
-    for i, op in enumerate(ops):
-        while upcoming < len(needed) and needed[upcoming][0] < i:
-            upcoming += 1
-        post: list[tuple[Message, int]] = []
-        for _, message, sender in needed[upcoming : upcoming + AHEAD]:
-            until = max(posted[sender], position[message] + 1)  # the pair's earlier messages first
-            post += [(earlier, sender) for earlier in orders[sender][posted[sender] : until]]
-            posted[sender] = until
-        found, sends = received[i], _sent(op, layout)
+    for op, posted, found in zip(ops, post, received, strict=True):
+        sends = _sent(op, layout)
         to = None if sends is None else layout.placement[sends.stage]
-        actions.append(Action(op, tuple(post), None if found is None else found[0], sends, to))
+        actions.append(Action(op, tuple(posted), None if found is None else found[0], sends, to))
     return tuple(actions)
+
+
+def _posted(places: list[int], sent: Mapping[int, Mapping[Message, int]]) -> list[list[tuple[Message, int]]]:
+    """For each op of a rank, by the ops' places, the receives to post before it; `sent` as `messages_between` gives
+    it, by sender."""
+    first_after = np.minimum.accumulate(np.array(places[::-1], np.int64))[::-1]  # the least place from each op on
+    post: list[list[tuple[Message, int]]] = [[] for _ in places]
+    coming = sorted(
+        (place, message, sender) for sender, messages in sent.items() for message, place in messages.items()
+    )
+    before = np.searchsorted(first_after, [place for place, *_ in coming], side="right")
+    for i, (_, message, sender) in zip(before.tolist(), coming, strict=True):
+        post[i].append((message, sender))
+    return post
 
 
 def _sent(op: Op, layout: Layout) -> Message | None:
@@ -64,18 +95,20 @@ def _received(op: Op, layout: Layout) -> tuple[Message, int] | None:
     return None
 
 
-def _messages_between(ops: list[Op], receiver: int, layout: Layout) -> list[Message]:
-    """The messages of one rank's ops to another, in the order in which they are sent."""
-    sent = (_sent(op, layout) for op in ops)
-    return [message for message in sent if message is not None and layout.placement[message.stage] == receiver]
+def messages_between(ops: Mapping[Op, int], receiver: int, layout: Layout) -> dict[Message, int]:
+    """The messages of one rank's ops to another, in the order in which they are sent, each with its op's place."""
+    sent = ((_sent(op, layout), place) for op, place in ops.items())
+    return {
+        message: place for message, place in sent if message is not None and layout.placement[message.stage] == receiver
+    }
 
 
-def _require_matched(orders: dict[int, list[Message]], senders: dict[Message, int]) -> None:
+def _require_matched(sent: Mapping[int, Mapping[Message, int]], senders: Mapping[Message, int]) -> None:
     """Every message is sent once and received once: a swapped one would give wrong gradients without an error."""
-    for sender, messages in orders.items():
+    for sender, messages in sent.items():
         expected = {message for message, source in senders.items() if source == sender}
-        if len(messages) != len(expected) or set(messages) != expected:
-            odd = sorted(set(messages) ^ expected)
+        if messages.keys() != expected:
+            odd = sorted(messages.keys() ^ expected)
             raise ScheduleError(
                 f"rank {sender} sends {len(messages)} messages, {len(expected)} are expected: "
                 f"{', '.join(map(str, odd[:3]))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +12,8 @@ from optpipe.model.ops import BACKWARD, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.link_order import LinkOrder
+
+UNDER_WAY = 2  # messages to one rank at a time: one is on its way while the next is made
 
 StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
 
@@ -51,6 +53,8 @@ class Plan:
 
     Attributes
     ----------
+    rank
+        The rank that it is for.
     schedule
         The schedule of all ranks.
     problem
@@ -75,6 +79,7 @@ class Plan:
         For each channel of a host link that this rank shares, the order of transfers; None if there is none.
     """
 
+    rank: int
     schedule: Schedule
     problem: Problem
     certificate: Certificate
@@ -104,4 +109,25 @@ class Plan:
                 most = max(most, now)
             elif op.kind in BACKWARD:
                 now -= away.pop((op.stage, op.microbatch), 0)
+        return most
+
+    def message_peak(self, nbytes: Callable[[Message], int], evaluating: bool = False) -> int:
+        """The most bytes of messages that this rank holds at once, if a message has `nbytes(message)`: each receive
+        from its post until its op takes it, and the last `UNDER_WAY` sends to each rank."""
+        posted: dict[Message, int] = {}
+        sending: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=UNDER_WAY))
+        most = 0
+
+        def held() -> int:
+            return sum(posted.values()) + sum(map(sum, sending.values()))
+
+        for action in self.forwards if evaluating else self.actions:
+            if action.post:
+                posted |= {message: nbytes(message) for message, _ in action.post}
+                most = max(most, held())
+            if action.receives is not None:
+                posted.pop(action.receives, None)
+            if action.sends is not None and action.to not in (None, self.rank):
+                sending[action.to].append(nbytes(action.sends))
+                most = max(most, held())
         return most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import cache
 
 import numpy as np
@@ -13,7 +13,7 @@ from optpipe.model.ops import HOST_LINK, OPTIMIZER, Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, of_kinds
 from optpipe.schedule import Schedule, check
-from optpipe_runtime.lowering.actions import Programs, lower_ops
+from optpipe_runtime.lowering.actions import Programs, lower_ops, programs_of
 from optpipe_runtime.lowering.link_order import link_orders
 from optpipe_runtime.lowering.plan import EvictionOrder, Plan, StageMicrobatch
 from optpipe_runtime.ranks.layout import Layout
@@ -78,22 +78,27 @@ def lower(
     stage that has no optimizer on the host."""
     checked_on = problem or schedule.problem
     compiled = schedule.on(checked_on).compiled
-    programs = cache(lambda d: schedule.programs[d].ops() if d < len(schedule.programs) else [])
-    ops = programs(rank)
+    programs = programs_of(compiled)
+    ops = list(programs(rank))
     _require_host_optimizers(ops, rank, host_updates)
     return Plan(
+        rank=rank,
         schedule=schedule,
         problem=checked_on,
         certificate=compiled.certificate,
         digest=_digest(schedule, checked_on),
         actions=lower_ops(programs, rank, layout),
         certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
-        forwards=lower_ops(lambda d: [op for op in programs(d) if op.kind == Kind.F], rank, layout),
+        forwards=lower_ops(cache(lambda d: _forwards(programs(d))), rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         updated=frozenset(op.stage for op in ops if op.kind == Kind.U),
         evictions=_evictions(programs, rank, layout),
         link_orders=link_orders(schedule, rank, layout),
     )
+
+
+def _forwards(program: Mapping[Op, int]) -> dict[Op, int]:
+    return {op: place for op, place in program.items() if op.kind == Kind.F}
 
 
 def _require_same_pipeline(theirs: Layout, own: Layout) -> None:

@@ -33,9 +33,10 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.lowering.plan import EvictionOrder, Message
+from optpipe_runtime.lowering.plan import UNDER_WAY, EvictionOrder, Message
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
-from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.stage.io import StageIO, Tensors
 from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
@@ -73,7 +74,7 @@ def profile(
     them."""
     # Clones, because a stage or the loss may change them in place in every round.
     inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
-    layout, clock = rank.layout, Clock(rank.device)
+    layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
     trials = {
         s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)}
         for s, stage in rank.stages.items()
@@ -329,8 +330,8 @@ def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list
 
 
 def budget(rank: Rank) -> int:
-    """The free memory of a GPU, less gradients that are not allocated yet, less a tenth for workspace. Not measured.
-    Raises `InputError` on CPU."""
+    """The free memory of a GPU, less gradients that are not allocated yet, less messages, less a tenth for workspace.
+    Its stages must have been learned. Not measured. Raises `InputError` on CPU."""
     device = rank.device
     if device.type != "cuda":
         raise InputError("activation_budget_bytes is missing: how many bytes of activations may this rank hold?")
@@ -338,7 +339,19 @@ def budget(rank: Rank) -> int:
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
     coming = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad and parameter.grad is None)
+    coming += messages_reserve(rank.number, rank.layout, rank.io)
     return max(0, int(0.9 * (free + cached - coming)))
+
+
+def messages_reserve(rank: int, layout: Layout, io: Mapping[tuple[int, int], StageIO]) -> int:
+    """The bytes to set aside for messages while the schedule is not known: two to each other rank and two from it, the
+    largest ones. `Plan.message_peak` is the figure of a schedule."""
+    largest: dict[tuple[int, int], int] = defaultdict(int)  # by sender and receiver
+    for r, s, after in layout.neighbours():
+        here, there = layout.placement[s], layout.placement[after]
+        for pair, specs in (((here, there), io[s, r].outputs), ((there, here), io[s, r].output_gradients)):
+            largest[pair] = max(largest[pair], sum(spec.nbytes for spec in specs))
+    return UNDER_WAY * sum(nbytes for pair, nbytes in largest.items() if rank in pair and pair[0] != pair[1])
 
 
 def _host_budget(rank: Rank, trials: Sequence[Trial], costs: Mapping[int, Mapping[str, Any]]) -> int | None:

@@ -31,7 +31,8 @@ from optpipe_runtime.memory.engines import CopyEngine
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Team, Transfer
 
-QUEUES = 32  # the most that CUDA gives; a rank with two neighbours and a peer has about 15 streams
+QUEUES = 32  # the most that CUDA gives
+DEFAULT_QUEUES = 8
 
 
 class ChannelToken:
@@ -67,14 +68,30 @@ class ChannelToken:
         move(self._byte, other).wait()
 
 
-def require_queues(layout: Layout, device: torch.device) -> None:
-    """Raises `InputError` if links are shared on CUDA and its streams may share hardware queues."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if device.type == "cuda" and layout.shared_links and not (given.isdecimal() and int(given) >= QUEUES):
-        raise InputError(
-            f"links: CUDA_DEVICE_MAX_CONNECTIONS is {given}; set it to {QUEUES} before the script starts, else a "
-            "copy that waits for its turn may hold up what it waits for"
+def streams_used(layout: Layout, rank: int) -> int:
+    """How many CUDA streams of a rank may have work at once: compute, copies, one for each process group, and one for
+    each direction of each eviction. 1 for a rank that sends and receives nothing."""
+    ranks = [(layout.placement[a], layout.placement[b]) for _, a, b in layout.neighbours()]
+    neighbours = {other for a, b in ranks if rank in (a, b) for other in (a, b)} - {rank}
+    evictions = sum(rank in pair for pair in enumerate(layout.peers) if pair[1] is not None)
+    tokens = 0 if layout.link(rank) is None else 1 + layout.full_duplex
+    if not (neighbours or evictions or tokens):
+        return 1
+    return 1 + (1 + layout.full_duplex) + 2 * len(neighbours) + 4 * evictions + tokens
+
+
+def require_queues(layout: Layout, rank: int, device: torch.device) -> None:
+    """Raises `InputError` if streams of this rank on CUDA may share hardware queues."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(DEFAULT_QUEUES))
+    used = streams_used(layout, rank)
+    needed = QUEUES if layout.shared_links else min(used, QUEUES)
+    if device.type == "cuda" and used > 1 and not (given.isdecimal() and int(given) >= needed):
+        why = (
+            "links are shared, and a copy that waits for its turn may hold up what it waits for"
+            if layout.shared_links
+            else f"rank {rank} uses {used} streams, and what waits for a message holds up all in the same queue"
         )
+        raise InputError(f"CUDA_DEVICE_MAX_CONNECTIONS is {given}: set it to {needed} before the script starts; {why}")
 
 
 def channel_tokens(team: Team, layout: Layout, device: torch.device) -> tuple[ChannelToken, ...]:

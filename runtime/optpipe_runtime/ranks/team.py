@@ -3,18 +3,21 @@
 A team fails as one. A rank that fails writes the reason to the store of torch.distributed and closes its connections.
 Whoever waits for it gets an error at once, reads the reason, and closes its own connections. So within moments no rank
 waits for any other, whether the first one raised an error or was killed, and every rank raises the same sentence. No
-timeout is involved: a rank that only takes long has not failed.
+timeout is involved: a rank that only takes long has not failed. A rank that is frozen or cut off is found after the
+timeout that the user gave to `init_process_group`, which all groups made here take over.
 
 torch offers no other way to end a wait on gloo. A work cannot be aborted, `abort` of a group leaves its waits alone
-(torch 2.13), and a wait with a timeout ends the connection. On NCCL `abort` of a group ends its works; the same steps
-are taken there, but have not been measured.
+(torch 2.13), and a wait with a timeout ends the connection. On NCCL nobody waits on the host: there a thread watches
+over the team and aborts its groups (`ranks.watch`). Not measured.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import combinations
 from typing import Any
 from weakref import WeakSet
@@ -22,16 +25,20 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.ranks.watch import GRACE_S, Watch, all_at_once
 
 ANSWER_S = 2.0  # a rank that has not written to the store by then is reported as gone
+ABORT_S = 10.0  # how long a rank waits until its NCCL groups are aborted
+MOST_BLOCKS = 4  # thread blocks, so multiprocessors, of one NCCL message: some 80 GB/s. Not measured
 _ended: list[Team] = []  # teams whose connections are still to be closed
 
 
 class LostError(OptPipeError):
-    """A rank did not answer: its connection is closed, or it was silent for as long as torch waits (30 minutes).
+    """A rank did not answer: its connection is closed, or it was silent for as long as the user's timeout.
 
     `absent` are the ranks of the team to which this rank has lost its connection, as far as it knows.
     """
@@ -57,6 +64,9 @@ class Team:
         self.failure: str | None = None  # why the team has ended
         self._subgroups: list[Subgroup] = []
         self._store: Store | None = None
+        self._timeout = _timeout()
+        self._failing = threading.RLock()  # the main thread and the watching one may find a failure
+        self._watch: Watch | None = None
 
     @property
     def size(self) -> int:
@@ -67,9 +77,7 @@ class Team:
         member."""
         chosen = sorted(members)
         for team in self._teams:
-            made = dist.new_group(
-                [team[member] for member in chosen], backend="nccl" if device.type == "cuda" else "gloo"
-            )
+            made = self._new_group([team[member] for member in chosen], on_gpus=device.type == "cuda")
             if team == self.ranks:
                 own = made
         while _ended:  # making a group is collective, so all ranks have finished with earlier teams
@@ -80,11 +88,26 @@ class Team:
             self._subgroups.append(Subgroup(self, chosen, own))
             if device.type == "cuda":
                 self._subgroups[-1].meet(device)
+        if device.type == "cuda" and self._watch is None:  # on all ranks: each watches the next one
+            self.watch()
         return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None)
+
+    def _new_group(self, ranks: list[int], on_gpus: bool) -> Any:
+        if not on_gpus:
+            return dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+        timeout = self._timeout + timedelta(seconds=GRACE_S)
+        return dist.new_group(ranks, backend="nccl", timeout=timeout, pg_options=nccl_options(timeout))
+
+    def watch(self) -> None:
+        """Starts to watch over the team from a thread. At least one group must have been made."""
+        assert self._store is not None
+        self._watch = Watch(self.number, self.size, self._store.clone(), self._timeout.total_seconds(), self.fail)  # type: ignore[attr-defined]
 
     def end(self) -> None:
         """Marks the connections as no longer needed. They are closed when another team is made, because other ranks may
         still be in their last step."""
+        if self._watch is not None:
+            self._watch.stop()
         _ended.append(self)
 
     # Failure
@@ -116,6 +139,11 @@ class Team:
             self.fail(self.describe(error))
             raise
 
+    def require_alive(self) -> None:
+        """Raises `LostError` if the team has failed. For waits that no closed connection ends."""
+        if self.failure is not None:
+            raise LostError(self.failure)
+
     def describe(self, error: BaseException) -> str:
         """Says where this rank was, if that is known, and what happened."""
         return _message(error) if hasattr(error, "__notes__") else f"rank {self.number}: {_message(error)}"
@@ -126,14 +154,15 @@ class Team:
 
         With `lost` it is another rank that has failed. Unless that rank has told why, find out first which one it is.
         """
-        if self.failure is None:
-            self.failure = why
-            try:
-                self.failure = self._first_reason(why) if lost is None else self._find_lost(why, lost)
-            except RuntimeError:  # torch's DistError: the rank that hosts the store is gone
+        with self._failing:
+            if self.failure is None:
                 self.failure = why
-            self._close()
-        return self.failure
+                try:
+                    self.failure = self._first_reason(why) if lost is None else self._find_lost(why, lost)
+                except RuntimeError:  # torch's DistError: the rank that hosts the store is gone
+                    self.failure = why
+                self._close()
+            return self.failure
 
     def _first_reason(self, why: str) -> str:
         """Writes the reason to the store, unless another rank was first, and returns what is there."""
@@ -166,7 +195,9 @@ class Team:
 
     def _close(self) -> None:
         for subgroup in self._subgroups:
-            subgroup.close()
+            if not subgroup.on_gpus:
+                subgroup.close()
+        all_at_once([subgroup.close for subgroup in self._subgroups if subgroup.on_gpus], ABORT_S)
 
 
 class Subgroup:
@@ -178,7 +209,9 @@ class Subgroup:
 
     def __init__(self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._team, self._members, self._group = team, members, group
+        self.on_gpus = group is not None and dist.get_backend(group) == "nccl"
         self._transfers: WeakSet[Transfer] = WeakSet()
+        self._closing = threading.Lock()  # the watching thread closes groups that the main thread uses
 
     def meet(self, device: torch.device) -> None:
         """Lets every two members exchange a byte, in the same order on all ranks. NCCL connects two ranks at their
@@ -224,12 +257,13 @@ class Subgroup:
         return values
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        for transfer in self._transfers:
-            transfer.forget()
+        with self._closing:
+            group, self._group = self._group, None
+            for transfer in self._transfers:
+                transfer.forget()
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError, ValueError):  # its ranks are gone, or the user has destroyed it
-                if dist.get_backend(group) == "nccl":
+                if self.on_gpus:
                     group.abort()
                 dist.destroy_process_group(group)
 
@@ -262,7 +296,7 @@ class Subgroup:
         closed = []
         for member in self._members:
             try:
-                if self._group is not None and dist.get_backend(self._group) == "gloo" and member != self._team.number:
+                if self._group is not None and not self.on_gpus and member != self._team.number:
                     dist.isend(torch.zeros(1), self._team.ranks[member], group=self._group)
             except RuntimeError:
                 closed.append(member)
@@ -274,7 +308,8 @@ class Transfer:
 
     def __init__(self, subgroup: Subgroup, work: Any, other: int | None) -> None:
         self._subgroup, self._work, self._other = subgroup, work, other
-        subgroup._transfers.add(self)
+        with subgroup._closing:
+            subgroup._transfers.add(self)
 
     def wait(self) -> None:
         """Call it once. On CUDA only the stream waits, not the host."""
@@ -286,18 +321,33 @@ class Transfer:
         finally:
             self.forget()
 
-    def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
-
     def forget(self) -> None:
         self._work = None
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """The options of a group on GPUs. A message shares the GPU with compute, and is not urgent: it was sent ahead."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = 1, MOST_BLOCKS
+    options._timeout = timeout
+    return options
+
+
+def _timeout() -> timedelta:
+    """The one that the user gave to `init_process_group`. Groups of a mesh do not have it, but torch's default."""
+    everyone, found = dist.group.WORLD, []
+    assert everyone is not None
+    for device in everyone._device_types:
+        with suppress(RuntimeError):  # a backend without options
+            found.append(everyone._get_backend(device).options._timeout)
+    return min(found, default=default_pg_timeout)
 
 
 def _teams(group: Any) -> list[list[int]]:
     """The ranks of every team. All ranks that give no group are one team. An invalid group on any rank is an error on
     all ranks."""
     answers: list[Any] = [None] * dist.get_world_size()
-    everyone = dist.new_group(backend="gloo")
+    everyone = dist.new_group(backend="gloo", timeout=_timeout())
     dist.all_gather_object(answers, _members(group), group=everyone)
     dist.destroy_process_group(everyone)
     for complaint in answers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)

@@ -19,6 +19,8 @@ def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = 
     problem = cases.problem(placement, microbatches, **stage)
     schedules = [Schedule.parse(problem, texts) for texts in programs]
     results = ranks(cases.train, placement=placement, schedules=schedules)
+    for report in (report for reports, _ in results for report in reports):
+        assert report.buffer_peak_bytes == report.buffer_certified_bytes
     losses, gradients = cases.plain(len(placement), microbatches, len(programs))
     for step in range(len(programs)):
         assert results[placement[-1]][0][step].losses == losses[step]

@@ -1,47 +1,62 @@
-"""Runs the communication of plans by hand, without ranks."""
+"""Runs the communication of plans by hand, without ranks, as the strictest hardware would."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
-from optpipe_runtime.lowering.plan import Message, Plan
+from optpipe_runtime.lowering.plan import UNDER_WAY, Message, Plan
 
 
-def run_by_hand(plans: list[Plan]) -> dict[int, int]:
+def run_by_hand(plans: list[Plan], devices_wait: bool = False) -> dict[int, int]:
     """Executes all ranks' communication over first-in, first-out channels; returns the most messages that a rank had
-    waiting."""
-    channels: dict[tuple[int, int], deque[Message]] = {}
-    posted: list[dict[tuple[int, int], list[Message]]] = [{} for _ in plans]
+    posted and not taken.
+
+    A message passes when it is sent and its receive is posted, not earlier. With `devices_wait` every rank waits before
+    every op for everything that it has begun, as a host does whose allocator frees memory, or a GPU with one queue.
+    """
+    sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+    posted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
     arrived: list[set[Message]] = [set() for _ in plans]
     heads, most = [0] * len(plans), dict.fromkeys(range(len(plans)), 0)
+    begun = [-1] * len(plans)  # the op whose receives are posted
+
+    def passed(pair: tuple[int, int]) -> None:
+        while sent[pair] and posted[pair]:
+            message, expected = sent[pair].popleft(), posted[pair].popleft()
+            assert message == expected, f"rank {pair[1]} takes {expected} for what is {message}"
+            arrived[pair[1]].add(message)
+
     moved = True
     while moved:
         moved = False
         for rank, plan in enumerate(plans):
             while heads[rank] < len(plan.actions):
                 action = plan.actions[heads[rank]]
-                for message, source in action.post:
-                    waiting = posted[rank].setdefault((source, rank), [])
-                    if message not in waiting and message not in arrived[rank]:
-                        waiting.append(message)
-                for pair, waiting in posted[rank].items():
-                    while waiting and channels.get(pair):
-                        sent, expected = channels[pair].popleft(), waiting.pop(0)
-                        assert sent == expected, f"rank {pair[1]} takes {expected} for what is {sent}"
-                        arrived[rank].add(sent)
-                most[rank] = max(most[rank], len(arrived[rank]) + sum(map(len, posted[rank].values())))
+                if begun[rank] < heads[rank]:
+                    begun[rank], moved = heads[rank], True
+                    for message, source in action.post:
+                        posted[source, rank].append(message)
+                        passed((source, rank))
+                ahead = [pair for pair, waiting in posted.items() if pair[1] == rank and waiting]
+                most[rank] = max(most[rank], len(arrived[rank]) + sum(len(posted[pair]) for pair in ahead))
+                leaving = [pair for pair, waiting in sent.items() if pair[0] == rank and waiting]
+                if devices_wait and (ahead or leaving):
+                    break
                 if action.receives and action.receives not in arrived[rank]:
                     break
+                pair = rank, rank if action.to is None else action.to
+                if len(sent[pair]) == UNDER_WAY:
+                    break
                 arrived[rank].discard(action.receives)
-                if action.sends is not None:
-                    assert action.to is not None
-                    if action.to == rank:
-                        arrived[rank].add(action.sends)
-                    else:
-                        channels.setdefault((rank, action.to), deque()).append(action.sends)
+                if action.sends is not None and pair[0] == pair[1]:
+                    arrived[rank].add(action.sends)
+                elif action.sends is not None:
+                    sent[pair].append(action.sends)
+                    passed(pair)
                 heads[rank] += 1
                 moved = True
     assert heads == [len(plan.actions) for plan in plans], "ranks wait for each other"
-    assert not any(channels.values())
+    assert not any(sent.values())
+    assert not any(posted.values())
     assert not any(arrived)
     return most

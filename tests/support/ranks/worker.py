@@ -7,6 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -16,7 +17,7 @@ STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, s
 STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
 
 
-def serve(connection: Connection, rank: int, world: int, store: str) -> None:
+def serve(connection: Connection, rank: int, world: int, store: str, timeout_s: float) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     import torch
     import torch.distributed as dist
@@ -25,7 +26,9 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
 
     torch.set_num_threads(1)
     team.ANSWER_S = ANSWER_S
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )
     while (request := connection.recv()) is not None:
         function, arguments = request
         try:
@@ -45,8 +48,9 @@ class Ranks:
     """Calls a function on all ranks at once. If one fails or does not answer, all processes are replaced, because the
     others may wait for it."""
 
-    def __init__(self, context: ForkServerContext, world: int, folder: Path) -> None:
+    def __init__(self, context: ForkServerContext, world: int, folder: Path, timeout_s: float = 1800.0) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0
+        self._timeout_s = timeout_s  # of torch's process groups
         self._start()
 
     def _start(self) -> None:
@@ -55,7 +59,9 @@ class Ranks:
         self._processes, self._connections = [], []
         for rank in range(self.world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs, rank, self.world, store), daemon=True)
+            process = self._context.Process(
+                target=serve, args=(theirs, rank, self.world, store, self._timeout_s), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
