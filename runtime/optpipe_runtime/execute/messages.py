@@ -105,6 +105,11 @@ class Messages:
         for sender in self._senders.values():
             sender.flush()
 
+    def require_sound(self) -> None:
+        """Raises what went wrong with a send so far. Does not wait for those under way."""
+        for sender in self._senders.values():
+            sender.require_sound()
+
     def close(self) -> None:
         for sender in self._senders.values():
             sender.close()
@@ -147,6 +152,9 @@ class _Sender:
         else:
             while self._on_stream:
                 self._on_stream.popleft()[0].wait()
+        self.require_sound()
+
+    def require_sound(self) -> None:
         if self._error is not None:
             raise self._error
 

@@ -12,6 +12,7 @@ are taken there, but have not been measured.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -77,10 +78,10 @@ class Team:
         if self.number in chosen:
             if self._store is None:  # a group's name is unique, and the same on all members
                 self._store = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
-            self._subgroups.append(Subgroup(self, chosen, own))
+            self._subgroups.append(Subgroup(self, chosen, own, on_device=device.type == "cuda"))
             if device.type == "cuda":
                 self._subgroups[-1].meet(device)
-        return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None)
+        return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None, on_device=False)
 
     def end(self) -> None:
         """Marks the connections as no longer needed. They are closed when another team is made, because other ranks may
@@ -176,8 +177,8 @@ class Subgroup:
     only this class holds them.
     """
 
-    def __init__(self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
-        self._team, self._members, self._group = team, members, group
+    def __init__(self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None, on_device: bool) -> None:
+        self._team, self._members, self._group, self.on_device = team, members, group, on_device
         self._transfers: WeakSet[Transfer] = WeakSet()
 
     def meet(self, device: torch.device) -> None:
@@ -225,13 +226,15 @@ class Subgroup:
 
     def close(self) -> None:
         group, self._group = self._group, None
+        # gloo's destructor waits for the group's collectives, and holds the interpreter: until all ranks take part.
+        unfinished = [transfer.work for transfer in self._transfers if transfer.holds_up_closing]
         for transfer in self._transfers:
             transfer.forget()
         if group is not None and dist.is_initialized():
-            with suppress(RuntimeError, ValueError):  # its ranks are gone, or the user has destroyed it
-                if dist.get_backend(group) == "nccl":
-                    group.abort()
-                dist.destroy_process_group(group)
+            if unfinished:
+                threading.Thread(target=_destroy, args=(group, unfinished), name="optpipe-close", daemon=True).start()
+            else:
+                _destroy(group)
 
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -273,24 +276,38 @@ class Transfer:
     """One message, or one all-reduce, under way."""
 
     def __init__(self, subgroup: Subgroup, work: Any, other: int | None) -> None:
-        self._subgroup, self._work, self._other = subgroup, work, other
+        self._subgroup, self.work, self._other = subgroup, work, other
         subgroup._transfers.add(self)
+
+    @property
+    def holds_up_closing(self) -> bool:
+        return self._other is None and not self._subgroup.on_device and not self.is_completed()
 
     def wait(self) -> None:
         """Call it once. On CUDA only the stream waits, not the host."""
-        if self._work is None:
+        if self.work is None:
             raise LostError(self._subgroup.why_closed)
         try:
             with self._subgroup.reporting_loss(self._other):
-                self._work.wait()
+                self.work.wait()
         finally:
             self.forget()
 
     def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        return self.work is None or bool(self.work.is_completed())
 
     def forget(self) -> None:
-        self._work = None
+        self.work = None
+
+
+def _destroy(group: dist.ProcessGroup, unfinished: Sequence[Any] = ()) -> None:
+    for work in unfinished:
+        with suppress(RuntimeError):
+            work.wait()
+    with suppress(RuntimeError, ValueError):  # its ranks are gone, or the user has destroyed it
+        if dist.get_backend(group) == "nccl":
+            group.abort()
+        dist.destroy_process_group(group)
 
 
 def _teams(group: Any) -> list[list[int]]:
