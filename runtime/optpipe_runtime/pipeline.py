@@ -443,7 +443,8 @@ class Pipeline:
             validation.close()
         if self._rank.team.failure is None:
             try:
-                self.synchronize()
+                for validation in self._step_runner.validations:
+                    validation.settle()
             finally:
                 self._end_threads()
         else:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.ranks.clipping import own_norm, scale, total_norm
+from optpipe_runtime.ranks.clipping import exceeds, own_norm, scale, total_norm
 from optpipe_runtime.ranks.cpu_group import CpuGroup, Shared
 from optpipe_runtime.ranks.team import Team
 
@@ -134,7 +134,7 @@ class PostValidation:
 
     def _fine(self, update: _Update) -> bool:
         self.norm = update.norm
-        return isfinite(update.norm) and (self._max_norm is None or update.norm <= self._max_norm)
+        return isfinite(update.norm) and (self._max_norm is None or not exceeds(update.total, self._max_norm))
 
     def _correct(self, update: _Update) -> None:
         options_now, gradients_now = _options(self._optimizer), _hide(self._optimizer)

@@ -107,20 +107,19 @@ class StepRunner:
             vote = self._vote(self._learner.knows(inputs, targets))
             meeting = not (self._can_undo and self._learner.done) or self.schedules.swap_due or running.plan is None
             if meeting:
-                if not vote.all_know and self._learner.done:
-                    self.learn(inputs, targets)
                 if self._correct():
                     return None
+                if not vote.all_know and self._learner.done:
+                    self.learn(inputs, targets)
                 self.schedules.swap_if_due((inputs, targets))
                 self._learn_first(inputs, targets)
             trial = running.on_trial and self._can_undo
             outcome = self._run(inputs, targets, trace, vote, settled=meeting, trial=trial)
             if not meeting and vote.doomed:
                 self._undo(outcome)
-                if not vote.all_know:
-                    self.learn(inputs, targets)
                 if self._correct():
                     return None
+                self.learn(inputs, targets)
             elif trial and not self._rank.cpu_group.minimum(not outcome.complaint)[0]:
                 self._undo(outcome)
                 self._swap_back(outcome.complaint)

@@ -54,6 +54,11 @@ def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) ->
         clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32))
 
 
+def exceeds(total: Tensor, max_norm: float) -> bool:
+    """Whether `scale` would change a gradient: torch adds a little to the norm."""
+    return any(float(max_norm / (norm + 1e-6)) < 1 for norm in (total, total.to(torch.float32)))
+
+
 def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Those with a gradient, each once."""
     return [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
