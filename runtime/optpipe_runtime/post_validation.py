@@ -218,10 +218,11 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _set_options(
     optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], unless: list[dict[str, Any]] | None = None
 ) -> None:
-    """Sets the options that are not equal to those of `unless`."""
-    for k, group in enumerate(optimizer.param_groups):
-        for name, value in options[k].items():
-            if unless is not None and _equal(value, unless[k].get(name)):
+    """Sets the options that are not equal to those of `unless`. A user may have added groups since."""
+    for k, (group, own) in enumerate(zip(optimizer.param_groups, options, strict=False)):
+        known = unless[k] if unless is not None and k < len(unless) else {}
+        for name, value in own.items():
+            if name in known and _equal(value, known[name]):
                 continue
             if isinstance(value, Tensor) and isinstance(group[name], Tensor):
                 group[name].copy_(value)  # others may hold the tensor

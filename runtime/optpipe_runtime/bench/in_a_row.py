@@ -1,5 +1,5 @@
-"""How long steps in a row take, with an optimizer step after each: a span each and one fill and drain of the pipeline, if
-no rank waits for the others between them, or a makespan each. `optpipe bench runtime` starts this by torchrun."""
+"""How long steps in a row take, with an optimizer step after each: if no rank waits for the others between them, a span
+each and one fill and drain of the pipeline; else a makespan each. `optpipe bench runtime` starts this by torchrun."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_a_row(times: paced.Times = TIMES, steps: int = STEPS) -> InARow:
                     pipe.clip_grad_norm_(MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-            seen = pipe.gather((begun, time.perf_counter()))
+            seen: list[tuple[float, float]] = pipe.gather((begun, time.perf_counter()))
             return 1e3 * (max(end for _, end in seen) - min(begin for begin, _ in seen))
 
         run(True, WARM_UP)

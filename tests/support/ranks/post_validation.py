@@ -199,14 +199,17 @@ def calm(count: int) -> Iterator[None]:
 @contextmanager
 def counted(pipe: Pipeline) -> Iterator[list[None]]:
     """The runs of the executor, with those that fail and those that are left out."""
-    executor, runs = pipe._step_runner.executor, []
-    for name in ("run", "skip"):
+    runs: list[None] = []
 
-        def call(*arguments: Any, real: Any = getattr(executor, name), **options: Any) -> Any:
+    def counting(call: Any) -> Any:
+        def counted_call(*arguments: Any, **options: Any) -> Any:
             runs.append(None)
-            return real(*arguments, **options)
+            return call(*arguments, **options)
 
-        setattr(executor, name, call)
+        return counted_call
+
+    executor: Any = pipe._step_runner.executor
+    executor.run, executor.skip = counting(executor.run), counting(executor.skip)
     yield runs
 
 
