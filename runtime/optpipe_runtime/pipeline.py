@@ -224,10 +224,16 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer")
-        if max_norm is not None and not max_norm > 0:
-            raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
+
+        def require_valid() -> None:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(
+                    f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer"
+                )
+            if max_norm is not None and not max_norm > 0:
+                raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
+
+        self._rank.cpu_group.on_each_rank(require_valid)
         require_equal(self._rank.cpu_group, max_norm=max_norm)
         self._require_no_host_optimizers("post_validate")
         self._step_runner.validations.append(

@@ -53,7 +53,7 @@ class StepRunner:
         self._gathers_again = False
 
     def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
-        if self._gathers_again:  # on another replica, which has begun its step by then, parameters change inside it
+        if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
             with self._replicas.whole():
                 self._gathers_again = False
         report = None
@@ -107,9 +107,10 @@ class StepRunner:
             vote = self._vote(self._learner.knows(inputs, targets))
             meeting = not (self._can_undo and self._learner.done) or self.schedules.swap_due or running.plan is None
             if meeting:
+                all_know = vote.all_know
                 if self._correct():
                     return None
-                if not vote.all_know and self._learner.done:
+                if not all_know and self._learner.done:
                     self.learn(inputs, targets)
                 self.schedules.swap_if_due((inputs, targets))
                 self._learn_first(inputs, targets)
