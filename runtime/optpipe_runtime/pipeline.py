@@ -14,7 +14,7 @@ between two steps.
             optimizer.step()
 
 While it trains, `pipe.offer(better)` on rank 0, from any thread, returns at once. Every rank prepares the schedule
-beside the training, and all swap to it at the first step boundary at which all are ready. If a rank refuses it, all
+beside the training, and all swap to it before one of the next steps, when all are ready. If a rank refuses it, all
 keep what they have and the log says why.
 """
 

@@ -137,11 +137,9 @@ class StepRunner:
 
     def _run(self, inputs: Any, targets: Any, trace: bool, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
         """This rank's part of a step. `settled`: no vote of another rank will undo it."""
-        plan, doomed = self.schedules.plan, False
-        if not settled:
-            doomed = not vote.known or any(validation.taken_back for validation in self.validations)
-            if not doomed and self._accumulates():  # copying gradients before each step would cost more than waiting
-                settled, doomed = True, vote.doomed
+        plan, doomed = self.schedules.plan, not settled and not vote.known
+        if not settled and not doomed and self._accumulates():  # to copy gradients before each step would cost more
+            settled, doomed = True, vote.doomed
         with self._rank.team.local():
             if doomed:
                 self.executor.skip(plan)

@@ -60,7 +60,7 @@ class Habits(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """On one rank: losses, norms, learning rates, the schedule of each step, and parameters and state at the end."""
+    """On one rank: losses, norms, rates, the schedule of each step; parameters, buffers and state at the end."""
 
     losses: list[list[float] | None]
     norms: list[float]
@@ -149,7 +149,8 @@ def trained(
         state = {
             f"{k}.{name}": whole(v) for k, own in optimizer.state_dict()["state"].items() for name, v in own.items()
         }
-        return Ran(losses, norms, rates, parameters(modules), state, methods, list(logged), len(runs))
+        buffers = {f"{s}.{n}": whole(b) for s, module in modules.items() for n, b in module.named_buffers()}
+        return Ran(losses, norms, rates, parameters(modules) | buffers, state, methods, list(logged), len(runs))
 
 
 def offered(schedules: Sequence[Schedule], steps: int, validated: bool) -> list[list[float] | None]:
