@@ -14,7 +14,7 @@ between two steps.
             optimizer.step()
 
 While it trains, `pipe.offer(better)` on rank 0, from any thread, returns at once. Every rank prepares the schedule
-beside the training, and all swap to it at the first step boundary at which all are ready. If a rank refuses it, all
+beside the training, and all swap to it before one of the next steps, when all are ready. If a rank refuses it, all
 keep what they have and the log says why.
 """
 
@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -40,6 +41,7 @@ from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.profiler import Measured, budget, profile
+from optpipe_runtime.post_validation import PostValidation
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
@@ -64,8 +66,9 @@ def _collective(method: Callable[Concatenate[Pipeline, P], R]) -> Callable[Conca
             raise InputError(f"{method.__name__} was called after close: this pipeline has ended, make a new one")
         with self._rank.team.collective():
             self._rank.cpu_group.enter(method.__name__)
-            if method.__name__ != "step":  # a step begins with a vote anyway
+            if method.__name__ != "step":  # which votes itself
                 self._rank.cpu_group.minimum()
+                self._step_runner.settle()
             return method(self, *arguments, **options)
 
     return guarded
@@ -161,7 +164,7 @@ class Pipeline:
         Returns
         -------
         StepReport
-            Losses, times and peak bytes of this rank.
+            Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
         return self._step_runner.step(inputs, targets, trace)
 
@@ -191,21 +194,73 @@ class Pipeline:
         InputError
             If there are `host_optimizers`.
         """
+        self._require_no_host_optimizers("clip_grad_norm_")
+        return clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
+
+    @_collective
+    def post_validate(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> None:
+        """From now on, `optimizer.step()` clips by the norm over all stages, and skips updates that are not finite,
+        without waiting for the other ranks. Collective.
+
+        An update is made at once, as if nothing had to be clipped. If the norm of all gradients, which arrives during
+        the next step, asks for another update, all ranks undo this step, take the update back, to the bit, make the
+        right one, and run the step again. After that, updates wait for their norm until ten in a row needed no
+        clipping. Results are bit by bit those of `clip_grad_norm_` before `optimizer.step()`.
+
+        Every rank calls `optimizer.step()` as often as the others. `zero_grad`, `state_dict` and schedulers of learning
+        rates are used as always. Call `synchronize` before parameters are read, saved or changed.
+
+        Until the norm is there, each rank holds copies of the optimizer's parameters, their gradients and its state.
+
+        Parameters
+        ----------
+        optimizer
+            This rank's optimizer. A rank whose stages have no parameters gives one of an empty tensor.
+        max_norm
+            The norm above which gradients are scaled down to it. None: updates are only skipped if they are not finite.
+
+        Raises
+        ------
+        InputError
+            If there are `host_optimizers`, or an argument is wrong.
+        """
+
+        def require_valid() -> None:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(
+                    f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer"
+                )
+            if max_norm is not None and not max_norm > 0:
+                raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
+
+        self._rank.cpu_group.on_each_rank(require_valid)
+        require_equal(self._rank.cpu_group, max_norm=max_norm)
+        self._require_no_host_optimizers("post_validate")
+        self._step_runner.validations.append(
+            PostValidation(optimizer, max_norm, self._rank.team, self._rank.cpu_group, self._gradients)
+        )
+
+    def _gradients(self) -> tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]:
+        """The parameters here, and those of them that another rank counts in a norm."""
+        parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
+        return parameters, (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
+
+    def _require_no_host_optimizers(self, method: str) -> None:
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
             raise InputError(
-                "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
+                f"{method}: stages with host_optimizers are updated inside the step, before the norm of all "
                 "gradients is known: clip each stage in a register_step_pre_hook of its optimizer"
             )
-        parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
-        uncounted = (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
-        return clip(parameters, uncounted, self._rank.cpu_group, max_norm, norm_type)
 
     def synchronize(self) -> None:
-        """Copies to the device the parameters that `host_optimizers` have updated last.
+        """Makes this rank's parameters those after the last update: waits for the norm of all gradients if
+        `post_validate` was called, and copies to the device what `host_optimizers` have updated.
 
-        Call it before parameters are read, saved or changed. The next step copies them by its schedule; `evaluate`
-        does so, too.
+        Call it before parameters are read, saved or changed, on any rank, when all have called `optimizer.step`.
+        `evaluate` and all else that ranks do together, other than `step`, does so, too.
         """
+        for validation in self._step_runner.validations:
+            validation.settle()
         for optimizer in self._rank.host_optimizers.values():
             optimizer.synchronize()
 
@@ -387,9 +442,17 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the threads of this pipeline, which cannot be used any more."""
+        if self._closed:
+            return
         self._closed = True
+        for validation in self._step_runner.validations:
+            validation.close()
         if self._rank.team.failure is None:
-            self._end_threads()
+            try:
+                for validation in self._step_runner.validations:
+                    validation.settle()
+            finally:
+                self._end_threads()
         else:
             thread = threading.Thread(target=self._end_threads, name="optpipe-close", daemon=True)
             thread.start()

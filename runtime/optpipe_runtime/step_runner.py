@@ -1,11 +1,25 @@
 """`StepRunner`: training steps and evaluations of one rank, with what comes before and after the executor: learning the
-stages, swapping schedules, replicas, ties, and repeating a step that ran out of memory."""
+stages, swapping schedules, replicas, ties, and repeating a step that must not count.
+
+No rank waits for the others between two steps. What ranks have to tell each other (their votes) they send when they
+begin a step, and read when they end it: then all have begun it, because a rank's last op needs ops of all others. So a
+vote decides about the step that it was sent with, which may have to be undone, and about the one after. Only where a
+swap is due, or nothing can be undone, do the ranks meet before a step.
+
+A step does not count, and is undone and repeated on all ranks, if
+- batch, modules or what is trained have changed on a rank. This rank lets the others finish theirs, with zeros of the
+  old shapes; then the stages are learned again;
+- the optimizer step before was not the right one (`PostValidation`);
+- it was the first one by a schedule, and a rank ran out of memory. All ranks then go back to the schedule before.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from optpipe.errors import OptPipeError
 from optpipe_runtime.execute.executor import Executor
@@ -13,7 +27,10 @@ from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.post_validation import PostValidation
+from optpipe_runtime.ranks.cpu_group import Shared
 from optpipe_runtime.ranks.replicas import Replicas
+from optpipe_runtime.ranks.team import LostError
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.swap.schedules import Schedules
 from optpipe_runtime.swap.undo import ran_out, snapshot
@@ -29,30 +46,27 @@ class StepRunner:
         self._learner, self.executor = Learner(rank), Executor(rank)
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
+        self.validations: list[PostValidation] = []
         # A step that updates parameters on the host cannot be undone.
         self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0])
-        self._last_ms: float | None = None  # of the last step here
+        self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
+        self._gathers_again = False
 
     def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
-        known = self._learner.knows(inputs, targets)
-        running = self.schedules.running
-        with self._replicas.whole():
-            microseconds = round(1e3 * (self._last_ms or 0))
-            offered, (all_know, slowest) = self.schedules.boundary((inputs, targets), known, -microseconds)
-            last_ms = None if self._last_ms is None else -slowest / 1e3
-            back = running.begin_step(last_ms, same_batch=bool(all_know))
-            if not all_know and self._learner.done:
-                self.learn(inputs, targets)
-            if offered is not None:
-                self.schedules.swap(offered, offered=True)
-            elif back is not None:
-                self.schedules.swap(*back)
-            report = self._run(inputs, targets, trace)
-            self._replicas.reduce()
+        if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
+            with self._replicas.whole():
+                self._gathers_again = False
+        report = None
+        while report is None:
+            with self._replicas.whole():
+                report = self._step(inputs, targets, trace)
+                if report is not None:
+                    self._replicas.reduce()
         for tie in self.ties:
             tie.end_step()
-        self._last_ms = report.step_ms
-        return replace(report, version=running.version)
+        self._last_ms, self._last_version = report.step_ms, self.schedules.running.version
+        norm = self.validations[-1].norm if self.validations else None
+        return replace(report, version=self._last_version, grad_norm=norm)
 
     def evaluate(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
         with self._replicas.whole():
@@ -62,6 +76,13 @@ class StepRunner:
             with self._rank.team.local():
                 report = self.executor.run(plan, inputs, targets, trace, evaluating=True)
         return replace(report, version=self.schedules.running.version)
+
+    def settle(self) -> None:
+        """Between two steps: corrects the last optimizer step if it was not the right one."""
+        for validation in self.validations:
+            validation.settle()
+            self._gathers_again |= validation.taken_back
+            validation.taken_back = False  # all ranks are here, so no other has begun a step
 
     def require_learned(self, inputs: Any, targets: Any) -> None:
         if not self._rank.cpu_group.minimum(self._learner.knows(inputs, targets))[0]:
@@ -79,36 +100,90 @@ class StepRunner:
             with self._rank.team.local():
                 self.schedules.reserve(self.schedules.running.plan)
 
-    def _run(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
-        """A step by the loaded schedule. If the first step by it runs out of memory, the step is undone and repeated by
-        the schedule before."""
-        running, cpu_group = self.schedules.running, self._rank.cpu_group
+    def _step(self, inputs: Any, targets: Any, trace: bool) -> StepReport | None:
+        """A step that counts. None if it does not, because parameters were corrected: run it again with these."""
+        running = self.schedules.running
         while True:
-            plan = self.schedules.plan
-            if not self._learner.done:  # nothing was learned yet, or for another number of micro-batches
-                self._learner.learn(inputs, targets)
-                complaint = self._memory_complaint(plan)
-                if not cpu_group.minimum(not complaint)[0]:
-                    self.schedules.swap(*running.give_up(complaint))
-                    continue
-            undo = snapshot(self._rank, (inputs, targets)) if running.on_trial and self._can_undo else None
+            vote = self._vote(self._learner.knows(inputs, targets))
+            meeting = not (self._can_undo and self._learner.done) or self.schedules.swap_due or running.plan is None
+            if meeting:
+                all_know = vote.all_know
+                if self._correct():
+                    return None
+                if not all_know and self._learner.done:
+                    self.learn(inputs, targets)
+                self.schedules.swap_if_due((inputs, targets))
+                self._learn_first(inputs, targets)
+            trial = running.on_trial and self._can_undo
+            outcome = self._run(inputs, targets, trace, vote, settled=meeting, trial=trial)
+            if not meeting and vote.doomed:
+                self._undo(outcome)
+                if self._correct():
+                    return None
+                self.learn(inputs, targets)
+            elif trial and not self._rank.cpu_group.minimum(not outcome.complaint)[0]:
+                self._undo(outcome)
+                self._swap_back(outcome.complaint)
+            else:
+                self._correct()  # drops what was kept of an update that was right
+                running.end_step()
+                return outcome.report
+
+    def _vote(self, known: bool) -> _Vote:
+        microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
+        self._last_ms = 0.0
+        shared = self._rank.cpu_group.share(known, *self.schedules.votes(), -microseconds)
+        return _Vote(known, shared, self.schedules, self.validations)
+
+    def _run(self, inputs: Any, targets: Any, trace: bool, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
+        """This rank's part of a step. `settled`: no vote of another rank will undo it."""
+        plan, doomed = self.schedules.plan, not settled and not vote.known
+        if not settled and not doomed and self._accumulates():  # to copy gradients before each step would cost more
+            settled, doomed = True, vote.doomed
+        with self._rank.team.local():
+            if doomed:
+                self.executor.skip(plan)
+                return _Outcome()
+            undo = snapshot(self._rank, (inputs, targets)) if trial or not settled else None
             for tie in self.ties:
                 tie.start_step()
-            complaint = ""
-            with self._rank.team.local():
-                try:
-                    report = self.executor.run(plan, inputs, targets, trace)
-                except Exception as error:
-                    if undo is None or not ran_out(error):
-                        raise
-                    complaint = self._rank.team.describe(error)
-                    self.executor.abandon()
-            if undo is None or cpu_group.minimum(not complaint)[0]:
-                running.end_step()
-                return report
-            undo()
-            self._replicas.forget()
-            self.schedules.swap(*running.give_up(complaint))
+            try:
+                return _Outcome(self.executor.run(plan, inputs, targets, trace), undo)
+            except LostError:
+                raise
+            except Exception as error:
+                if not (trial and ran_out(error)) and (settled or not vote.known_to_be_doomed):
+                    raise
+                self.executor.abandon()
+                return _Outcome(None, undo, self._rank.team.describe(error))
+
+    def _undo(self, outcome: _Outcome) -> None:
+        if outcome.undo is not None:
+            outcome.undo()
+        self._replicas.forget()
+
+    def _correct(self) -> bool:
+        """On all ranks: corrects the optimizer step before. Returns whether it was not the right one."""
+        wrong = any(validation.is_wrong() for validation in self.validations)
+        for validation in self.validations:
+            validation.settle()
+            validation.taken_back = False
+        return wrong
+
+    def _accumulates(self) -> bool:
+        return any(p.grad is not None for stage in self._rank.stages.values() for p in stage.module.parameters())
+
+    def _learn_first(self, inputs: Any, targets: Any) -> None:
+        """If nothing was learned yet, or for another number of micro-batches."""
+        while not self._learner.done:
+            plan = self.schedules.plan
+            self._learner.learn(inputs, targets)
+            complaint = self._memory_complaint(plan)
+            if not self._rank.cpu_group.minimum(not complaint)[0]:
+                self._swap_back(complaint)
+
+    def _swap_back(self, complaint: str) -> None:
+        self.schedules.swap(*self.schedules.running.give_up(complaint))
 
     def _memory_complaint(self, plan: Plan) -> str:
         """Why this rank lacks host memory for a plan; empty if it does not."""
@@ -117,3 +192,40 @@ class StepRunner:
         except OptPipeError as error:
             return self._rank.team.describe(error)
         return ""
+
+
+class _Outcome(NamedTuple):
+    """Of this rank's part of a step: no report if it was left out or failed, and the complaint of a failure."""
+
+    report: StepReport | None = None
+    undo: Callable[[], None] | None = None
+    complaint: str = ""
+
+
+class _Vote:
+    """What this rank tells the others with a step, and what they have told."""
+
+    def __init__(
+        self, known: bool, shared: Shared, schedules: Schedules, validations: Sequence[PostValidation]
+    ) -> None:
+        self.known, self._shared, self._schedules, self._validations = known, shared, schedules, validations
+
+    @cached_property
+    def all_know(self) -> bool:
+        """Whether batch and modules were on every rank as they had been. Waits until all have begun the step."""
+        known, *votes, minus_microseconds = self._shared.least(4)
+        self._schedules.heard(votes, -minus_microseconds / 1e3 or None, bool(known))
+        return bool(known)
+
+    @property
+    def doomed(self) -> bool:
+        """Whether the step must be undone if the ranks did not meet before it."""
+        return not self.all_know or any(validation.is_wrong() for validation in self._validations)
+
+    @property
+    def known_to_be_doomed(self) -> bool:
+        """The same, but False if the ranks are lost to each other."""
+        try:
+            return self.doomed
+        except OptPipeError:
+            return False

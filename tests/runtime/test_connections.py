@@ -20,11 +20,9 @@ def test_conjugate_and_negative_views_arrive_resolved(ranks: Ranks) -> None:
 
 
 def test_ranks_that_call_different_methods_are_told_and_do_not_wait(ranks: Ranks) -> None:
-    (first, version), (second, _) = ranks(connections.apart, schedule=SCHEDULE)
-    called = [sentence.partition(", and another rank something else")[0] for sentence in (*first, *second)]
-    assert (
-        called
-        == [f"rank 0 has called {name}" for name in ("evaluate", "clip_grad_norm_", "gather", "load")]
-        + ["rank 1 has called step"] * 4
-    )
-    assert version == 1
+    """Although rank 1 may be in the middle of its step: both are told what the first that found out has found."""
+    first, second = ranks(connections.apart, schedule=SCHEDULE)
+    assert first == second
+    for name, sentence in zip(("evaluate", "clip_grad_norm_", "gather", "load"), first, strict=True):
+        called = sentence.partition(", and another rank something else")[0]
+        assert called in (f"rank 0 has called {name}", "rank 1 has called step")

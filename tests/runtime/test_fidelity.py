@@ -9,7 +9,7 @@ from support.ranks.worker import Ranks
 
 from optpipe_cli import demo
 from optpipe_cli.bench import runtime as bench_runtime
-from optpipe_runtime.bench import fidelity
+from optpipe_runtime.bench import fidelity, in_a_row
 from optpipe_runtime.bench.fidelity import Case, Task
 from optpipe_runtime.bench.paced import Times
 from optpipe_runtime.demo import reference
@@ -34,6 +34,24 @@ def test_paced_stages_take_their_time_and_no_more_memory_than_predicted(ranks: R
         assert row.measured_peak == row.predicted_peak
     fidelity.save([first, interleaved], tmp_path / "rows.json")
     assert fidelity.load(tmp_path / "rows.json") == [first, interleaved]
+
+
+def test_steps_in_a_row_are_compared_with_spans(ranks: Ranks, tmp_path: Path) -> None:
+    times, m, steps = Times(1.0, 1.0, 1.0, 0.0), in_a_row.MICROBATCHES, 2
+    row, other = ranks(in_a_row.in_a_row, times=times, steps=steps)
+    in_a_row.save(row, tmp_path / "row.json")
+    assert in_a_row.load(tmp_path / "row.json") == row == other
+    assert row.spans_ms == pytest.approx(2 * row.span_ms + row.makespan_ms - row.span_ms)
+    assert row.post_validated_ms >= steps * m * sum(times) + times.forward, "who sleeps is never early"
+    assert row.clipped_ms >= steps * (m * sum(times) + times.forward)
+
+
+@pytest.mark.soak
+def test_steps_in_a_row_take_a_span_each(four_ranks: Ranks) -> None:
+    """And those that wait for each other a makespan. On a busy machine everything takes longer, so this is a soak; that
+    no rank waits, test_post_validation shows without a clock."""
+    rows = [four_ranks(in_a_row.in_a_row, times=Times(20.0, 20.0, 20.0, 0.0), steps=10)[0] for _ in range(3)]
+    assert any(row.deviation < 0.08 and row.post_validated_ms < row.clipped_ms for row in rows), rows
 
 
 def test_the_gpt_has_the_losses_of_a_plain_run(ranks: Ranks) -> None:

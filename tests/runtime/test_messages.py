@@ -38,7 +38,7 @@ def test_at_most_two_messages_are_under_way(ranks: Ranks, part_of: int) -> None:
     (held, left, first), (_, _, second) = ranks(sending.burst, schedule=schedule, part_of=part_of)
     assert len(held) == MICROBATCHES
     assert max(held) < UNDER_WAY, "before the next is made, one is left"
-    assert left == 0
+    assert left <= UNDER_WAY, "until the next step begins"
     for rank, report in enumerate((first, second)):
         plan = prepare(schedule, rank, Layout.of(schedule.problem))
         certified = plan.message_peak(lambda message: MESSAGE_BYTES)

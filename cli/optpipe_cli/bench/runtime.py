@@ -26,10 +26,13 @@ def runtime(
     steps: Annotated[int, typer.Option(help="Steps of each schedule that count.", min=2)] = 12,
     paced: Annotated[bool, typer.Option(help="Stages that take their time without computing, on four ranks.")] = True,
     computed: Annotated[bool, typer.Option(help="The demo's model on two ranks.")] = True,
+    in_a_row: Annotated[
+        bool, typer.Option(help="Steps in a row, with an optimizer step after each, on four ranks.")
+    ] = True,
     host: Annotated[bool, typer.Option(help="What the executor and a swap cost the host.")] = True,
     json: Json = False,
 ) -> None:
-    """Measure iteration times and memory of many schedules against predictions, and the host's overhead."""
+    """Measure steps and memory of many schedules against predictions, steps in a row, and the host's overhead."""
     from optpipe_cli.extras import need
 
     need("runtime")
@@ -39,6 +42,8 @@ def runtime(
     if computed:
         task = computing_task(steps)
         content["computed"] = _show(_run(task, COMPUTING_RANKS), "the demo's model, 2 ranks", _plain(task), json)
+    if in_a_row:
+        content["in_a_row"] = _in_a_row(json)
     if host:
         content["host"] = _host(json)
     if json:
@@ -142,6 +147,23 @@ def _table(rows: list[Row], title: str, differences: list[float | None]) -> Tabl
             "" if loss is None else f"{loss:.1e}",
         )
     return table
+
+
+def _in_a_row(quiet: bool) -> dict[str, Any]:
+    from optpipe_runtime.bench.in_a_row import METHOD, load
+
+    with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
+        out = Path(folder) / "row.json"
+        torchrun(RANKS, "optpipe_runtime.bench.in_a_row", out)
+        row = load(out)
+    if not quiet:
+        typer.echo(
+            f"{row.steps} steps in a row by {METHOD} on {RANKS} ranks, with a norm over all gradients: "
+            f"{row.post_validated_ms:.0f} ms, {row.deviation:+.1%} against {row.steps} spans of {row.span_ms:.1f} ms, "
+            f"one fill and one drain; {row.clipped_ms:.0f} ms if updates wait for the norm ({row.steps} makespans of "
+            f"{row.makespan_ms:.1f} ms)"
+        )
+    return {**asdict(row), "spans_ms": row.spans_ms, "deviation": row.deviation}
 
 
 def _host(quiet: bool) -> dict[str, Any]:

@@ -151,6 +151,7 @@ def _measured(
         pipe.load(found.schedule if found else None)
         reports = []
         for step in range(WARM_UP + task.steps):
+            dist.barrier()  # a step that begins on all ranks at once takes the makespan
             reports.append(pipe.step(*data(step)))
             if optimizer:
                 optimizer.step()

@@ -51,19 +51,13 @@ class Executor:
         `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole
         batch. With `evaluating` only losses are computed.
         """
-        if not self.idle:
-            raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
         m = self._layout.microbatches
         given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
         asked = cut(targets, m, "targets") if self._rank.takes_targets else []
         for s, stage in self._stages.items():
             staying = [*(given[0] if s in self._layout.first else ()), *(asked[0] if s in self._layout.last else ())]
             stage.start_step(staying, plan.problem.stages[s].offload_parts)
-        self._messages.start_step()
-        self._pool.start_step()
-        if not evaluating:
-            self._peers.start_step(plan.evictions)
-            self._link.start_step(plan.link_orders)
+        self._start(plan, evaluating)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -110,6 +104,12 @@ class Executor:
             trace=tuple(step.trace(self._clock, begun)) if trace else (),
         )
 
+    def skip(self, plan: Plan) -> None:
+        """Instead of `run`: lets the other ranks run theirs, of which nothing will count."""
+        self._start(plan, evaluating=False)
+        self._unfinished = plan.actions
+        self.abandon()
+
     def abandon(self) -> None:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
 
@@ -143,6 +143,15 @@ class Executor:
         self._messages.abandon()
         self._unfinished = ()
 
+    def _start(self, plan: Plan, evaluating: bool) -> None:
+        if not self.idle:
+            raise OptPipeError("the step before failed and left its messages behind: make a new Pipeline")
+        self._messages.start_step()
+        self._pool.start_step()
+        if not evaluating:
+            self._peers.start_step(plan.evictions)
+            self._link.start_step(plan.link_orders)
+
     def _begin(self, step: StepRecord) -> None:
         """Brings in the parameters that the schedule does not bring in."""
         for s, optimizer in self._host_optimizers.items():
@@ -152,13 +161,12 @@ class Executor:
                 optimizer.synchronize()
 
     def _end(self, step: StepRecord) -> None:
-        """Updates the stages that the schedule does not update, and waits until all messages have left and all updates
-        are done."""
+        """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
+        until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
         for s, optimizer in () if step.evaluating else self._host_optimizers.items():
             if s not in step.plan.updated:
                 optimizer.gradients_out()
                 optimizer.update()
-        self._messages.flush()
         for optimizer in self._host_optimizers.values():
             optimizer.wait_update()
 

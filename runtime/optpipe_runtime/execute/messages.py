@@ -41,6 +41,8 @@ class Messages:
         self.peak_bytes = 0  # receive buffers and sends under way, since `start_step`
 
     def start_step(self) -> None:
+        """Waits until the sends of the step before have ended: their receivers have asked for them in that step."""
+        self.flush()
         self.peak_bytes = 0
         self._known.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import LostError, Team
 from optpipe_runtime.stage.io import StageIO
 from optpipe_runtime.stage.runner import StageRunner
 
@@ -59,7 +60,9 @@ class Rank:
         return sum(spec.nbytes for spec in (io.inputs if message.kind == Kind.F else io.output_gradients))
 
     def close(self) -> None:
-        """Ends the threads of this rank."""
+        """Ends the threads of this rank, once its last messages have left."""
+        with suppress(LostError):
+            self.messages.flush()
         self.link.close()
         self.peers.close()
         for optimizer in self.host_optimizers.values():

@@ -76,6 +76,9 @@ class StepReport:
         The times of all ops, if asked for.
     version
         How many schedules had been swapped in.
+    grad_norm
+        With `post_validate`, the norm of all gradients at the last optimizer step before this step: not finite if that
+        was skipped. Else None.
     """
 
     losses: list[float] | None
@@ -88,6 +91,7 @@ class StepReport:
     excess: Excess | None = None
     trace: tuple[OpTime, ...] = ()
     version: int = 0
+    grad_norm: float | None = None
 
     @property
     def loss(self) -> float | None:

@@ -21,6 +21,7 @@ class LinkOrder(NamedTuple):
     last: int  # and of the last
     after: dict[Op, int]  # this rank's transfers that directly follow another rank's, and that rank
     before: dict[Op, int]  # this rank's transfers that another rank's directly follows, and that rank
+    final: Op | None  # this rank's last transfer, if it is on one of `first` and `last` and these are two
 
 
 def link_orders(schedule: Schedule, rank: int, layout: Layout) -> tuple[LinkOrder | None, ...]:
@@ -40,7 +41,9 @@ def _link_order(transfers: Sequence[Op], rank: int, layout: Layout) -> LinkOrder
     if not transfers:
         return None
     owners = [layout.placement[op.stage] for op in transfers]
-    order = LinkOrder(owners[0], owners[-1], {}, {})
+    first, last = owners[0], owners[-1]
+    own = [op for op, owner in zip(transfers, owners, strict=True) if owner == rank]
+    order = LinkOrder(first, last, {}, {}, own[-1] if first != last and rank in (first, last) else None)
     for (a, left), (b, right) in pairwise(zip(transfers, owners, strict=True)):
         if left != right and right == rank:
             order.after[b] = left

@@ -3,8 +3,9 @@
 The schedule gives the order of all transfers on each channel of the link. A transfer that follows another rank's first
 receives that rank's token; a transfer that another rank's follows sends a token at its end. Both run on the channel
 itself (on CPU its thread, on CUDA its copy stream), so no host waits. Tokens from one rank to another have the
-channel's order on both sides, so they need no tags. Between two steps the token stays with the rank of the last
-transfer, and the next step fetches it from there.
+channel's order on both sides, so they need no tags. After the last transfer of a step the token goes back to the rank
+of the first one, which can begin the next step before the other has ended this one. If that step is by another
+schedule, the token is passed on when it begins.
 
 Nothing can deadlock that `simulate` accepts. A channel waits for the previous transfer in the channel's order, which
 is an edge of the graph that `simulate` follows; and a token that is not fetched yet holds up only what comes after the
@@ -41,7 +42,7 @@ class ChannelToken:
 
     def __init__(self, team: Team, sharers: Sequence[int], device: torch.device) -> None:
         self._team, self._group = team, team.subgroup(sharers, device)
-        self._holder, self._order = min(sharers), LinkOrder(min(sharers), min(sharers), {}, {})
+        self._holder, self._order = min(sharers), LinkOrder(min(sharers), min(sharers), {}, {}, None)
         self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
 
     def start_step(self, order: LinkOrder, channel: CopyEngine) -> None:
@@ -51,7 +52,7 @@ class ChannelToken:
                 channel.run(partial(self._pass, self._group.send, order.first))
             elif self._team.number == order.first:
                 channel.run(partial(self._pass, self._group.receive, self._holder))
-        self._order, self._holder = order, order.last
+        self._order, self._holder = order, order.first
 
     @contextmanager
     def in_order(self, op: Op, channel: CopyEngine) -> Iterator[None]:
@@ -63,6 +64,10 @@ class ChannelToken:
         finally:  # even if the transfer fails for lack of memory, the other ranks get the token
             if op in self._order.before:
                 channel.run(partial(self._pass, self._group.send, self._order.before[op]))
+            if op == self._order.final:
+                last = self._team.number == self._order.last
+                move, other = (self._group.send, self._order.first) if last else (self._group.receive, self._order.last)
+                channel.run(partial(self._pass, move, other))
 
     def _pass(self, move: Callable[[torch.Tensor, int], Transfer], other: int) -> None:
         move(self._byte, other).wait()

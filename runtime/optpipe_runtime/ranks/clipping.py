@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,41 @@ def clip(
 
     Returns the norm before clipping.
     """
-    trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
+    everything = list(parameters)
+    total = total_norm(cpu_group.gather(own_norm(everything, uncounted, norm_type)), norm_type)
+    scale(everything, total, max_norm)
+    return float(total)
+
+
+def own_norm(parameters: Iterable[nn.Parameter], uncounted: Iterable[nn.Parameter], norm_type: float = 2.0) -> float:
+    """The norm of this rank's gradients, without those that another rank counts."""
     elsewhere = set(map(id, uncounted))
-    own = [norm_of(kind, norm_type) for kind in _kinds([p for p in trained if id(p) not in elsewhere])]
-    norms = torch.tensor([norm for norms in cpu_group.gather(own) for norm in norms] or [0.0], dtype=torch.float64)
-    total = torch.linalg.vector_norm(norms, norm_type)
-    for kind in _kinds(trained):
+    kinds = _kinds([parameter for parameter in _trained(parameters) if id(parameter) not in elsewhere])
+    norms = [norm_of(kind, norm_type) for kind in kinds]
+    return norms[0] if len(norms) == 1 else float(total_norm(norms, norm_type))
+
+
+def total_norm(norms: Sequence[float], norm_type: float = 2.0) -> Tensor:
+    """The norm of the whole, from those of its parts."""
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=torch.float64), norm_type)
+    return total
+
+
+def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
+    """Clips the gradients, given the norm of all of the whole model."""
+    for kind in _kinds(_trained(parameters)):
         double = any(parameter.dtype == torch.float64 for parameter in kind)
         clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32))
-    return float(total)
+
+
+def exceeds(total: Tensor, max_norm: float) -> bool:
+    """Whether `scale` would change a gradient: torch adds a little to the norm."""
+    return any(float(max_norm / (norm + 1e-6)) < 1 for norm in (total, total.to(torch.float32)))
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those with a gradient, each once."""
+    return [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
 
 
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:

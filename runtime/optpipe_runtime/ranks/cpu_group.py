@@ -1,4 +1,8 @@
-"""`CpuGroup`: small collectives over CPU tensors and Python objects, with which all ranks of a pipeline agree."""
+"""`CpuGroup`: small collectives over CPU tensors and Python objects, with which all ranks of a pipeline agree.
+
+All that are made of numbers are one collective, `share`: every rank gives a row of equally many numbers and gets the
+rows of all. It is asynchronous: a rank can share something before a step and read the others' rows after it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,43 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.team import Team, Transfer
 
 T = TypeVar("T")
 
-MOST_VALUES = 6  # of one call of `minimum`
+MOST_VALUES = 7  # of one call of `share`
+
+
+class Shared:
+    """One row of numbers from each rank, on its way."""
+
+    def __init__(self, team: Team, method: str, table: Tensor, transfer: Transfer) -> None:
+        self._team, self._method, self._table, self._transfer = team, method, table, transfer
+        self._rows: list[list[int]] | None = None
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The row of each rank. Waits until every rank has shared its own. If another rank has shared something else,
+        it has called another method and may wait for this rank in there: ends the team, and raises `OptPipeError`."""
+        if self._rows is None:
+            self._transfer.wait()
+            table: list[list[int]] = self._table.tolist()
+            if len({row[0] for row in table}) > 1:
+                raise OptPipeError(
+                    self._team.fail(
+                        f"rank {self._team.number} has called {self._method}, and another rank something else: all "
+                        "ranks must call the same methods in the same order"
+                    )
+                )
+            self._rows = [row[1:] for row in table]
+        return self._rows
+
+    def least(self, count: int) -> list[int]:
+        """The minimum of each of the first `count` numbers over all ranks."""
+        return [min(column) for column in zip(*self.rows, strict=True)][:count]
 
 
 class CpuGroup:
@@ -26,24 +59,21 @@ class CpuGroup:
         self._method = ""
 
     def enter(self, method: str) -> None:
-        """Notes the method that this rank runs from now on. `minimum` finds out whether all ranks run the same one."""
+        """Notes the method that this rank runs from now on. `share` finds out whether all ranks run the same one."""
         self._method = method
 
-    def minimum(self, *values: int) -> list[int]:
-        """The minimum of each value over all ranks. Raises `OptPipeError` on every rank if ranks run different
-        methods."""
-        number = crc32(self._method.encode())
+    def share(self, *values: int, method: str = "") -> Shared:
+        """Gives this rank's row to all ranks, without waiting. `method` is what the ranks must have called; by default
+        what they have entered."""
+        method = method or self._method
+        table = torch.zeros(self._team.size, 1 + MOST_VALUES, dtype=torch.int64)
         # Ranks in different methods have different numbers of values, and must still send equally many bytes.
-        unused = [0] * (MOST_VALUES - len(values))
-        votes = torch.tensor([number, -number, *values, *unused], dtype=torch.int64)
-        self._group.all_reduce(votes, dist.ReduceOp.MIN).wait()
-        first, minus_last, *least = (int(vote) for vote in votes)
-        if first != -minus_last:
-            raise OptPipeError(
-                f"rank {self.rank} has called {self._method}, and another rank something else: all ranks "
-                "must call the same methods in the same order"
-            )
-        return least[: len(values)]
+        table[self.rank, : 1 + len(values)] = torch.tensor([crc32(method.encode()), *values])
+        return Shared(self._team, method, table, self._group.all_reduce(table))
+
+    def minimum(self, *values: int) -> list[int]:
+        """The minimum of each value over all ranks."""
+        return self.share(*values).least(len(values))
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of rank `source`, on every rank."""

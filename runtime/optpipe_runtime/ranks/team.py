@@ -259,13 +259,15 @@ class Subgroup:
     def close(self) -> None:
         with self._closing:
             group, self._group = self._group, None
+            # gloo's destructor waits for the group's collectives, and holds the interpreter: until all ranks take part.
+            unfinished = [transfer.work for transfer in self._transfers if transfer.holds_up_closing]
             for transfer in self._transfers:
                 transfer.forget()
         if group is not None and dist.is_initialized():
-            with suppress(RuntimeError, ValueError):  # its ranks are gone, or the user has destroyed it
-                if self.on_gpus:
-                    group.abort()
-                dist.destroy_process_group(group)
+            if unfinished:
+                threading.Thread(target=_destroy, args=(group, unfinished), name="optpipe-close", daemon=True).start()
+            else:
+                _destroy(group)
 
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -307,22 +309,39 @@ class Transfer:
     """One message, or one all-reduce, under way."""
 
     def __init__(self, subgroup: Subgroup, work: Any, other: int | None) -> None:
-        self._subgroup, self._work, self._other = subgroup, work, other
+        self._subgroup, self.work, self._other = subgroup, work, other
         with subgroup._closing:
             subgroup._transfers.add(self)
 
+    @property
+    def holds_up_closing(self) -> bool:
+        return self._other is None and not self._subgroup.on_gpus and not self.is_completed()
+
     def wait(self) -> None:
         """Call it once. On CUDA only the stream waits, not the host."""
-        if self._work is None:
+        if self.work is None:
             raise LostError(self._subgroup.why_closed)
         try:
             with self._subgroup.reporting_loss(self._other):
-                self._work.wait()
+                self.work.wait()
         finally:
             self.forget()
 
+    def is_completed(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
     def forget(self) -> None:
-        self._work = None
+        self.work = None
+
+
+def _destroy(group: dist.ProcessGroup, unfinished: Sequence[Any] = ()) -> None:
+    for work in unfinished:
+        with suppress(RuntimeError):
+            work.wait()
+    with suppress(RuntimeError, ValueError):  # its ranks are gone, or the user has destroyed it
+        if dist.get_backend(group) == "nccl":
+            group.abort()
+        dist.destroy_process_group(group)
 
 
 def nccl_options(timeout: timedelta) -> Any:

@@ -1,7 +1,7 @@
 """`Offers`: schedules that are offered on rank 0 while the training runs.
 
-Each is prepared on every rank beside the training, and swapped in at the first step boundary at which all ranks are
-ready. No step waits for one that is still being prepared.
+Each is prepared on every rank beside the training. With each step the ranks tell each other how far they are, and
+before the first step after that in which all were ready, they swap. No step waits for one that is still being prepared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Offers:
     """Prepares one offer at a time. If a rank refuses it, all ranks keep what they have.
 
     `prepare` gets rank 0's schedule in a thread of its own on every rank, and may use collectives that the training
-    does not. `accept` raises `OptPipeError` if this rank cannot run the plan.
+    does not. `accept` raises `OptPipeError` if this rank cannot run the plan. `due` tells, on all ranks alike, that all
+    are ready to swap.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Offers:
         self._lock = threading.Lock()
         self._newest: Schedule | None = None  # offered and not yet shared; a newer offer replaces it
         self._preparation: _Preparation | None = None
+        self.due = False
 
     def offer(self, schedule: Schedule) -> None:
         """From any thread of rank 0. Returns at once."""
@@ -52,27 +54,29 @@ class Offers:
         """Whether an offer is being prepared: between two steps the same on all ranks."""
         return self._preparation is not None
 
-    def boundary(self, *votes: int) -> tuple[Plan | None, list[int]]:
-        """Collective, between two steps: the plan to swap to now, on every rank, or None. Returns the minimum of each
-        vote, too, because one collective is enough for both."""
+    def votes(self) -> tuple[int, int]:
+        """What this rank tells with a step. `heard` wants the minimum of each over all ranks."""
         with self._lock:
             nothing_new = self._newest is None
-        state = READY if self._preparation is None else self._preparation.state
-        least_state, nothing_new_anywhere, *least = self._cpu_group.minimum(state, nothing_new, *votes)
-        return self._next(least_state, bool(nothing_new_anywhere)), least
+        return READY if self._preparation is None else self._preparation.state, nothing_new
 
-    def _next(self, state: int, nothing_new: bool) -> Plan | None:
+    def heard(self, state: int, nothing_new: int) -> None:
+        """With the same step, on every rank: what all have told."""
         if self._preparation is not None:
-            if state == PREPARING:
-                return None
-            preparation, self._preparation = self._preparation, None
-            plan = self._accepted(preparation.plan)
-            return plan if self._cpu_group.all_equal(None if plan is None else plan.number) else None
-        if not nothing_new:
+            self.due = state == READY
+            if state == REFUSED:
+                self._preparation = None
+        elif not nothing_new:
             with self._lock:
                 schedule, self._newest = self._newest, None
             self._preparation = _Preparation(lambda: self._prepare(schedule))
-        return None
+
+    def take(self) -> Plan | None:
+        """Collective, between two steps, when a swap is `due`: the plan to swap to, on every rank, or None."""
+        assert self._preparation is not None
+        preparation, self._preparation, self.due = self._preparation, None, False
+        plan = self._accepted(preparation.plan)
+        return plan if self._cpu_group.all_equal(None if plan is None else plan.number) else None
 
     def _accepted(self, plan: Plan | None) -> Plan | None:
         try:

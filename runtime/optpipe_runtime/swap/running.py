@@ -28,6 +28,7 @@ class RunningSchedule:
         self._before: Plan | None = None  # to go back to from a schedule that is on trial
         self._refused: set[str] = set()  # digests of schedules that went wrong
         self._step_times = StepTimes()
+        self.back: tuple[Plan, str] | None = None  # the schedule to go back to before the next step, and why
 
     def swap(self, plan: Plan, offered: bool, going_back: str = "") -> None:
         """`plan` runs from now on. `going_back` says what was wrong with the schedule before, if it is that."""
@@ -43,21 +44,20 @@ class RunningSchedule:
         self._step_times.swapped(plan, comparable=offered)
         self._before, self.plan, self.on_trial = None if going_back else self.plan, plan, True
         self.version += 1
+        self.back = None
 
-    def begin_step(self, last_ms: float | None, same_batch: bool) -> tuple[Plan, str] | None:
-        """Before a step: the schedule to go back to, and why; or None.
+    def heard(self, step_ms: float | None, same_batch: bool) -> None:
+        """What the ranks have told each other with a step.
 
-        `last_ms` is the time of the last step on the slowest rank. `same_batch` tells whether batch and model are of
-        the same shapes as before.
+        `step_ms` is the time of an earlier step on the slowest rank, by the schedule that runs. `same_batch` tells
+        whether batch and model are of the same shapes as before.
         """
-        found = None if last_ms is None else self._step_times.add(last_ms)
+        found = None if step_ms is None else self._step_times.add(step_ms)
         if not same_batch:
             self._step_times.forget()
-            return None
-        if found is None:
-            return None
-        slow, before = found
-        return before.plan, f"takes {slow.median:.1f} ms a step, measured, and this one {before.median:.1f} ms"
+        elif found is not None:
+            slow, before = found
+            self.back = before.plan, f"takes {slow.median:.1f} ms a step, measured, and this one {before.median:.1f} ms"
 
     def end_step(self) -> None:
         self._steps, self.on_trial, self._before = self._steps + 1, False, None

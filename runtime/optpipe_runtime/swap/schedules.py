@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,10 +77,27 @@ class Schedules:
         assert plan is not None
         self.swap(plan)
 
-    def boundary(self, batch: tuple[Any, Any], *votes: int) -> tuple[Plan | None, list[int]]:
-        """Collective, before a step with this batch: see `Offers.boundary`."""
+    def votes(self) -> tuple[int, int]:
+        """What this rank tells with a step: see `Offers.votes`."""
+        return self._offers.votes()
+
+    def heard(self, votes: Sequence[int], step_ms: float | None, same_batch: bool) -> None:
+        """What all ranks have told with it: the minimum of their votes; and see `RunningSchedule.heard`."""
+        self._offers.heard(*votes)
+        self.running.heard(step_ms, same_batch)
+
+    @property
+    def swap_due(self) -> bool:
+        """Whether the ranks have to meet before the next step."""
+        return self._offers.due or self.running.back is not None
+
+    def swap_if_due(self, batch: tuple[Any, Any]) -> None:
+        """Collective, before a step with this batch."""
         self._batch = batch
-        return self._offers.boundary(*votes)
+        if self._offers.due and (plan := self._offers.take()) is not None:
+            self.swap(plan, offered=True)
+        elif self.running.back is not None:
+            self.swap(*self.running.back)
 
     def swap(self, plan: Plan, going_back: str = "", offered: bool = False) -> None:
         """Between two steps: runs `plan` from now on. Every rank must swap to the same one."""

@@ -1,0 +1,142 @@
+"""No rank waits between steps, and updates that are ahead of their norm come out, to the bit, as if they had waited."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.ranks import cases
+from support.ranks import post_validation as ours
+from support.ranks.post_validation import Habits, Ran, Turn
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks.worker import Ranks
+
+from optpipe.schedule import Schedule
+
+
+def schedules() -> list[Schedule]:
+    problem, texts = cases.problem([0, 1], 4), {"1f1b": ONE_F_ONE_B, "split": SPLIT, "away": OFFLOADED, "c": RECOMPUTED}
+    return [replace(Schedule.parse(problem, programs), method=name) for name, programs in texts.items()]
+
+
+def both(pool: Ranks, turns: list[Turn], habits: Habits) -> tuple[list[Ran], list[Ran]]:
+    """A training of each kind. Losses, rates, parameters and optimizer states are the same, to the bit."""
+    waited, found = (
+        pool(ours.trained, placement=[0, 1], schedules=schedules(), turns=turns, habits=habits, validated=validated)
+        for validated in (False, True)
+    )
+    for own, other in zip(found, waited, strict=True):
+        assert own.rates == other.rates
+        assert own.losses == other.losses
+        for values, theirs in ((own.parameters, other.parameters), (own.state, other.state)):
+            assert values.keys() == theirs.keys()
+            for name, value in theirs.items():
+                np.testing.assert_array_equal(values[name], value, err_msg=name)
+    return waited, found
+
+
+def clipped(norms: list[float], max_norm: float | None) -> int:
+    return sum(not norm <= (max_norm or float("inf")) or norm == float("inf") for norm in norms)
+
+
+@pytest.mark.parametrize("optimizer", ours.OPTIMIZERS)
+def test_a_training_is_the_same_to_the_bit(ranks: Ranks, optimizer: str) -> None:
+    """With updates that are clipped, that are not, and two that overflow on one rank; by a scheduler of rates."""
+    turns = [*(Turn(overflow={3: 0, 7: 1}.get(step)) for step in range(12)), Turn(updates=0)]
+    waited, found = both(ranks, turns, Habits(optimizer, 0.56, calm=2))
+    number = clipped(waited[0].norms, 0.56)
+    assert 3 < number < 12
+    lines = [line for line in found[0].logged if line.startswith("update ")]
+    assert sum("the norm of all gradients is inf, so it is " in line for line in lines) == 2
+    taken_back = sum("taken back" in line for line in lines)
+    assert 0 < taken_back < number, "some updates were ahead of their norm, others waited"
+    assert [ran.runs for ran in found] == [waited[0].runs + taken_back] * 2
+
+
+@pytest.mark.parametrize("habits", [Habits(max_norm=None), Habits(max_norm=0.56, to_none=False)])
+def test_without_clipping_and_with_gradients_that_are_set_to_zero(ranks: Ranks, habits: Habits) -> None:
+    turns = [Turn(overflow={3: 0, 7: 1}.get(step), updates=int(step % 4 != 1)) for step in range(10)]
+    waited, found = both(ranks, turns, habits)
+    assert any("taken back" in line for line in found[0].logged)
+    assert clipped(waited[0].norms, habits.max_norm)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_between_steps(ranks: Ranks, seed: int) -> None:
+    """Swaps, evaluations, batches of other shapes, ranks that run out of memory, that read their state alone, or that
+    update twice: before, in and after steps that are run again."""
+    chance = random.Random(seed)
+    turns, sequences = [], 2
+    for _ in range(24):
+        sequences = chance.choice([sequences] * 4 + [1, 3])
+        load = chance.choice([None] * 4 + [1, 2, 3])
+        turns.append(
+            Turn(
+                sequences,
+                load,
+                memory=None if load is None else chance.choice([None, 0, 1]),
+                evaluate=chance.random() < 0.2,
+                reads=chance.choice([None, None, 0, 1]),
+                overflow=chance.choice([None] * 6 + [0, 1]),
+                updates=chance.choice([0, 1, 1, 1, 1, 2]),
+            )
+        )
+    waited, found = both(ranks, turns, Habits("momentum", 0.6, calm=0))
+    assert found[0].methods == waited[0].methods
+    assert any("ran out of memory" in line for line in found[0].logged)
+    assert 4 < clipped(waited[0].norms, 0.6) < len(waited[0].norms), waited[0].norms
+
+
+def test_offers_are_taken_meanwhile(ranks: Ranks) -> None:
+    made = schedules()[:3]
+    first, second = ranks(ours.offered, schedules=made, steps=0, validated=True)
+    assert first == [None] * len(second)
+    assert second == ranks(ours.offered, schedules=made[:1], steps=len(second), validated=False)[1]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_with_replicas(four_ranks: Ranks, how: str) -> None:
+    turns = [
+        Turn(overflow={3: 0, 7: 1}.get(step), load={5: 1, 8: 2}.get(step), evaluate=step == 6) for step in range(12)
+    ]
+    waited, found = both(four_ranks, turns, Habits("adamw", 0.06, how=how))
+    assert 3 < clipped(waited[0].norms, 0.06) < 12
+    assert found[0].runs > waited[0].runs
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_rank_begins_a_step_although_another_has_not_ended_the_one_before(ranks: Ranks, validated: bool) -> None:
+    """Rank 1 does not end its step until rank 0 has begun the next: would rank 0 wait, this never ended."""
+    programs = [
+        ["0F0", "0F1", "0F2", "0B0", "0W0", "0B1", "0W1", "0B2", "0W2"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1W0", "1W1", "1W2"],
+    ]
+    schedule = Schedule.parse(cases.problem([0, 1], 3), programs)
+    first, second = ranks(ours.ahead, schedule=schedule, steps=4, validated=validated)
+    assert first == [None] * 4
+    assert len(set(second)) == 4
+
+
+def test_what_goes_wrong_is_told_on_all_ranks(ranks: Ranks) -> None:
+    (schedule, *_) = schedules()
+
+    def told(what: str) -> list[list[str]]:
+        return ranks(ours.told_of, schedule=schedule, what=what)
+
+    assert told("max_norm") == [["max_norm = -1.0: must be more than 0, or None to clip nothing"]] * 2
+    assert told("differs") == [["max_norm is 1.0 on rank 0 and 2.0 on rank 1: it must be the same on every rank"]] * 2
+    (closure,), _ = told("closure")
+    assert closure.startswith("post_validate: optimizer.step was given a closure or a scale")
+    (first,), (second,) = told("one rank")
+    assert first == second
+    assert "has called" in first
+    assert "and another rank something else" in first
+    (first,), (second,) = told("raises")
+    assert (first, second) == ("rank 1: KeyError: 'data'", "'data'")
+
+
+def test_a_rank_that_is_killed_with_an_update_ahead_is_told(ranks: Ranks) -> None:
+    ((told,),) = ranks.survivors(ours.told_of, dying=1, schedule=schedules()[0], what="killed")
+    assert told.startswith("rank 1 did not answer any more; rank 0 lost its connection")

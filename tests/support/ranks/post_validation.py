@@ -1,0 +1,298 @@
+"""What the ranks run in `test_post_validation`: the same training with gradients clipped before each update, and with
+updates that are ahead of their norm."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from optpipe.errors import OptPipeError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline, post_validation
+from optpipe_runtime.stage.runner import StageRunner
+from support.ranks.cases import LENGTH, WIDTH, Gradients
+from support.ranks.replicas import mesh, parameters, whole, wrapped
+from support.ranks.swaps import WAIT, failing, heard
+
+OPTIMIZERS = {
+    "adamw": lambda own: torch.optim.AdamW(own, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda own: torch.optim.SGD(own, lr=0.1),
+    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9),
+    # changes gradients in place
+    "nesterov": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "tensor rate": lambda own: torch.optim.Adam(own, lr=torch.tensor(1e-2)),
+}
+
+
+class Turn(NamedTuple):
+    """One step of a training and what comes around it.
+
+    `load`: which schedule, by its place. `memory`: a rank whose first backward runs out of
+    memory. `reads`: a rank that reads its optimizer's state alone after the update. `overflow`: a rank with an infinite
+    gradient. `updates`: how often the optimizer steps.
+    """
+
+    sequences: int = 2
+    load: int | None = None
+    memory: int | None = None
+    evaluate: bool = False
+    reads: int | None = None
+    overflow: int | None = None
+    updates: int = 1
+
+
+class Habits(NamedTuple):
+    """`calm` is the module's `CALM`; with 0 every update is ahead of its norm."""
+
+    optimizer: str = "adamw"
+    max_norm: float | None = 1.0
+    calm: int = 0
+    to_none: bool = True
+    how: str = "alone"  # or "ddp", "fsdp"
+
+
+class Ran(NamedTuple):
+    """On one rank: losses, norms, rates, the schedule of each step; parameters, buffers and state at the end."""
+
+    losses: list[list[float] | None]
+    norms: list[float]
+    rates: list[float]
+    parameters: Gradients
+    state: Gradients
+    methods: list[str]
+    logged: list[str]
+    runs: int  # of the executor
+
+
+class Exact(nn.Module):
+    """Refuses what is not finite, as models do that look at their numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.isfinite().all():
+            raise ValueError("not finite")
+        return x
+
+
+def stages(count: int, alone: bool) -> list[nn.Module]:
+    torch.manual_seed(8)
+    moods: list[list[nn.Module]] = [[nn.BatchNorm1d(LENGTH), nn.Dropout(0.1)] if alone else [] for _ in range(count)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), *mood, nn.GELU(), nn.Linear(WIDTH, WIDTH), Exact()) for mood in moods
+    ]
+
+
+def batch(step: int, sequences: int, microbatches: int, replica: int) -> tuple[Tensor, Tensor]:
+    """Losses, and so norms, differ much from step to step."""
+    generator = torch.Generator().manual_seed(2 * step + replica)
+    inputs, targets = torch.randn(2, sequences * microbatches, LENGTH, WIDTH, generator=generator)
+    return inputs, targets * (1 + step % 3)
+
+
+def trained(
+    placement: Sequence[int], schedules: Sequence[Schedule], turns: Sequence[Turn], habits: Habits, validated: bool
+) -> Ran:
+    """A training; `validated`: by `post_validate`, else each update waits for its norm."""
+    alone, m = habits.how == "alone", schedules[0].problem.microbatches
+    group, replica = (None, 0) if alone else (mesh()["pipe"].get_group(), mesh()["replica"].get_local_rank())
+    number = dist.get_rank(group)
+    modules = {
+        s: wrapped(module, habits.how)
+        for s, module in enumerate(stages(len(placement), alone))
+        if placement[s] == number
+    }
+    optimizer = OPTIMIZERS[habits.optimizer]([p for module in modules.values() for p in module.parameters()])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(turns))
+    torch.manual_seed(number)
+    losses, norms, rates, methods = [], [], [], []
+    with (
+        calm(habits.calm),
+        heard() as logged,
+        Pipeline(modules, placement, mse_loss, m, group=group) as pipe,
+        counted(pipe) as runs,
+    ):
+        pipe.load(schedules[0])
+        if validated:
+            pipe.post_validate(optimizer, habits.max_norm)
+        for step, turn in enumerate(turns):
+            data = batch(step, turn.sequences, m, replica)
+            if turn.load is not None:
+                pipe.load(schedules[turn.load])
+            scarce = turn.memory == number
+            with failing("backward", 1, torch.OutOfMemoryError("too much")) if scarce else nullcontext():
+                losses.append(pipe.step(*data).losses)
+            assert pipe.schedule is not None
+            methods.append(pipe.schedule.method)
+            if turn.overflow == number:
+                next(p for module in modules.values() for p in module.parameters()).grad.mul_(torch.inf)  # type: ignore[union-attr]
+            for _ in range(turn.updates):
+                if validated:
+                    optimizer.step()
+                else:
+                    norms.append(clipping(pipe, optimizer, habits.max_norm))
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+            scheduler.step()
+            if turn.updates:
+                optimizer.zero_grad(set_to_none=habits.to_none)
+            if turn.reads == number:
+                optimizer.state_dict()
+            if turn.evaluate:
+                losses.append(pipe.evaluate(*data).losses)
+        pipe.synchronize()
+        state = {
+            f"{k}.{name}": whole(v) for k, own in optimizer.state_dict()["state"].items() for name, v in own.items()
+        }
+        buffers = {f"{s}.{n}": whole(b) for s, module in modules.items() for n, b in module.named_buffers()}
+        return Ran(losses, norms, rates, parameters(modules) | buffers, state, methods, list(logged), len(runs))
+
+
+def offered(schedules: Sequence[Schedule], steps: int, validated: bool) -> list[list[float] | None]:
+    """Trains so many steps, and on until each schedule has been taken."""
+    rank, m, losses = dist.get_rank(), schedules[0].problem.microbatches, []
+    module = stages(2, alone=True)[rank]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    offers = list(schedules[1:])
+    with calm(0), Pipeline({rank: module}, [0, 1], mse_loss, m) as pipe:
+        pipe.load(schedules[0])
+        if validated:
+            pipe.post_validate(optimizer, 0.6)
+        while len(losses) < steps or offers:
+            assert len(losses) < WAIT
+            if offers and rank == 0 and not pipe.preparing:
+                pipe.offer(offers[0])
+            losses.append(pipe.step(*batch(len(losses), 2, m, 0)).losses)
+            optimizer.step() if validated else clipping(pipe, optimizer, 0.6)
+            optimizer.zero_grad()
+            if offers and pipe.schedule is not None and pipe.schedule.method == offers[0].method:
+                offers.pop(0)
+    return losses
+
+
+def clipping(pipe: Pipeline, optimizer: torch.optim.Optimizer, max_norm: float | None) -> float:
+    """An update as users make it that wait: returns its norm. Leaves the gradients as they were."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [None if p.grad is None else p.grad.clone() for p in own]
+    norm = pipe.clip_grad_norm_(max_norm or math.inf)
+    if math.isfinite(norm):
+        optimizer.step()
+    for p, grad in zip(own, before, strict=True):
+        p.grad = grad
+    return norm
+
+
+@contextmanager
+def calm(count: int) -> Iterator[None]:
+    real, post_validation.CALM = post_validation.CALM, count
+    try:
+        yield
+    finally:
+        post_validation.CALM = real
+
+
+@contextmanager
+def counted(pipe: Pipeline) -> Iterator[list[None]]:
+    """The runs of the executor, with those that fail and those that are left out."""
+    runs: list[None] = []
+
+    def counting(call: Any) -> Any:
+        def counted_call(*arguments: Any, **options: Any) -> Any:
+            runs.append(None)
+            return call(*arguments, **options)
+
+        return counted_call
+
+    executor: Any = pipe._step_runner.executor
+    executor.run, executor.skip = counting(executor.run), counting(executor.skip)
+    yield runs
+
+
+# Nobody waits
+
+
+def ahead(schedule: Schedule, steps: int, validated: bool) -> list[float | None]:
+    """Rank 1 does not end a step until rank 0 has begun the next."""
+    rank, m, losses = dist.get_rank(), schedule.problem.microbatches, []
+    store, begun, run = dist.distributed_c10d._get_default_store(), [0], f"ahead {validated}"
+    module = stages(2, alone=True)[rank]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    real_forward, real_weight, weights = StageRunner.forward, StageRunner.weight, [0]
+
+    def forward(self: StageRunner, microbatch: int, *arguments: Any, **options: Any) -> Any:
+        if microbatch == 0 and pipe.schedule is not None and begun[0]:
+            store.set(f"{run} {begun[0]}", "")
+        return real_forward(self, microbatch, *arguments, **options)
+
+    def weight(self: StageRunner, microbatch: int) -> None:
+        weights[0] += 1
+        if weights[0] % m == 0 and 1 <= begun[0] < steps:
+            store.wait([f"{run} {begun[0] + 1}"])
+        real_weight(self, microbatch)
+
+    with Pipeline({rank: module}, [0, 1], mse_loss, m) as pipe:
+        pipe.load(schedule)
+        pipe.step(*batch(0, 2, m, 0))
+        if validated:
+            pipe.post_validate(optimizer, 1e3)
+        pipe.gather(None)
+        weights[0] = 0
+        if rank == 0:
+            StageRunner.forward = forward  # type: ignore[method-assign]
+        else:
+            StageRunner.weight = weight  # type: ignore[method-assign]
+        try:
+            for step in range(1, steps + 1):
+                optimizer.zero_grad()
+                begun[0] = step
+                losses.append(pipe.step(*batch(step, 2, m, 0)).loss)
+                optimizer.step()
+        finally:
+            StageRunner.forward, StageRunner.weight = real_forward, real_weight  # type: ignore[method-assign]
+    return losses
+
+
+# What goes wrong
+
+
+def mistaken(schedule: Schedule, what: str) -> list[str]:
+    """What is told of a wrong argument or call, and of the step after."""
+    rank, m, told = dist.get_rank(), schedule.problem.microbatches, []
+    module = stages(2, alone=True)[rank]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    given: Mapping[str, tuple[Any, Any]] = {"max_norm": (optimizer, -1.0), "differs": (optimizer, 1.0 + rank)}
+    with Pipeline({rank: module}, [0, 1], mse_loss, m) as pipe:
+        pipe.load(schedule)
+        try:
+            pipe.post_validate(*given.get(what, (optimizer, 1.0)))
+            pipe.step(*batch(0, 2, m, 0))
+            if what == "closure":
+                optimizer.step(lambda: 0.0)
+            if what != "one rank" or rank == 0:
+                optimizer.step()
+            if what == "killed" and rank == 1:
+                os.kill(os.getpid(), 9)
+            for step in range(1, 4):
+                if what == "raises" and rank == 1 and step == 2:
+                    raise KeyError("data")
+                pipe.step(*batch(step, 2, m, 0))
+                optimizer.step()
+        except (OptPipeError, KeyError) as error:
+            told.append(str(error))
+            if what in ("killed", "raises"):
+                raise
+    return told
+
+
+def told_of(schedule: Schedule, what: str) -> list[str]:
+    """The same where `with` is left by the error."""
+    try:
+        return mistaken(schedule, what)
+    except (OptPipeError, KeyError) as error:
+        return [str(error)]
