@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -361,6 +362,32 @@ def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     assert told == {name: pinned[name] for name in with_what_they_need(*gpu_needs())}
+
+
+@pytest.mark.parametrize("given", ["8", "many"])
+def test_spins_need_queues_of_their_own(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    with pytest.raises(InputError, match=f"^CUDA_DEVICE_MAX_CONNECTIONS is {given}: set it to 32 before the script"):
+        gpu_runs.measure(gpu_runs.GpuSetup(torch.device("cuda", 0), gpt.Size()))
+
+
+def test_the_command_asks_cuda_for_all_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(setup: gpu_runs.GpuSetup) -> None:
+        raise InputError(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is what it was afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(gpu, "run", run)
+    result = CliRunner().invoke(app, ["bench", "gpu", "--device", "cpu"])
+    assert str(result.exception) == "32"
+
+
+def test_gradients_are_compared_with_deterministic_kernels_only() -> None:
+    """With `warn_only` torch's flash attention adds in any order."""
+    with gpu_runs._deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_stage_has_a_few_hundred_million_parameters() -> None:

@@ -40,6 +40,7 @@ from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000
+LAUNCHES = 3  # rounds that time the host
 LINK_ROUNDS = 3  # for each of the repeats: messages are short
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
@@ -151,7 +152,14 @@ def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int
         for trial in trials:
             trial.compute()
 
-    _together(rank, once, [trial.compute_times for trial in trials], clock, repeats)
+    times = [trial.compute_times for trial in trials]
+    _together(rank, once, times, clock, repeats)
+    if rank.device.type == "cuda":
+        with ExitStack() as stack:
+            for timer in times:
+                stack.enter_context(timer.launches())
+            for _ in range(LAUNCHES):
+                once()
 
 
 def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
