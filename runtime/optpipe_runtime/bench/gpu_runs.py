@@ -90,7 +90,7 @@ class Steps:
     @property
     def peak_bytes(self) -> int:
         """On CUDA the peak of device memory, weights included; on CPU that of activations."""
-        return max(report.cuda_peak_bytes or report.peak_activation_bytes for report in self.reports)
+        return max(report.cuda_peak_bytes or report.peak_activation_bytes or 0 for report in self.reports)
 
 
 @dataclass(frozen=True)

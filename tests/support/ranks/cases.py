@@ -151,6 +151,9 @@ def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tup
             programs = [one_at_a_time(s, microbatches, parts, recompute) for s in range(len(placement))]
             pipe.load(Schedule.parse(problem, programs))
             reports.append(pipe.step(inputs, targets))
+            assert reports[-1].peak_activation_bytes is not None, "the first step by a schedule is counted"
+            assert pipe.step(inputs, targets).peak_activation_bytes is None, "the second is not"
+            assert pipe.step(inputs, targets, trace=True).peak_activation_bytes == reports[-1].peak_activation_bytes
     return problem.to_json(), reports, untouched
 
 
