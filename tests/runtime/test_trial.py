@@ -124,12 +124,14 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients(monkeypatch: pytest.Monke
     stages = {0: nn.Linear(10, 10, bias=False), 1: nn.Linear(10, 10)}
     stages[1].bias.requires_grad_(False)
     stages[1].weight.grad = torch.zeros(10, 10)
-    runners = {s: SimpleNamespace(module=module) for s, module in stages.items()}
+    runners = {s: SimpleNamespace(module=module, cast_bytes=100 * s) for s, module in stages.items()}
     rank: Any = SimpleNamespace(device=torch.device("cuda"), stages=runners)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
-    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400)), "the first stage's weight has no gradient yet"
+    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400 - 100)), (
+        "the first stage's weight has no gradient yet"
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
     assert profiler.budget(rank) == 0

@@ -96,6 +96,8 @@ class Executor:
         ended = self._clock.mark()
         self._clock.settle()
         assert self.idle, "a step leaves nothing behind"
+        for stage in self._stages.values():
+            stage.end_step()
         if counting:
             self._counted = plan
         if step.excess is not None and plan.digest not in self._logged:

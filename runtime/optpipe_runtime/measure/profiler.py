@@ -297,6 +297,7 @@ def _unchanged(stage: StageRunner) -> Iterator[None]:
         parameter.grad = None
     with stage.replay.undisturbed():
         yield
+    stage.end_step()
     for parameter, gradient in gradients:
         parameter.grad = gradient
 
@@ -337,7 +338,8 @@ def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list
 
 
 def budget(rank: Rank) -> int:
-    """The free memory of a GPU, less gradients that are not allocated yet, less a tenth for workspace. Not measured.
+    """The free memory of a GPU, less gradients and casts of weights that are not allocated yet, less a tenth for
+    workspace. Not measured.
     Raises `InputError` on CPU."""
     device = rank.device
     if device.type != "cuda":
@@ -346,6 +348,7 @@ def budget(rank: Rank) -> int:
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
     coming = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad and parameter.grad is None)
+    coming += sum(stage.cast_bytes for stage in rank.stages.values())
     return max(0, int(0.9 * (free + cached - coming)))
 
 
