@@ -1,5 +1,6 @@
 """Times: by hand, against an independent event clock, and what is refused."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,12 @@ def test_compiled_and_plain_loops_agree(pair):
 
 _compiled = timeline_module.LazyJit(timeline_module.longest_path)
 _compiled._work = 10**9
+
+
+def test_without_numba_a_loop_runs_as_plain_python(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    loop = LazyJit(lambda x: x + 1)
+    assert [loop(10**9, x) for x in (1, 2)] == [2, 3]
 
 
 def test_a_loop_is_compiled_even_where_no_cache_can_be_written():

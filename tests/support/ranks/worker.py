@@ -12,12 +12,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from support.device import ON_CUDA
+
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
 STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
 
 
-def serve(connection: Connection, rank: int, world: int, store: str) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def serve(connection: Connection, rank: int, world: int, store: str, environment: dict[str, str]) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
     import torch
     import torch.distributed as dist
 
@@ -25,7 +27,11 @@ def serve(connection: Connection, rank: int, world: int, store: str) -> None:
 
     torch.set_num_threads(1)
     team.ANSWER_S = ANSWER_S
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if ON_CUDA:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ON_CUDA else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
     while (request := connection.recv()) is not None:
         function, arguments = request
         try:
@@ -45,8 +51,11 @@ class Ranks:
     """Calls a function on all ranks at once. If one fails or does not answer, all processes are replaced, because the
     others may wait for it."""
 
-    def __init__(self, context: ForkServerContext, world: int, folder: Path) -> None:
+    def __init__(
+        self, context: ForkServerContext, world: int, folder: Path, environment: dict[str, str] | None = None
+    ) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0
+        self.environment = environment or {}
         self._start()
 
     def _start(self) -> None:
@@ -55,7 +64,9 @@ class Ranks:
         self._processes, self._connections = [], []
         for rank in range(self.world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs, rank, self.world, store), daemon=True)
+            process = self._context.Process(
+                target=serve, args=(theirs, rank, self.world, store, self.environment), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
