@@ -357,7 +357,7 @@ def test_make_test_gpu() -> None:
     assert "test_odd_stages.py: " in done.stdout
     assert "nothing of a stage's activation can be offloaded" in done.stderr, "the bench has begun"
     needed = imported(done.stderr)
-    assert {"torch", "numpy", "pydantic", "pytest", "pytest-timeout"} <= {canonicalize_name(name) for name in needed}
+    assert {"torch", "numpy", "pydantic", "pytest"} <= needed
     require_wheels(needed)
 
 
