@@ -267,8 +267,8 @@ class Executor:
         return self._peers.held_bytes((op.stage, op.microbatch))
 
     def _allocated_bytes(self) -> int | None:
-        """What `torch.cuda.memory_allocated` tells. That makes a flat table of all statistics first, which takes the
-        host 0.3 ms."""
+        """What `torch.cuda.memory_allocated` tells. That first makes a flat table of all statistics, which takes the
+        host as long as an op."""
         if self._device.type != "cuda":
             return None
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])

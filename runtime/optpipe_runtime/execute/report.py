@@ -54,9 +54,9 @@ class Excess(NamedTuple):
 class StepReport:
     """One step on one rank. Bytes are peaks over the step.
 
-    Bytes of activations are counted by live storages after every op, which takes the host 0.2 µs a saved tensor and
-    op, and more after a B. So they are counted in traced steps, in the first step by a schedule, and in the first after
-    the stages were learned again.
+    Bytes of activations are counted by live storages after every op, which takes the host the longer the more tensors
+    are saved. So they are counted in traced steps, in the first step by a schedule, and in the first after the stages
+    were learned again.
 
     Attributes
     ----------
