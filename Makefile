@@ -6,12 +6,14 @@ BIN := .venv/bin
 # Ranks and solver engines share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-# What `bench-gpu` needs beside torch: fetched by `make wheels` where there is a registry, for a machine with a GPU and
-# Python 3.12 that has none.
-GPU_NEEDS := numpy numba pydantic rich typer
+# What `test-gpu` and `bench-gpu` need beside torch: fetched by `make wheels` where there is a registry, for a machine with
+# a GPU and Python 3.12 that has none. Without numba the simulator runs as plain Python.
+GPU_NEEDS := numpy pydantic rich typer pytest pytest-timeout
+ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
+DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check test suite soak demo bench wheels bench-gpu pictures clean
+.PHONY: help setup format check test suite soak demo bench wheels test-gpu bench-gpu pictures clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -51,13 +53,24 @@ demo: setup ## train a small GPT on two ranks while its schedule improves
 bench: setup ## time the simulator, the certificate and the check
 	$(BIN)/optpipe bench core
 
-wheels: ## fetch what bench-gpu needs on a machine without a registry
+wheels: ## fetch what test-gpu and bench-gpu need on a machine without a registry
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary :all: --implementation cp --python-version 3.12 \
 		$(PLATFORMS:%=--platform %) --constraint constraints.txt --dest wheels $(GPU_NEEDS)
 
-# On the machine's own Python, whose torch is there already; ARGS are those of `optpipe bench gpu`.
+# On the machine's own Python, whose torch is there already; TESTS are pytest's arguments, ARGS those of `optpipe bench
+# gpu`. With DEVICE=cpu the same runs anywhere. A warning of a driver or of another torch is no failure here, and a test
+# that fails does not keep the bench from running.
+test-gpu: $(if $(wildcard wheels),.gpu/ready) ## test and measure one GPU, or two
+	@$(ON_GPU) scripts/require_device.py $(DEVICE)
+	failed=0; \
+	OPTPIPE_TEST_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+		$(ON_GPU) -m pytest -p pytest_timeout -p no:cacheprovider --noconftest -W default -rs --durations 10 \
+		tests/runtime/test_gpu.py tests/runtime/test_odd_stages.py $(TESTS) || failed=1; \
+	$(ON_GPU) -m optpipe_cli bench gpu --device $(DEVICE) $(ARGS) || failed=1; \
+	exit $$failed
+
 bench-gpu: $(if $(wildcard wheels),.gpu/ready) ## measure one GPU
-	PYTHONPATH=.:cli:runtime:.gpu $(PYTHON) -m optpipe_cli bench gpu $(ARGS)
+	$(ON_GPU) -m optpipe_cli bench gpu $(ARGS)
 
 .gpu/ready: $(wildcard wheels/*.whl)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade --target .gpu wheels/*.whl

@@ -28,11 +28,16 @@ class LazyJit:
     def __call__(self, work: int, *args: Any) -> Any:
         self._work += work
         if not self._compiled and (_eager or self._work > ENOUGH):
-            import numba
-
-            try:
-                self._function = numba.njit(cache=True)(self._function)
-            except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
-                self._function = numba.njit(self._function)
-            self._compiled = True
+            self._function, self._compiled = _compiled(self._function), True
         return self._function(*args)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        import numba
+    except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower
+        return function
+    try:
+        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder to cache it in can be written: compiled anew in each process
+        return numba.njit(function)  # type: ignore[no-any-return]

@@ -76,3 +76,33 @@ def compute_device(own: torch.device | None, kinds: Sequence[str | None]) -> tor
     if own is not None:
         return own
     return torch.device("cuda", torch.cuda.current_device()) if used == ["cuda"] else torch.device("cpu")
+
+
+def both_ways(full_duplex: bool | None, device: torch.device) -> bool:
+    """Whether offloads and reloads run at the same time: on CUDA by default, whose links carry both directions at
+    once. On CPU each would take the other's share of the memory's bandwidth."""
+    return device.type == "cuda" if full_duplex is None else full_duplex
+
+
+def require_no_cuda_graphs(stages: Mapping[int, nn.Module], device: torch.device) -> None:
+    """Raises `InputError` if a stage has parts that run as CUDA graphs. Their saved tensors are at fixed addresses,
+    in memory of the graph: freeing one frees nothing, and a reload would put it elsewhere."""
+    for s, module in stages.items() if device.type == "cuda" else ():
+        for name, part in module.named_modules():
+            if how := _captured(part):
+                raise InputError(
+                    f"stage {s}: {name or 'the module'} {how}: what a CUDA graph saves cannot be freed or offloaded; "
+                    "compile with mode 'default' or 'max-autotune-no-cudagraphs'"
+                )
+
+
+def _captured(part: nn.Module) -> str:
+    """By what a module runs as a CUDA graph; empty if it does not."""
+    forward = vars(part).get("forward")  # where it was replaced
+    if getattr(forward, "__module__", "") == torch.cuda.graphs.__name__:
+        return "was given to torch.cuda.make_graphed_callables"
+    for compiled in (part._compiled_call_impl, forward):  # by `compile` in place, by torch.compile
+        config = getattr(compiled, "get_compiler_config", lambda: None)()
+        if config and config.get("triton.cudagraphs"):
+            return "is compiled with triton.cudagraphs, which modes 'reduce-overhead' and 'max-autotune' set"
+    return ""

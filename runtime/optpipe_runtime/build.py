@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import compute_device, device_of, require_bytes, require_equal, require_valid_arguments
+from optpipe_runtime.arguments import (
+    both_ways,
+    compute_device,
+    device_of,
+    require_bytes,
+    require_equal,
+    require_no_cuda_graphs,
+    require_valid_arguments,
+)
 from optpipe_runtime.execute.host_optimizer import Factory, on_host
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.rank import Rank
@@ -27,7 +35,7 @@ from optpipe_runtime.stage.io import LossFn
 from optpipe_runtime.stage.runner import StageRunner
 
 # placement, microbatches, routes, microbatch_routes, peers, links, full_duplex: the arguments of `Layout.make`
-LayoutArguments = tuple[Sequence[int], int, Any, Any, Sequence[Any] | None, Sequence[Any] | None, bool]
+LayoutArguments = tuple[Sequence[int], int, Any, Any, Sequence[Any] | None, Sequence[Any] | None, bool | None]
 
 
 def build(
@@ -50,16 +58,18 @@ def build(
             stages, placement, microbatches, {"peers": peers, "links": links}, team.number, team.size
         )
         require_bytes("host_memory_bytes", host_memory_bytes)
-        layout = Layout.make(*layout_arguments)
+        layout = Layout.make(*layout_arguments[:-1], bool(full_duplex))
         if not callable(loss_fn) and not layout.last.isdisjoint(stages):
             raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
         return layout, device_of(stages), Replicas(stages, team)
 
     layout, own_device, replicas = cpu_group.on_each_rank(checked)
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))
+    layout = replace(layout, full_duplex=both_ways(full_duplex, device))
     cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
+    cpu_group.on_each_rank(lambda: require_no_cuda_graphs(stages, device))
     require_equal(cpu_group, microbatches=microbatches, **asdict(layout))
-    link = Link(device, full_duplex, channel_tokens(team, layout, device))
+    link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
     pool = HostPool(device, host_memory_bytes)
     loss = loss_fn, 1 / microbatches
     runners = {

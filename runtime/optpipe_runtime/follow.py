@@ -10,10 +10,11 @@ It profiles, and at first runs one micro-batch at a time. Rank 0 follows the ser
 they come, and no step waits for one. Without `activation_budget_bytes` the first step comes before the profile, so that
 gradients and optimizer state are allocated when the profile counts what a GPU has left.
 
-Every `every` steps the ranks gather what they have measured: scalars for TensorBoard, and op times. If these differ
-from the profile by more than `threshold` twice in a row, the times of the second gathering become the problem on all
-ranks, and the search goes on with it. That takes at most 3 × `every` steps. The service is told which schedules were
-swapped in, and how long a step takes by each."""
+Every `every` steps the ranks gather what they have measured: scalars for TensorBoard, and op times. For these three of
+the steps are traced, far apart: a trace takes host time, and three are the fewest whose median one slow step does not
+move. If they differ from the profile by more than `threshold` twice in a row, the times of the second gathering become
+the problem on all ranks, and the search goes on with it. That takes at most 3 × `every` steps. The service is told
+which schedules were swapped in, and how long a step takes by each."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.report import StepReport
-from optpipe_runtime.measure.drift import WINDOW, Profiler, drift, retimed
+from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.adoptions import Adoptions
 from optpipe_runtime.service.client import ScheduleClient
@@ -60,9 +61,9 @@ class Follower:
     activation_budget_bytes, offload_parts
         Passed to `Pipeline.profile`.
     writer
-        On rank 0: gets scalars `optpipe/...` for each step (loss, step_ms of the slowest rank, schedule, which is how
-        many were swapped in, and peak_bytes of each rank), and predicted_ms and certified_bytes whenever the ranks
-        gather.
+        On rank 0: gets scalars `optpipe/...` for each step (loss, step_ms of the slowest rank, and schedule, which is
+        how many were swapped in), peak_bytes of each rank for those in which they are counted, and predicted_ms and
+        certified_bytes whenever the ranks gather.
     every
         After how many steps the ranks gather what they have measured.
     threshold
@@ -98,7 +99,8 @@ class Follower:
         self._pipe, self._url, self._search = pipe, base_url(url), search
         self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold
-        self._profiler = Profiler(pipe, every)
+        self._traced = frozenset(every * k // TRACED for k in range(TRACED))  # by number since the last gathering
+        self._profiler = Profiler(pipe, len(self._traced))
         self._client: ScheduleClient | None = None  # on rank 0
         self._adoptions = Adoptions()
         self._problem: Problem | None = None  # the one that it follows
@@ -119,8 +121,10 @@ class Follower:
             pipe.offer(offer.schedule)
             self._adoptions.offered(self._client, offer)
         before = pipe.version
-        report = pipe.step(inputs, targets, trace=True)
-        self._profiler.add(report)
+        tracing = len(self._steps) in self._traced
+        report = pipe.step(inputs, targets, trace=tracing)
+        if tracing:
+            self._profiler.add(report)
         self._steps.append(_Step(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
         self._count += 1
         if report.version != before and pipe.schedule is not None:
@@ -133,7 +137,7 @@ class Follower:
         """Follows another problem: the first one, one with new times, one that the caller has set, or one with another
         number of micro-batches."""
         self._problem, self._suspected = problem, False
-        self._profiler = Profiler(self._pipe, self._every)
+        self._profiler = Profiler(self._pipe, len(self._traced))
         self._adoptions.finish()
         if self._client is not None:
             self._client.update(problem, self._pipe.schedule)
@@ -180,7 +184,8 @@ class Follower:
             writer.add_scalar("optpipe/step_ms", max(step.step_ms for step in ranks), k)
             writer.add_scalar("optpipe/schedule", ranks[0].version, k)
             for rank, step in enumerate(ranks):
-                writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", step.peak_bytes, k)
+                if step.peak_bytes is not None:
+                    writer.add_scalar(f"optpipe/rank{rank}/peak_bytes", step.peak_bytes, k)
         if plan is not None and self._pipe.problem is not None:
             writer.add_scalar("optpipe/predicted_ms", _predicted_ms(self._pipe.problem, plan.schedule), self._count)
             for rank, peak in enumerate(plan.certificate.device):
@@ -214,7 +219,7 @@ class _Step(NamedTuple):
 
     losses: list[float]
     step_ms: float
-    peak_bytes: int
+    peak_bytes: int | None
     version: int
 
 

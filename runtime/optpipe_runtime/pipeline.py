@@ -95,7 +95,8 @@ class Pipeline:
     host_memory_bytes
         What this rank may keep on the host. None: no limit.
     full_duplex
-        Whether offloads and reloads run at the same time.
+        Whether offloads and reloads run at the same time. None: on CUDA, whose links carry both directions at once,
+        but not on CPU.
     routes, microbatch_routes
         The stages of each route, and the route of each micro-batch. By default each passes all stages in order. Copies
         of a stage that serve several routes are tied by `tie`.
@@ -128,7 +129,7 @@ class Pipeline:
         loss_fn: LossFn,
         microbatches: int,
         host_memory_bytes: int | None = None,
-        full_duplex: bool = False,
+        full_duplex: bool | None = None,
         routes: Sequence[Sequence[int]] | None = None,
         microbatch_routes: Sequence[int] | None = None,
         peers: Sequence[int | None] | None = None,

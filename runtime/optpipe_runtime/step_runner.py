@@ -96,6 +96,7 @@ class StepRunner:
                 "schedule needs are not known"
             )
         self._learner.learn(inputs, targets)
+        self.executor.count_again()
         if self.schedules.running.plan is not None:
             with self._rank.team.local():
                 self.schedules.reserve(self.schedules.running.plan)

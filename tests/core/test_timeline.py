@@ -1,5 +1,6 @@
 """Times: by hand, against an independent event clock, and what is refused."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,12 @@ def test_in_the_order_by_ends_nothing_comes_before_what_it_waits_for(pair):
         assert all(places[needed] < places[row] for needed in waits[row] if needed >= 0)
     first = compiled.rows.first
     assert (places[first] < places[first + 1]).all()
+
+
+def test_without_numba_a_loop_runs_as_plain_python(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    loop = LazyJit(lambda x: x + 1)
+    assert [loop(10**9, x) for x in (1, 2)] == [2, 3]
 
 
 def test_a_loop_is_compiled_even_where_no_cache_can_be_written():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -316,17 +317,58 @@ def test_make_bench_gpu(tmp_path: Path) -> None:
     }
     assert {"all stages, half offloaded: measured", "stage 0 of 2, half offloaded: predicted"} <= names
 
+    needed = imported(done.stderr)
+    assert {"torch", "numpy", "pydantic"} <= needed
+    require_wheels(needed)
+
+
+def require_wheels(names: set[str]) -> None:
+    """These packages, as far as they are OptPipe's, are there beside torch. Without numba plain Python runs."""
+    ours = with_what_they_need("optpipe[all]") - {"numba", "llvmlite"}
+    assert {canonicalize_name(name) for name in names} & ours <= with_what_they_need(*gpu_needs(), "torch")
+
+
+def imported(told: str) -> set[str]:
+    """The packages that a Python with `-X importtime` has imported."""
     owners = packages_distributions()
-    imported = {
+    modules = {
         line.rpartition("|")[2].strip().partition(".")[0]
-        for line in done.stderr.splitlines()
+        for line in told.splitlines()
         if line.startswith("import time:")
     }
-    needed = {name for package in imported for name in owners.get(package, ())} - {"optpipe"}
-    assert {"torch", "numpy", "pydantic"} <= needed
-    assert {canonicalize_name(name) for name in needed} & with_what_they_need("optpipe[all]") <= with_what_they_need(
-        *gpu_needs(), "torch"
+    return {name for module in modules for name in owners.get(module, ())} - {"optpipe"}
+
+
+def make_test_gpu(**variables: str) -> subprocess.CompletedProcess[str]:
+    given = [f"{name}={value}" for name, value in variables.items()]
+    return subprocess.run(["make", "--silent", "test-gpu", *given], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_make_test_gpu() -> None:
+    """What it runs can be imported on a machine where nothing is installed but torch and what the docs name. The tests
+    run on CPU with all others."""
+    done = make_test_gpu(
+        DEVICE="cpu",
+        PYTHON=f"{sys.executable} -X importtime",
+        TESTS="--collect-only -q",
+        ARGS="--width 4 --context 2",
     )
+    assert "test_gpu.py: " in done.stdout, done.stderr[-2000:]
+    assert "test_odd_stages.py: " in done.stdout
+    assert "nothing of a stage's activation can be offloaded" in done.stderr, "the bench has begun"
+    needed = imported(done.stderr)
+    assert {"torch", "numpy", "pydantic", "pytest"} <= needed
+    require_wheels(needed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_make_test_gpu_without_a_gpu() -> None:
+    done = make_test_gpu(PYTHON=sys.executable)
+    assert done.returncode != 0
+    first, *others = done.stderr.splitlines()
+    assert first.startswith("there is no GPU here: torch ")
+    assert all(line.startswith("make: ") for line in others)
+    assert done.stdout == ""
 
 
 def gpu_needs() -> list[str]:
@@ -361,6 +403,32 @@ def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     assert told == {name: pinned[name] for name in with_what_they_need(*gpu_needs())}
+
+
+@pytest.mark.parametrize("given", ["8", "many"])
+def test_spins_need_queues_of_their_own(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    with pytest.raises(InputError, match=f"^CUDA_DEVICE_MAX_CONNECTIONS is {given}: set it to 32 before the script"):
+        gpu_runs.measure(gpu_runs.GpuSetup(torch.device("cuda", 0), gpt.Size()))
+
+
+def test_the_command_asks_cuda_for_all_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(setup: gpu_runs.GpuSetup) -> None:
+        raise InputError(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is what it was afterwards
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setattr(gpu, "run", run)
+    result = CliRunner().invoke(app, ["bench", "gpu", "--device", "cpu"])
+    assert str(result.exception) == "32"
+
+
+def test_gradients_are_compared_with_deterministic_kernels_only() -> None:
+    """With `warn_only` torch's flash attention adds in any order."""
+    with gpu_runs._deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_stage_has_a_few_hundred_million_parameters() -> None:

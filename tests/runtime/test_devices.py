@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from support.ranks import profile
+from support.ranks.worker import Ranks
+from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.arguments import compute_device
+from optpipe_runtime.arguments import both_ways, compute_device, require_no_cuda_graphs
 
 
 def test_a_rank_without_parameters_computes_on_the_device_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +28,63 @@ def test_ranks_on_different_kinds_of_devices_are_refused() -> None:
         match=r"^stages are on cpu and cuda, by rank \['cpu', None, 'cuda'\]: all ranks must compute on the same kind",
     ):
         compute_device(torch.device("cpu"), ["cpu", None, "cuda"])
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def in_place(module: nn.Module, **options: Any) -> nn.Module:
+    module.compile(**options)
+    return module
+
+
+def graphed(module: nn.Module) -> nn.Module:
+    """As `make_graphed_callables` leaves a module, which needs a GPU."""
+    forward = module.forward
+
+    def new_fwd(*arguments: Any) -> Any:
+        return forward(*arguments)
+
+    new_fwd.__module__ = "torch.cuda.graphs"
+    module.forward = new_fwd  # type: ignore[method-assign]
+    return module
+
+
+CAPTURED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "reduce-overhead": lambda module: torch.compile(module, mode="reduce-overhead"),
+    "max-autotune": lambda module: torch.compile(module, mode="max-autotune"),
+    "an option": lambda module: torch.compile(module, options={"triton.cudagraphs": True}),
+    "in place": lambda module: in_place(module, mode="reduce-overhead"),
+    "graphed": graphed,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # where inductor is imported
+@pytest.mark.parametrize("how", CAPTURED)
+def test_stages_that_run_as_cuda_graphs_are_refused(how: str) -> None:
+    """On CPU, where the same modes capture nothing, they are not."""
+    stage = nn.Sequential(nn.Tanh(), CAPTURED[how](nn.Linear(2, 2)))
+    with pytest.raises(
+        InputError, match=r"^stage 3: 1 .*: what a CUDA graph saves cannot be freed or offloaded; compile with mode"
+    ):
+        require_no_cuda_graphs({3: stage}, CUDA)
+    require_no_cuda_graphs({3: stage}, torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_stages_compiled_without_cuda_graphs_are_not_refused() -> None:
+    for options in ({}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "aot_eager"}):
+        for compiled in (torch.compile(nn.Linear(2, 2), **options), in_place(nn.Linear(2, 2), **options)):
+            require_no_cuda_graphs({0: compiled}, CUDA)
+
+
+@pytest.mark.parametrize(("given", "on_cpu", "on_cuda"), [(None, False, True), (False,) * 3, (True,) * 3])
+def test_links_are_full_duplex_on_cuda_by_default(given: bool | None, on_cpu: bool, on_cuda: bool) -> None:
+    assert both_ways(given, torch.device("cpu")) == on_cpu
+    assert both_ways(given, CUDA) == on_cuda
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+def test_the_profile_tells_the_default(ranks: Ranks, given: bool | None) -> None:
+    mode = "full_duplex" if given else "half_duplex"
+    assert ranks(profile.transfer_mode, full_duplex=given) == [mode] * 2

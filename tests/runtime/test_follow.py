@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from support.ranks.worker import Ranks
 from support.service import running, settings_in, use_fake_solver
 
 from optpipe.errors import InputError
+from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
-from optpipe_runtime import Follower
+from optpipe_runtime import Follower, StepReport
+from optpipe_runtime.execute.report import OpTime
 from optpipe_runtime.follow import one_at_a_time
 
 M = 4
@@ -39,9 +42,9 @@ def test_without_a_service_it_trains_as_a_plain_run_and_writes_all_scalars(ranks
     assert [k for k, ms in scalars["optpipe/step_ms"] if ms > 0] == list(range(1, steps + 1))
     for rank in range(2):
         [(_, certified), _] = scalars[f"optpipe/rank{rank}/certified_bytes"]
-        peaks = [peak for _, peak in scalars[f"optpipe/rank{rank}/peak_bytes"]]
-        assert len(peaks) == steps
-        assert 0 < max(peaks) <= certified
+        peaks = scalars[f"optpipe/rank{rank}/peak_bytes"]
+        assert [k for k, _ in peaks] == [1, 2, 3, 5, 6], "three of four are traced, and so counted"
+        assert all(0 < peak <= certified for _, peak in peaks)
     assert [k for k, ms in scalars["optpipe/predicted_ms"] if ms > 0] == [4, 6], "when the ranks meet, and at the end"
 
 
@@ -67,6 +70,37 @@ def test_a_schedule_loaded_before_the_profile_runs_on(ranks: Ranks) -> None:
 
 def test_no_step_waits_for_a_compiler(ranks: Ranks) -> None:
     assert ranks(follow.compiled) == [True, True]
+
+
+@pytest.mark.parametrize(("every", "traced"), [(16, [0, 5, 10]), (4, [0, 1, 2]), (2, [0, 1]), (1, [0])])
+def test_few_steps_are_traced(every: int, traced: list[int]) -> None:
+    """Far apart. The same in every window, and as many as the medians are over."""
+
+    class Pipe:
+        problem = plan = schedule = "something"
+        preparing, version, number = True, 0, 1
+
+        def __init__(self) -> None:
+            self.traced: list[bool] = []
+
+        def load(self, schedule: Schedule) -> None:
+            pass
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value]
+
+        def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+            self.traced.append(trace)
+            ran = (OpTime(Op(Kind.F, 0, 0), 0.0, float(len(self.traced)), 0, 0, None),)
+            return StepReport([0.0], 1.0, 0 if trace else None, 0, 0, None, trace=ran if trace else ())
+
+    pipe: Any = Pipe()
+    follower = Follower(pipe, NOWHERE, every=every)
+    for _ in range(3 * every):
+        follower.step()
+    assert [k for k, trace in enumerate(pipe.traced) if trace] == [w * every + k for w in range(3) for k in traced]
+    last = [2 * every + k + 1 for k in traced]
+    assert follower._profiler.times == {(0, Kind.F): median(last)}, "of the last window only"
 
 
 def test_the_loop_in_the_docs_runs(ranks: Ranks) -> None:

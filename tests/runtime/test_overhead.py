@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from optpipe_runtime.bench.overhead import lowering, overhead
 
 
@@ -13,6 +15,8 @@ def test_an_op_is_measured_against_a_plain_run() -> None:
     assert found.step_ms > 0
     assert found.plain_ms > 0
     assert found.between_us > 0
+    assert found.traced_ratio == found.traced_ms / found.step_ms > 0
+    assert found.followed_ratio - 1 == pytest.approx((found.traced_ratio - 1) * 3 / 16)
 
 
 def test_lowering_is_measured() -> None:

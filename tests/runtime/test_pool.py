@@ -4,6 +4,10 @@ a failure."""
 from __future__ import annotations
 
 import mmap
+import os
+import resource
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +19,11 @@ from support.ranks import cases, links
 from support.ranks.worker import Ranks
 from support.strategies import schedules
 
+from optpipe.errors import OptPipeError
 from optpipe.schedule import Schedule
+from optpipe_runtime.memory import host_memory, host_pool
 from optpipe_runtime.memory.engines import ThreadEngine
-from optpipe_runtime.memory.host_pool import PAGE, HostMemory, HostPool, OnHost
+from optpipe_runtime.memory.host_pool import PAGE, HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -52,36 +58,168 @@ def test_copies_across_pages_lose_nothing() -> None:
     link.close()
 
 
+class Driver:
+    """Plays the part of CUDA's runtime; that it does what it says is not measured. `result` is what locking returns, 0
+    for success."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, result: int = 0) -> None:
+        self.told: list[Any] = []
+        self.cpus: set[int] = set()  # where the thread that locked could run
+        self._result = result
+        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+        for name, fake in {
+            "cudart": lambda: self,
+            "check_error": self.check,
+            "set_device": lambda device: self.told.append(("device", device, threading.current_thread())),
+            "synchronize": lambda device: self.told.append(device),
+            "get_device_properties": lambda device: properties,
+        }.items():
+            patch.setattr(torch.cuda, name, fake)
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.told.append(("lock", address, nbytes, flags))
+        self.cpus = os.sched_getaffinity(0)
+        return self._result
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.told.append(("unlock", address))
+        return 0
+
+    def check(self, result: int) -> None:
+        if result:
+            raise RuntimeError("out of memory (2)")
+
+
 def test_locked_memory_has_the_exact_size_and_is_unlocked_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's part is played; that it does what it says is not measured."""
-    told: list[Any] = []
-    driver = SimpleNamespace(
-        cudaHostRegister=lambda address, nbytes, flags: told.append(("lock", address, nbytes, flags)) or 0,
-        cudaHostUnregister=lambda address: told.append(("unlock", address)) or 0,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda result: told.append(result))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(device))
-    pool = HostPool(CUDA)
+    driver, pool = Driver(monkeypatch), HostPool(CUDA)
     nbytes = 130 << 20  # of which torch's own pinned memory would take 256 MiB
     pool.reserve(nbytes)
     locked = pool.size(nbytes)
     assert nbytes <= locked < nbytes + PAGE["cuda"]
     page = pool.take(1)[0]
-    address = told[0][1]
-    assert told == [("lock", address, locked, 1), 0]
+    (_, device, thread), (_, address, *_) = driver.told
+    assert driver.told[1:] == [("lock", address, locked, 1)]
+    assert device == CUDA, "and not the first device, on which a new thread would start CUDA"
+    assert thread is not threading.current_thread(), "an error would be reported by this thread's next kernel"
     assert address % mmap.PAGESIZE == 0
     assert address <= page.data_ptr() < address + locked
     del pool
-    assert len(told) == 2, "a page is still in use"
+    assert len(driver.told) == 2, "a page is still in use"
     del page
-    assert told[2:] == [CUDA, ("unlock", address)], "nothing is unlocked under a copy"
+    assert driver.told[2:] == [CUDA, ("unlock", address)], "nothing is unlocked under a copy"
 
 
-def test_memory_on_cpu_is_not_locked() -> None:
-    memory = HostMemory(-1, 8)
-    memory.lock(CPU)
-    assert memory.tensor().tolist() == [0] * 8
+def test_large_memory_is_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the training could launch nothing for seconds."""
+    monkeypatch.setattr(host_pool, "PIECE", 2 * PAGE["cuda"])
+    driver, pool = Driver(monkeypatch), HostPool(CUDA)
+    pages = pool.take(5 * PAGE["cuda"])
+    locked = {address: nbytes for what, address, nbytes, *_ in driver.told[1::2]}
+    assert list(locked.values()) == [2 * PAGE["cuda"], 2 * PAGE["cuda"], PAGE["cuda"]]
+    for page in pages:  # each in one piece: no copy may cross the end of what was locked at once
+        assert any(first <= page.data_ptr() <= first + size - PAGE["cuda"] for first, size in locked.items())
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("0\n", {0}), ("0-3,8-9,12\n", {0, 1, 2, 3, 8, 9, 12}), ("\n", set())])
+def test_memory_is_locked_near_the_gpu(
+    text: str, cpus: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n", "sys/devices/system/node/node1/cpulist": text}
+    monkeypatch.setattr(host_memory, "ROOT", written(tmp_path, files))
+    driver, before = Driver(monkeypatch), os.sched_getaffinity(0)
+    assert host_memory.cpus_near("0000:3b:00.0") == cpus
+    HostPool(CUDA).reserve(1)
+    assert driver.cpus == (cpus & before or before)
+    assert os.sched_getaffinity(0) == before, "of the thread that locks only"
+
+
+@pytest.mark.parametrize("files", [{}, {"numa_node": "-1\n"}, {"numa_node": "odd"}])
+def test_memory_is_locked_anywhere_where_the_system_does_not_tell(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "sys/bus/pci/devices/0000:3b:00.0", files)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    driver = Driver(monkeypatch)
+    HostPool(CUDA).reserve(1)
+    assert driver.cpus == os.sched_getaffinity(0)
+
+
+def test_memory_that_cannot_be_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, result=2)
+    limit = (1 << 20, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limit)
+    with pytest.raises(
+        OptPipeError,
+        match=rf"^{PAGE['cuda']} bytes of host memory could not be page-locked: out of memory \(2\); a process may "
+        rf"lock {1 << 20} bytes \(ulimit -l\)$",
+    ):
+        HostPool(CUDA).reserve(1)
+
+
+def test_memory_that_cannot_be_mapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: None)
+    monkeypatch.setattr(host_pool, "PIECE", 1 << 60)
+    pool = HostPool(CPU)
+    with pytest.raises(OptPipeError, match=rf"^{1 << 60} bytes of host memory could not be allocated: \[Errno 12\]"):
+        pool.reserve(1 << 60)
+    assert len(pool.take(1)) == 1
+
+
+CGROUP = "sys/fs/cgroup/"
+FREE = {
+    "proc/meminfo": "MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable:     500 kB\n",
+    "proc/self/cgroup": "0::/job/step\n",
+}
+LIMIT = {
+    CGROUP + "job/memory.max": "300000\n",
+    CGROUP + "job/memory.current": "200000\n",
+    CGROUP + "job/memory.stat": "anon 1\ninactive_file 50000\n",
+    CGROUP + "job/step/memory.max": "max\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [({}, None), (FREE, 512_000), (FREE | LIMIT, 150_000), (FREE | LIMIT | {CGROUP + "job/memory.max": "9"}, 0)],
+)
+def test_what_the_system_can_give_is_known_before(
+    files: dict[str, str], free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "ROOT", written(tmp_path, files))
+    assert host_memory.free_bytes() == free
+    if free is not None:
+        with pytest.raises(OptPipeError, match=f"^{PAGE['cpu']} bytes of host memory are needed, and {free} are free$"):
+            HostPool(CPU).reserve(1)
+
+
+def test_a_step_takes_pages_while_others_are_being_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, begun, go_on = HostPool(CPU), threading.Event(), threading.Event()
+    pool.reserve(2 * PAGE["cpu"])
+
+    def slow(nbytes: int, device: torch.device) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return host_memory.allocate(nbytes, device)
+
+    monkeypatch.setattr(host_pool, "allocate", slow)
+    beside = threading.Thread(target=pool.reserve, args=(4 * PAGE["cpu"],))
+    beside.start()
+    assert begun.wait(60)
+    pages = pool.take(2 * PAGE["cpu"])
+    pool.give(pages[:1])
+    assert pool.peak_bytes == 2 * PAGE["cpu"]
+    go_on.set()
+    beside.join(60)
+    more = pool.take(3 * PAGE["cpu"])
+    assert len({page.data_ptr() for page in [*pages, *more]}) == 4
+    assert pool.peak_bytes == 4 * PAGE["cpu"]
 
 
 def test_transfers_after_a_failed_one_fail() -> None:

@@ -212,6 +212,21 @@ def test_with_too_little_host_memory_the_earlier_schedule_runs_on(ranks: Ranks) 
     assert any("replaces 12, which ran out of memory: rank 0: host_memory_bytes = " in line for line in told[0][2])
 
 
+@pytest.mark.parametrize("error", ["", "no host memory"])
+def test_host_memory_for_an_offer_is_allocated_beside_the_training(ranks: Ranks, error: str) -> None:
+    """And where it cannot be had the offer is refused like any other."""
+    problem = cases.problem([0, 1], 4)
+    first, away = Schedule.parse(problem, ONE_F_ONE_B), Schedule.parse(problem, OFFLOADED)
+    results = ranks(swaps.offered_beside, first=first, away=away, error=error)
+    assert results[0][0] == results[1][0], "every rank swaps at the same step"
+    for rank, (versions, logged, in_steps) in enumerate(results):
+        assert versions[:4] == [1] * 4, "no step waits"
+        assert versions[-1] == (1 if error else 2)
+        assert in_steps == [False]
+        refused = "a schedule was offered and refused, training goes on with the one it has: no host memory"
+        assert (refused in logged) == (bool(error) and rank == 1)
+
+
 def _in_turn(microbatches: int) -> Schedule:
     """Forwards with every other micro-batch offloaded, then backwards."""
     texts = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optpipe.errors import InputError
-from optpipe_runtime.measure import profiler
+from optpipe_runtime.measure import profiler, trial
 from optpipe_runtime.measure.trial import OpTimer, Spread
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
@@ -65,6 +65,55 @@ def test_an_op_as_long_as_its_launches_is_launch_bound(host_ms: float, bound: bo
     assert Spread(2.0, 0.1, 7, host_ms).launch_bound == bound
 
 
+class Queued:
+    """A GPU, the host's time in ms, and a queue that makes the host wait when it is full. Also a `Clock`."""
+
+    SIZE, LAUNCH_MS = 8, 0.01
+
+    def __init__(self) -> None:
+        self.host = 0.0
+        self._ends: list[float] = [0.0]
+
+    def launch(self, ms: float) -> None:
+        self.host = max(self.host + self.LAUNCH_MS, self._ends[-self.SIZE] if len(self._ends) >= self.SIZE else 0.0)
+        self._ends.append(max(self._ends[-1], self.host) + ms)
+
+    def mark(self) -> float:
+        return self._ends[-1]
+
+    def settle(self) -> None:
+        self.host = max(self.host, self._ends[-1])
+
+    def ms(self, start: float, end: float) -> float:
+        return end - start
+
+    def perf_counter(self) -> float:
+        return self.host / 1e3
+
+
+@pytest.mark.parametrize(("kernel_ms", "bound"), [(1.0, False), (0.001, True)])
+def test_a_full_queue_is_no_launch(kernel_ms: float, bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that waits for the device takes as long as the op, whatever the launches take."""
+    gpu: Any = Queued()
+    monkeypatch.setattr(trial, "time", gpu)
+    times = OpTimer(gpu)
+
+    def op() -> None:
+        with times.of("forward_ms"):
+            for _ in range(5):
+                gpu.launch(kernel_ms)
+
+    for _ in range(4):
+        op()
+    with times.launches():
+        for _ in range(3):
+            op()
+    spread = times.spreads()["forward_ms"]
+    assert spread.count == 4
+    assert spread.host_ms == pytest.approx(5 * gpu.LAUNCH_MS)
+    assert spread.launch_bound == bound
+
+
 def test_only_ops_on_gpus_are_reported_as_launch_bound() -> None:
     times = {3: {"forward_ms": Spread(2.0, 0.1, 7, 1.95), "backward_input_ms": Spread(9.0, 0.1, 7, 2.0)}}
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
@@ -77,7 +126,7 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     stages = {0: nn.Linear(10, 10, bias=False), 1: nn.Linear(10, 10)}
     stages[1].bias.requires_grad_(False)
     stages[1].weight.grad = torch.zeros(10, 10)
-    runners = {s: SimpleNamespace(module=module) for s, module in stages.items()}
+    runners = {s: SimpleNamespace(module=module, cast_bytes=100 * s) for s, module in stages.items()}
     passed = Spec((10,), torch.float32, True)
     sends = StageIO((passed,), False, False, outputs=(passed,), reached=(frozenset({0}),), needed=(0,))
     rank: Any = SimpleNamespace(
@@ -91,7 +140,7 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
     messages = 2 * 40 + 2 * 40
-    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400 - messages)), "one weight has no gradient yet"
+    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one weight has no gradient yet"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
     assert profiler.budget(rank) == 0

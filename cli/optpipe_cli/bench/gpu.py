@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,6 +42,7 @@ def gpu(
     Exit code 1 if one of them misses its target.
     """
     need("runtime", "torch")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts; `measure` says why
     from optpipe.model.problem import write_file
     from optpipe_runtime.bench.gpu import run
     from optpipe_runtime.bench.gpu_runs import GpuSetup

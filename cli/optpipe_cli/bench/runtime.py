@@ -181,6 +181,10 @@ def _host(quiet: bool) -> dict[str, Any]:
             f"{op.plain_ms:.1f} ms, {op.ops} ops)"
         )
         typer.echo(
+            f"a traced step: {op.traced_ratio:.3f} times the host's time, {op.followed_ratio:.3f} on average where a "
+            "Follower traces"
+        )
+        typer.echo(
             f"a schedule of {schedule.ops} ops: {schedule.prepare_ms:.0f} ms in a thread beside the training "
             "until a rank can run it"
         )
@@ -190,7 +194,7 @@ def _host(quiet: bool) -> dict[str, Any]:
             f"({swap.step_ms:.1f} ms without, {swap.swaps} swaps)"
         )
     return {
-        "op": asdict(op) | {"op_us": op.op_us},
+        "op": asdict(op) | {"op_us": op.op_us, "traced_ratio": op.traced_ratio, "followed_ratio": op.followed_ratio},
         "lowering": asdict(schedule),
         "swap": asdict(swap) | {"ratio": swap.ratio},
     }

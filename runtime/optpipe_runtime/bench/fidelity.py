@@ -167,7 +167,7 @@ def _measured(
         predicted_ms=plan.schedule.makespan_ms,
         steps_ms=[max(report.step_ms for report in ranks) for ranks in steps[WARM_UP:]],
         predicted_peak=[peak.bytes for peak in plan.certificate.device],
-        measured_peak=[max(report.peak_activation_bytes for report in reports) for reports in by_rank],
+        measured_peak=[max(report.peak_activation_bytes or 0 for report in reports) for reports in by_rank],
         losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
     )
 

@@ -28,6 +28,7 @@ from optpipe_runtime.pipeline import Pipeline
 WARM_UP, STEPS, ROUNDS = 2, 3, 2  # schedules alternate: steps before, steps that count, and how often
 PARTS = 2  # of an activation, of which one is offloaded
 ENOUGH = 2**50  # bytes of activations, on CPU
+QUEUES, MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32  # CUDA reads it when it starts
 COUNTERS = "num_alloc_retries", "num_device_alloc"  # of torch.cuda.memory_stats; the second counts cudaMalloc
 
 
@@ -89,7 +90,7 @@ class Steps:
     @property
     def peak_bytes(self) -> int:
         """On CUDA the peak of device memory, weights included; on CPU that of activations."""
-        return max(report.cuda_peak_bytes or report.peak_activation_bytes for report in self.reports)
+        return max(report.cuda_peak_bytes or report.peak_activation_bytes or 0 for report in self.reports)
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,14 @@ class GpuMeasurements:
 
 
 def measure(setup: GpuSetup) -> GpuMeasurements:
-    """Runs everything. Raises `InputError` if the process has process groups already."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or cuBLAS may add in any order
+    """Runs everything. Raises `InputError` if the process has process groups already, or CUDA too few queues."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before its first product, or cuBLAS adds in any order
+    given = os.environ.get(QUEUES, "8")
+    if setup.device.type == "cuda" and not (given.isdecimal() and int(given) >= MOST_QUEUES):
+        raise InputError(
+            f"{QUEUES} is {given}: set it to {MOST_QUEUES} before the script starts, else a spin that stands for a "
+            "neighbour may hold up copies and compute that share its queue"
+        )
     with single_rank("bench gpu"):
         return _Bench(setup).measured()
 
@@ -211,7 +218,8 @@ class _Bench:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """With `warn_only` attention's backward would stay as it is, and add in any order."""
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:

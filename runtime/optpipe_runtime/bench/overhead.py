@@ -25,6 +25,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.bench.gpu_schedules import kept
 from optpipe_runtime.bench.single import single_rank
 from optpipe_runtime.lowering.prepare import prepare
+from optpipe_runtime.measure.drift import TRACED, WINDOW
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.ranks.layout import Layout
 
@@ -47,6 +48,7 @@ class Overhead:
     ops: int  # in a step
     step_ms: float  # processor time of the step's thread, so that other processes do not count
     plain_ms: float  # the same
+    traced_ms: float  # the same, of a traced step: its marks, and its bytes counted
     between_us: float  # from the end of an op to the start of the next: messages, and counting bytes
     by_kind_us: dict[str, float]  # from an op's start to its end
 
@@ -55,18 +57,29 @@ class Overhead:
         """What an op costs the host beyond the plain run, all of a step included."""
         return (self.step_ms - self.plain_ms) * 1e3 / self.ops
 
+    @property
+    def traced_ratio(self) -> float:
+        """The host's time for a traced step, relative to one that is not."""
+        return self.traced_ms / self.step_ms
 
-def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhead:
-    """On CPU. Raises `InputError` if the process has process groups already."""
+    @property
+    def followed_ratio(self) -> float:
+        """The same for a step of `Follower`, which traces some."""
+        return 1 + (self.traced_ratio - 1) * TRACED / WINDOW
+
+
+def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20, device: str = "cpu") -> Overhead:
+    """Raises `InputError` if the process has process groups already."""
     modules: dict[int, nn.Module] = {
-        s: nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+        s: nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))).to(device)
         for s in range(stages)
     }
-    inputs, targets = torch.randn(microbatches * WIDTH, WIDTH), torch.zeros(microbatches * WIDTH, WIDTH)
+    inputs, targets = torch.randn(2, microbatches * WIDTH, WIDTH, device=device)
     with single_rank("bench runtime"), Pipeline(modules, [0] * stages, nn.functional.mse_loss, microbatches) as pipe:
         pipe.load(_schedule(stages, microbatches, [("", "")]))
         apart = _repeated(steps, lambda: pipe.step(inputs, targets, trace=True))
-        took = _repeated(steps, lambda: _ms(lambda: pipe.step(inputs, targets)))
+        both = _repeated(steps, lambda: [_ms(partial(pipe.step, inputs, targets, trace)) for trace in (False, True)])
+        took, traced = zip(*both, strict=True)
         pipe.load(_schedule(stages, microbatches, [("OD", "R"), ("", "C"), ("", "")]))
         mixed = _repeated(steps, lambda: pipe.step(inputs, targets, trace=True))
     plain = _repeated(steps, lambda: _ms(lambda: _plain(list(modules.values()), inputs, targets, microbatches)))
@@ -79,6 +92,7 @@ def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20) -> Overhe
         ops=ops,
         step_ms=median(took),
         plain_ms=median(plain),
+        traced_ms=median(traced),
         between_us=median(between),
         by_kind_us={kind.name: median(spent[kind]) for kind in sorted(spent)},
     )

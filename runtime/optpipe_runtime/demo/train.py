@@ -60,7 +60,7 @@ class Step:
     settled: bool  # false for the first step after a swap
     loss: float
     ms: float  # the slowest rank's
-    peak_bytes: list[int]
+    peak_bytes: list[int]  # zeros where they were not counted
     host_peak_bytes: list[int]
 
 
@@ -113,7 +113,7 @@ class Training:
         self._optimizer.step()
         by_rank: list[Any] = [None] * self.ranks
         dist.all_gather_object(
-            by_rank, (report.loss, report.step_ms, report.peak_activation_bytes, report.host_peak_bytes)
+            by_rank, (report.loss, report.step_ms, report.peak_activation_bytes or 0, report.host_peak_bytes)
         )
         losses, ms, peaks, host_peaks = zip(*by_rank, strict=True)
         version = self._version()

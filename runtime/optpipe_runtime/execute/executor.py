@@ -35,6 +35,7 @@ class Executor:
         self._host_optimizers = rank.host_optimizers
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
+        self._counted: Plan | None = None  # the last one whose bytes were counted
 
     @property
     def _layout(self) -> Layout:
@@ -49,7 +50,8 @@ class Executor:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
         `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole
-        batch. With `evaluating` only losses are computed.
+        batch. With `evaluating` only losses are computed. Bytes are counted in a traced step, and in the first by a
+        plan.
         """
         m = self._layout.microbatches
         given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
@@ -61,6 +63,7 @@ class Executor:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
+        counting = not evaluating and (trace or plan is not self._counted)
         step = StepRecord(plan, given, asked, evaluating, self._clock.mark if trace else _no_mark)
         begun = self._clock.mark()
         at: Op | str = "the beginning of the step"
@@ -72,7 +75,7 @@ class Executor:
                 for message, source in action.post:
                     self._messages.post(message, source, self._specs(message))
                 self._run(step, action)
-                if not evaluating:
+                if counting:
                     step.count(
                         action.op, None if action.op.kind in HOLDING_SAME else self._held_bytes(action.op), certified
                     )
@@ -88,6 +91,10 @@ class Executor:
         ended = self._clock.mark()
         self._clock.settle()
         assert self.idle, "a step leaves nothing behind"
+        for stage in self._stages.values():
+            stage.end_step()
+        if counting:
+            self._counted = plan
         if step.excess is not None and plan.digest not in self._logged:
             self._logged.add(plan.digest)
             op, held, certified = step.excess
@@ -95,7 +102,7 @@ class Executor:
         return StepReport(
             losses=[float(step.losses[j]) for j in sorted(step.losses)] if step.losses else None,
             step_ms=self._clock.ms(begun, ended),
-            peak_activation_bytes=step.peak_bytes,
+            peak_activation_bytes=step.peak_bytes if counting or evaluating else None,
             host_peak_bytes=self._pool.peak_bytes,
             buffer_peak_bytes=self._messages.peak_bytes,
             buffer_certified_bytes=plan.message_peak(self._rank.message_bytes, evaluating),
@@ -109,6 +116,10 @@ class Executor:
         self._start(plan, evaluating=False)
         self._unfinished = plan.actions
         self.abandon()
+
+    def count_again(self) -> None:
+        """Counts the bytes of the next step, whatever runs."""
+        self._counted = None
 
     def abandon(self) -> None:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
@@ -268,7 +279,11 @@ class Executor:
         return self._peers.held_bytes((op.stage, op.microbatch))
 
     def _allocated_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+        """What `torch.cuda.memory_allocated` tells. That first makes a flat table of all statistics, which takes the
+        host as long as an op."""
+        if self._device.type != "cuda":
+            return None
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
 
     def _specs(self, message: Message) -> Sequence[Spec]:
         """The tensors of a message to a stage here."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optpipe.errors import InputError
 from optpipe_runtime.clock import Clock, wait_for
 from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, copy_all
-from optpipe_runtime.memory.host_pool import HostMemory
+from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Team
@@ -301,7 +301,6 @@ def _host_parameters(stage: int, module: nn.Module) -> Iterable[_HostParameter]:
                 "parameters"
             )
     sizes = [-(-parameter.nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
-    memory = HostMemory(-1, max(ALIGNED, sum(sizes)))
-    memory.lock(trained[0][1].device)
-    for (name, parameter), place in zip(trained, torch.split(memory.tensor()[: sum(sizes)], sizes), strict=True):
+    memory = allocate(max(ALIGNED, sum(sizes)), trained[0][1].device).tensor()
+    for (name, parameter), place in zip(trained, torch.split(memory[: sum(sizes)], sizes), strict=True):
         yield _HostParameter(name, parameter, place[: parameter.nbytes].view(parameter.dtype).view(parameter.shape))

@@ -52,7 +52,11 @@ class Excess(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step on one rank. Bytes are peaks over the step, counted by live storages after every op.
+    """One step on one rank. Bytes are peaks over the step.
+
+    Bytes of activations are counted by live storages after every op, which takes the host the longer the more tensors
+    are saved. So they are counted in traced steps, in the first step by a schedule, and in the first after the stages
+    were learned again.
 
     Attributes
     ----------
@@ -61,7 +65,7 @@ class StepReport:
     step_ms
         The time of the step.
     peak_activation_bytes
-        What `certify` bounds: saved tensors, and what waits for W.
+        What `certify` bounds: saved tensors, and what waits for W. None if the step was not counted.
     host_peak_bytes
         Offloaded bytes on the host.
     buffer_peak_bytes
@@ -71,7 +75,7 @@ class StepReport:
     cuda_peak_bytes
         `torch.cuda.max_memory_allocated` of the step; None on CPU.
     excess
-        The op after which the rank held most above the certificate; None if it never did.
+        The op after which the rank held most above the certificate; None if it never did, or was not counted.
     trace
         The times of all ops, if asked for.
     version
@@ -83,7 +87,7 @@ class StepReport:
 
     losses: list[float] | None
     step_ms: float
-    peak_activation_bytes: int
+    peak_activation_bytes: int | None
     host_peak_bytes: int
     buffer_peak_bytes: int
     buffer_certified_bytes: int

@@ -31,6 +31,7 @@ FIELDS = {
     Kind.G: "gradient_out_ms", Kind.U: "update_ms", Kind.P: "parameters_in_ms",
 }  # fmt: skip
 WINDOW = 16  # steps
+TRACED = 3  # of them, by `Follower`: the fewest whose median one slow step does not move
 
 OpTimes = dict[tuple[int, Kind], float]  # ms of one op by stage and kind; for O and R of one part
 

@@ -41,6 +41,7 @@ from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000
+LAUNCHES = 3  # rounds that time the host
 LINK_ROUNDS = 3  # for each of the repeats: messages are short
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
@@ -152,7 +153,14 @@ def _try_compute(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int
         for trial in trials:
             trial.compute()
 
-    _together(rank, once, [trial.compute_times for trial in trials], clock, repeats)
+    times = [trial.compute_times for trial in trials]
+    _together(rank, once, times, clock, repeats)
+    if rank.device.type == "cuda":
+        with ExitStack() as stack:
+            for timer in times:
+                stack.enter_context(timer.launches())
+            for _ in range(LAUNCHES):
+                once()
 
 
 def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: int) -> None:
@@ -290,6 +298,7 @@ def _unchanged(stage: StageRunner) -> Iterator[None]:
         parameter.grad = None
     with stage.replay.undisturbed():
         yield
+    stage.end_step()
     for parameter, gradient in gradients:
         parameter.grad = gradient
 
@@ -330,8 +339,8 @@ def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list
 
 
 def budget(rank: Rank) -> int:
-    """The free memory of a GPU, less gradients that are not allocated yet, less messages, less a tenth for workspace.
-    Its stages must have been learned. Not measured. Raises `InputError` on CPU."""
+    """The free memory of a GPU, less gradients and casts of weights that are not allocated yet, less messages, less a
+    tenth for workspace. Its stages must have been learned. Not measured. Raises `InputError` on CPU."""
     device = rank.device
     if device.type != "cuda":
         raise InputError("activation_budget_bytes is missing: how many bytes of activations may this rank hold?")
@@ -340,6 +349,7 @@ def budget(rank: Rank) -> int:
     parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
     coming = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad and parameter.grad is None)
     coming += messages_reserve(rank.number, rank.layout, rank.io)
+    coming += sum(stage.cast_bytes for stage in rank.stages.values())
     return max(0, int(0.9 * (free + cached - coming)))
 
 

@@ -24,7 +24,7 @@ from optpipe_runtime.stage.runner import StageRunner
 @dataclass(frozen=True, order=True)
 class Spread:
     """Times of one op in ms: median and interquartile range over `count` measurements. `host_ms` is the median time
-    that the host took to issue the op."""
+    that the host took to issue the op while the device had nothing else to do; 0 if that was not measured."""
 
     ms: float
     iqr_ms: float
@@ -63,27 +63,44 @@ class OpTimer:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._marks: defaultdict[str, list[tuple[list[tuple[Any, Any]], float]]] = defaultdict(list)
+        self._marks: defaultdict[str, list[list[tuple[Any, Any]]]] = defaultdict(list)
+        self._host_ms: defaultdict[str, list[float]] = defaultdict(list)
+        self._launching = False
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Times what runs in this context."""
-        host, start = time.perf_counter(), self._clock.mark()
+        if self._launching:
+            self._clock.settle()
+            begun = time.perf_counter()
+            yield
+            self._host_ms[name].append((time.perf_counter() - begun) * 1e3)
+        else:
+            start = self._clock.mark()
+            yield
+            self._marks[name].append([(start, self._clock.mark())])
+
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """In this context `of` times how long the host takes to issue an op, each time with nothing else on the device:
+        its queue holds some thousand launches, and a host that has filled it waits for the device."""
+        self._launching = True
         yield
-        self._marks[name].append(([(start, self._clock.mark())], time.perf_counter() - host))
+        self._launching = False
 
     def copies(self, name: str, parts: Sequence[Sequence[Handle]]) -> None:
         """Notes the transfers of all parts. Their times are added up, each as a step's trace tells it."""
-        self._marks[name].append(([(handles[0].start, handles[-1].end) for handles in parts if handles], 0.0))
+        self._marks[name].append([(handles[0].start, handles[-1].end) for handles in parts if handles])
 
     def clear(self) -> None:
         self._marks.clear()
+        self._host_ms.clear()
 
     def spreads(self, scale: float = 1.0) -> dict[str, Spread]:
         found = {}
         for name, marks in self._marks.items():
-            times = [scale * sum(self._clock.ms(a, b) for a, b in spans) for spans, _ in marks]
-            found[name] = Spread.of(times, [1e3 * host for _, host in marks])
+            times = [scale * sum(self._clock.ms(a, b) for a, b in spans) for spans in marks]
+            found[name] = Spread.of(times, self._host_ms.get(name, [0.0]))
         return found
 
 

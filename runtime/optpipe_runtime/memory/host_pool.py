@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
 from optpipe_runtime.memory.engines import CopyEngine, Handle, copy_all
+from optpipe_runtime.memory.host_memory import allocate, require_free
 from optpipe_runtime.memory.link import Link
 
 # Bytes. On CUDA a page is so large that copying page by page should lose little (not measured).
 PAGE = {"cpu": 1 << 20, "cuda": 1 << 23}
+PIECE = 1 << 28  # bytes that are locked at once: CUDA may launch no kernel meanwhile (not measured)
 
 
 class HostPool:
     """Host memory for offloaded bytes, in pages of one size. What is given back fits whatever comes next, so the need
-    of a program is known before it runs. `reserve` allocates it once, page-locked for CUDA.
+    of a program is known before it runs. `reserve` allocates it once, page-locked for CUDA, from any thread: a running
+    step waits for it only if it needs pages that are not there.
 
     `peak_bytes` is the most in use since `start_step`, in whole pages. Raises `OptPipeError` if `limit` bytes are not
-    enough.
+    enough, or if the system does not give them.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -31,6 +33,7 @@ class HostPool:
         self.limit = limit
         self._free: list[Tensor] = []
         self._allocated = 0
+        self._pages, self._growing = Lock(), Lock()  # `_pages` for both of these, for moments
         self.peak_bytes = 0
 
     def start_step(self) -> None:
@@ -38,7 +41,8 @@ class HostPool:
 
     @property
     def _used(self) -> int:
-        return self._allocated - self._page * len(self._free)
+        with self._pages:
+            return self._allocated - self._page * len(self._free)
 
     def size(self, nbytes: int) -> int:
         """The bytes of the pages that `nbytes` take."""
@@ -46,59 +50,35 @@ class HostPool:
 
     def take(self, nbytes: int) -> list[Tensor]:
         """Pages for `nbytes`, as tensors of bytes. Return them with `give`."""
-        self.reserve(self._used + self.size(nbytes))
         count = self.size(nbytes) // self._page
-        pages = [self._free.pop() for _ in range(count)]
+        if count > len(self._free):
+            self.reserve(self._used + self.size(nbytes))
+        with self._pages:
+            pages = [self._free.pop() for _ in range(count)]
         self.peak_bytes = max(self.peak_bytes, self._used)
         return pages
 
     def give(self, pages: Sequence[Tensor]) -> None:
-        self._free += pages
+        with self._pages:
+            self._free += pages
 
     def reserve(self, nbytes: int) -> None:
         """Allocates now what is missing for `nbytes` in use at once, so that no step has to."""
-        missing = self.size(nbytes) - self._allocated
-        if missing <= 0:
-            return
-        if self.limit is not None and self._allocated + missing > self.limit:
-            raise OptPipeError(
-                f"host_memory_bytes = {self.limit}: {self._allocated} bytes are allocated and {missing} more are needed"
-            )
-        memory = HostMemory(-1, missing)
-        memory.lock(self._device)
-        self._free += [memory.tensor()[k : k + self._page] for k in range(0, missing, self._page)]
-        self._allocated += missing
-
-
-class HostMemory(mmap.mmap):
-    """`HostMemory(-1, nbytes)`: zeros of exactly that many bytes. torch's own pinned memory comes in powers of two, up
-    to twice as much.
-
-    It is freed with its last tensor. Forks of the process, such as a data loader's workers, share it: a private page
-    that is locked would be copied on write, and the device would then use the wrong one.
-    """
-
-    _unlock: Callable[[], object] | None = None
-
-    def tensor(self) -> Tensor:
-        return torch.frombuffer(self, dtype=torch.uint8)
-
-    def lock(self, device: torch.device) -> None:
-        """Page-locks the memory, so that a CUDA device can copy asynchronously. Does nothing on CPU."""
-        if device.type == "cuda":
-            driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            all_contexts = 1
-            torch.cuda.check_error(driver.cudaHostRegister(self.tensor().data_ptr(), len(self), all_contexts))
-            self._unlock = partial(_unlock, driver, device, self.tensor().data_ptr())
-
-    def __del__(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
-
-
-def _unlock(driver: Any, device: torch.device, address: int) -> None:
-    torch.cuda.synchronize(device)  # a copy may still be under way
-    driver.cudaHostUnregister(address)
+        with self._growing:
+            missing = self.size(nbytes) - self._allocated
+            if missing <= 0:
+                return
+            if self.limit is not None and self._allocated + missing > self.limit:
+                raise OptPipeError(
+                    f"host_memory_bytes = {self.limit}: {self._allocated} bytes are allocated and {missing} more are "
+                    "needed"
+                )
+            require_free(missing)
+            for begin in range(0, missing, PIECE):
+                memory = allocate(min(PIECE, missing - begin), self._device).tensor()
+                with self._pages:
+                    self._free += [memory[k : k + self._page] for k in range(0, len(memory), self._page)]
+                    self._allocated += len(memory)
 
 
 class OnHost:

@@ -66,6 +66,7 @@ def _with_blocks(stage: StageRunner, io: StageIO, inputs: Tensors, target: Tenso
         stage.norms_wait = False
     activation.offload(0, 1, Nowhere())
     activation.drop(0)
+    stage.end_step()
     shared = activation.shared_blocks()
     return replace(
         io,

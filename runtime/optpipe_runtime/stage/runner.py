@@ -20,7 +20,7 @@ from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.stage.entrance import enter
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors
 from optpipe_runtime.stage.replay import Replay
-from optpipe_runtime.stage.split import Delayed, Splitting, WeightQueue, accumulated, delaying
+from optpipe_runtime.stage.split import Casts, Delayed, Splitting, WeightQueue, accumulated, delaying
 
 
 @dataclass
@@ -66,6 +66,7 @@ class StageRunner:
         self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
         self._running: dict[int, Running] = {}
         self._delayed = Delayed(delaying(module))
+        self._casts = Casts()
 
     def start_step(self, batch: Iterable[Tensor], parts: int) -> None:
         """Call it before a step. The batch, parameters and buffers stay in memory anyway: they are no activations.
@@ -73,6 +74,15 @@ class StageRunner:
         self._parts = parts
         staying = (*self.module.parameters(), *self.module.buffers(), *batch)
         self._excluded = frozenset(storage_key(tensor) for tensor in staying)
+
+    def end_step(self) -> None:
+        """Call it after a step, and after whatever else has run forwards."""
+        self._casts.clear()
+
+    @property
+    def cast_bytes(self) -> int:
+        """What casts of parameters took in the last step, under autocast."""
+        return self._casts.nbytes
 
     def set_loss_scale(self, loss_scale: float) -> None:
         """Between two steps: the weight of one micro-batch's loss in the mean from now on."""
@@ -107,7 +117,7 @@ class StageRunner:
         running.again = self._again(running, inputs, target)
         if io.changes_inputs:
             inputs, target = clones(inputs), clones(target)
-        with torch.no_grad():
+        with torch.no_grad(), Splitting(self.norms_wait, self._casts):
             return self._detached(running.activation, self.outputs(io, inputs, target))
 
     @torch.no_grad()
@@ -167,6 +177,7 @@ class StageRunner:
             running.activation.restore()
         self._running.clear()
         self._delayed.drain()
+        self.end_step()
 
     def outputs(self, io: StageIO, inputs: Tensors, target: Tensors) -> Tensors:
         """What the module returns, or the loss where the route ends."""
@@ -228,7 +239,7 @@ class StageRunner:
     @contextmanager
     def _splitting(self) -> Iterator[None]:
         """Around the user's forwards, and around backwards, which may run forwards again."""
-        with Splitting(self.norms_wait), self._delayed.watched():
+        with Splitting(self.norms_wait, self._casts), self._delayed.watched():
             yield
 
     def _run(self, queue: WeightQueue) -> None:

@@ -157,6 +157,8 @@ class Schedules:
     def _prepare_offer(self, schedule: Schedule | None) -> Plan:
         plan = self._prepare_shared(schedule, self._beside)
         self.running.require_not_refused(plan)
+        if self._same_microbatches(plan):
+            self.reserve(plan)  # here, because locking tens of GB takes many seconds
         _ = plan.schedule.makespan_ms  # computed here and kept, for the log of the swap
         return plan
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
+from support.device import EXACT
 from support.ranks import cases
 from support.ranks.worker import Ranks
 
@@ -23,15 +24,17 @@ def same(ranks: Ranks, placement: list[int], programs: list[Any], exact: bool = 
         assert report.buffer_peak_bytes == report.buffer_certified_bytes
     losses, gradients = cases.plain(len(placement), microbatches, len(programs))
     for step in range(len(programs)):
-        assert results[placement[-1]][0][step].losses == losses[step]
+        if EXACT:
+            assert results[placement[-1]][0][step].losses == losses[step]
+        np.testing.assert_allclose(results[placement[-1]][0][step].losses, losses[step], rtol=1e-5)
         found = {name: grad for _, by_step in results for name, grad in by_step[step].items()}
         assert found.keys() == gradients[step].keys()
         for name, grad in found.items():
-            if exact:
+            if exact and EXACT:
                 np.testing.assert_array_equal(grad, gradients[step][name], err_msg=f"step {step}, {name}")
             else:
                 np.testing.assert_allclose(
-                    grad, gradients[step][name], rtol=1e-4, atol=1e-7, err_msg=f"step {step}, {name}"
+                    grad, gradients[step][name], rtol=1e-4, atol=1e-7 if EXACT else 1e-5, err_msg=f"step {step}, {name}"
                 )
     return [reports for reports, _ in results]
 

@@ -18,6 +18,7 @@ from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.lowering import prepare as preparing
 from optpipe_runtime.swap import schedules as swapping
 from support import problems
+from support.device import device
 
 WIDTH, LENGTH, WORDS = 32, 16, 40
 Gradients = dict[str, np.ndarray[Any, Any]]  # by stage and parameter name
@@ -48,14 +49,14 @@ def make_stages(count: int, dropout: float = 0.0) -> list[nn.Module]:
     first = [nn.Embedding(WORDS, WIDTH)]
     head = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)]
     return [
-        nn.Sequential(*(first if s == 0 else []), *blocks, *(head if s == count - 1 else []))
+        nn.Sequential(*(first if s == 0 else []), *blocks, *(head if s == count - 1 else [])).to(device())
         for s, blocks in enumerate(stages)
     ]
 
 
 def batch(step: int, microbatches: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(WORDS, (2 * microbatches, LENGTH + 1), generator=generator)
+    tokens = torch.randint(WORDS, (2 * microbatches, LENGTH + 1), generator=generator).to(device())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -80,7 +81,7 @@ def problem(placement: Sequence[int], microbatches: int, peers: Sequence[int | N
 def numbers(modules: dict[int, nn.Module]) -> Gradients:
     """Every gradient by its name in the whole model."""
     return {
-        f"{s}.{name}": p.grad.numpy().copy()
+        f"{s}.{name}": p.grad.cpu().numpy().copy()
         for s, module in modules.items()
         for name, p in module.named_parameters()
         if p.grad is not None
@@ -155,6 +156,9 @@ def profiled(placement: Sequence[int], microbatches: int, **options: Any) -> tup
             programs = [one_at_a_time(s, microbatches, parts, recompute) for s in range(len(placement))]
             pipe.load(Schedule.parse(problem, programs))
             reports.append(pipe.step(inputs, targets))
+            assert reports[-1].peak_activation_bytes is not None, "the first step by a schedule is counted"
+            assert pipe.step(inputs, targets).peak_activation_bytes is None, "the second is not"
+            assert pipe.step(inputs, targets, trace=True).peak_activation_bytes == reports[-1].peak_activation_bytes
     return problem.to_json(), reports, untouched
 
 

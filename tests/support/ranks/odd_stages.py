@@ -174,7 +174,7 @@ def checkpointed(reentrant: bool) -> nn.Module:
 
 def experts(weight: Tensor, x: Tensor) -> Tensor:
     rows = x.flatten(0, 1).to(weight.dtype)
-    ends = torch.tensor([len(rows) // 3, len(rows)], dtype=torch.int32)
+    ends = torch.tensor([len(rows) // 3, len(rows)], dtype=torch.int32, device=rows.device)
     return functional.grouped_mm(rows, weight, offs=ends).view(x.shape).float()
 
 
@@ -187,7 +187,7 @@ def slope(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 def autocast(inner: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         result: Tensor = inner(x)
     return result.float()
 

@@ -45,7 +45,7 @@ def plain(stages: int, microbatches: int, steps: int, factory: Any = adam) -> tu
 
 def values(modules: dict[int, nn.Module]) -> Values:
     return {
-        f"{s}.{name}": p.detach().numpy().copy()
+        f"{s}.{name}": p.detach().cpu().numpy().copy()
         for s, module in modules.items()
         for name, p in module.named_parameters()
     }

@@ -57,6 +57,11 @@ def copies(
         return pipe.measured, down.spans, up.spans
 
 
+def transfer_mode(full_duplex: bool | None) -> str:
+    with Pipeline(own_stages([0, 1]), [0, 1], loss_fn, 2, full_duplex=full_duplex) as pipe:
+        return pipe.profile(*batch(0, 2), activation_budget_bytes=10**9, repeats=1).transfer_mode
+
+
 def two_routes(loss_s: float) -> Measured:
     """Stage 1 is the last of the first route, which one of four micro-batches takes; the others go on to stage 2. The
     loss takes long."""

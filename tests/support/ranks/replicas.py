@@ -55,7 +55,7 @@ def mesh() -> DeviceMesh:
 
 def whole(tensor: Tensor) -> Any:
     """Collective where it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy().copy()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().numpy().copy()
 
 
 def parameters(modules: dict[int, nn.Module]) -> Gradients:

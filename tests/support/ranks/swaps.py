@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
 from optpipe_runtime.bench.swap import SwapCost, swap_cost
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.memory import host_pool
+from optpipe_runtime.memory.host_memory import HostMemory
 from optpipe_runtime.memory.host_pool import PAGE
 from optpipe_runtime.stage.runner import StageRunner
 from support.ranks.cases import LENGTH, WIDTH, Gradients, numbers
@@ -313,3 +316,37 @@ def too_little_on_the_host(
         report = pipe.step(*batch(0))
         assert pipe.schedule is not None
         return pipe.schedule.method, report.losses or [], list(logged)
+
+
+def offered_beside(first: Schedule, away: Schedule, error: str) -> tuple[list[int], list[str], list[bool]]:
+    """`away` is offered, for which host memory is allocated slowly: for as long as three steps take. With an `error`
+    rank 1 then gets none. Versions, what the log says, and whether each allocation was in the thread of the steps."""
+    modules, versions, rank = own_stages([0, 1]), [], dist.get_rank()
+    three_steps, in_steps = threading.Event(), []
+    real, steps = host_pool.allocate, threading.current_thread()
+
+    def slow(nbytes: int, device: torch.device) -> HostMemory:
+        in_steps.append(threading.current_thread() is steps)
+        if not in_steps[-1]:
+            assert three_steps.wait(60)
+        if error and rank == 1:
+            raise OptPipeError(error)
+        return real(nbytes, device)
+
+    host_pool.allocate = slow
+    try:
+        with Pipeline(modules, [0, 1], mse_loss, first.problem.microbatches) as pipe, heard() as logged:
+            pipe.load(first)
+            pipe.step(*batch(0))
+            if rank == 0:
+                pipe.offer(away)
+            while len(versions) < WAIT and pipe.version == 1:
+                versions.append(pipe.step(*batch(0)).version)
+                if len(versions) == 4:  # the offer is shared in the first
+                    three_steps.set()
+                if not pipe.preparing and three_steps.is_set():
+                    break
+            versions.append(pipe.step(*batch(0)).version)
+            return versions, list(logged), in_steps
+    finally:
+        host_pool.allocate = real

@@ -13,12 +13,16 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from support.device import ON_CUDA
+
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
 STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
 
 
-def serve(connection: Connection, rank: int, world: int, store: str, timeout_s: float) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def serve(
+    connection: Connection, rank: int, world: int, store: str, timeout_s: float, environment: dict[str, str]
+) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
     import torch
     import torch.distributed as dist
 
@@ -26,8 +30,14 @@ def serve(connection: Connection, rank: int, world: int, store: str, timeout_s: 
 
     torch.set_num_threads(1)
     team.ANSWER_S = ANSWER_S
+    if ON_CUDA:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        "cpu:gloo,cuda:nccl" if ON_CUDA else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
     )
     while (request := connection.recv()) is not None:
         function, arguments = request
@@ -48,9 +58,17 @@ class Ranks:
     """Calls a function on all ranks at once. If one fails or does not answer, all processes are replaced, because the
     others may wait for it."""
 
-    def __init__(self, context: ForkServerContext, world: int, folder: Path, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        context: ForkServerContext,
+        world: int,
+        folder: Path,
+        timeout_s: float = 1800.0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._context, self.world, self._folder, self._starts = context, world, folder, 0
         self._timeout_s = timeout_s  # of torch's process groups
+        self.environment = environment or {}
         self._start()
 
     def _start(self) -> None:
@@ -60,7 +78,9 @@ class Ranks:
         for rank in range(self.world):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=serve, args=(theirs, rank, self.world, store, self._timeout_s), daemon=True
+                target=serve,
+                args=(theirs, rank, self.world, store, self._timeout_s, self.environment),
+                daemon=True,
             )
             process.start()
             theirs.close()

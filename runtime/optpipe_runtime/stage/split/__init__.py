@@ -6,11 +6,13 @@ own, as TransformerEngine's. Every other parameter gets its gradient at B: scale
 computed from others, an LSTM's, and all within a compiled module.
 """
 
+from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.mode import Splitting, would_hold
 from optpipe_runtime.stage.split.modules import Delayed, delaying, register_split
 from optpipe_runtime.stage.split.queue import WeightQueue, accumulated, weight_grads
 
 __all__ = [
+    "Casts",
     "Delayed",
     "Splitting",
     "WeightQueue",

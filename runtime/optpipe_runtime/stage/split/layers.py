@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from optpipe_runtime.memory.activation import require_unchanged
 from optpipe_runtime.stage.split import graph
+from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, weight_grads
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return functional.linear(input, weight, bias)
     if input.is_complex():
@@ -24,7 +25,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         input = input.to(torch.get_autocast_dtype(input.device.type))
     elif input.dtype != weight.dtype:
         return functional.linear(input, weight, bias)  # raises torch's own error
-    result: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled():  # a forward that is to be recomputed
+        return functional.linear(
+            input, casts.of(weight, input.dtype), None if bias is None else casts.of(bias, input.dtype)
+        )
+    result: Tensor = _Linear.apply(input, weight, bias, casts)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,14 +65,16 @@ def layer_norm(
 
 
 class _Linear(torch.autograd.Function):
-    """y = x weightᵀ + bias for x of any number of dimensions. Under autocast x is cast already; the parameters are cast
-    at each use."""
+    """y = x weightᵀ + bias for x of any number of dimensions. Under autocast x is cast already, and the parameters are
+    cast by `casts`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
-        y = not_a_view(functional.linear(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype)))
+        ctx.weight, ctx.bias, ctx.casts, ctx.version = weight, bias, casts, weight._version
+        y = not_a_view(
+            functional.linear(x, casts.of(weight, x.dtype), None if bias is None else casts.of(bias, x.dtype))
+        )
         ctx.waiting = x.nbytes + y.nbytes
         return y
 
@@ -79,14 +86,11 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             require_unchanged(weight._version != ctx.version, weight.shape)
-            dx = flat_dy.mm(_cast(weight, dy.dtype)).view(x.shape)
+            dx = flat_dy.mm(ctx.casts.of(weight, dy.dtype)).view(x.shape)
         if bias is None:
-            return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None
-        return dx, *weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
-
-
-def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return parameter if parameter.dtype == dtype else parameter.to(dtype)  # `to` takes longer than the comparison
+            return dx, *weight_grads((weight,), lambda: (flat_dy.t().mm(flat_x),), flat_x, flat_dy), None, None
+        found = weight_grads((weight, bias), lambda: (flat_dy.t().mm(flat_x), flat_dy.sum(0)), flat_x, flat_dy)
+        return dx, *found, None
 
 
 class _Embedding(torch.autograd.Function):

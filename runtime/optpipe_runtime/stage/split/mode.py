@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from optpipe_runtime.stage.split import graph, layers
+from optpipe_runtime.stage.split.casts import Casts
 
 _BY_GRAPH: frozenset[Any] = frozenset(
     {
@@ -27,28 +28,31 @@ _BY_GRAPH: frozenset[Any] = frozenset(
 )
 # Other norms and scales take too little time at W for the memory that they would hold until then.
 _WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH} | {
-    functional.linear: layers.linear,
     functional.embedding: layers.embedding,
 }
+_AT_EACH_USE = Casts(keep=False)
 _WITH_NORMS = _WAITING | {functional.layer_norm: layers.layer_norm}
 
 
 class Splitting(TorchFunctionMode):
     """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; layer
-    norms only with `norms`.
+    norms only with `norms`. Under autocast parameters are cast by `casts`, unless it has `cache_enabled=False`.
 
     Ops within a compiled module do not, because its graph has to stay whole. Neither do ops within vmap and its like,
     which accept no custom autograd function.
     """
 
-    def __init__(self, norms: bool = True) -> None:
+    def __init__(self, norms: bool = True, casts: Casts | None = None) -> None:
         super().__init__()
         self._waiting = _WITH_NORMS if norms else _WAITING
+        self._casts = _AT_EACH_USE if casts is None or not torch.is_autocast_cache_enabled() else casts
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is functional.linear and not _transformed():
+            return layers.linear(self._casts, *args, **kwargs)
         waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
         if (waits is None and not opened) or not torch.is_grad_enabled() or _transformed():
             return func(*args, **kwargs)
