@@ -74,6 +74,13 @@ def test_all_other_ranks_report_a_rank_that_is_killed(pool: Ranks, where: str) -
             assert heard.later.startswith(f"this pipeline has failed, make a new one: rank {dead} did not answer")
 
 
+def test_a_rank_that_is_interrupted_does_not_wait_until_others_begin_their_step(ranks: Ranks) -> None:
+    """Although its vote is under way."""
+    told = ranks(failures.interrupted, placement=[0, 1], schedule=waves([0, 1]))
+    at = "rank 0 was at 0F0: F of stage 0, micro-batch 0"
+    assert told == ["KeyboardInterrupt: enough", f"OptPipeError: {at}: KeyboardInterrupt: enough"]
+
+
 def test_all_ranks_report_a_rank_that_leaves_with_an_error(four_ranks: Ranks) -> None:
     told = four_ranks(failures.leaving, placement=PLACES[4], schedule=waves(PLACES[4]))
     assert told.pop(1) == "KeyError: 'data'"

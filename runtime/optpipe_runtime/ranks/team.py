@@ -260,7 +260,7 @@ class Subgroup:
         with self._closing:
             group, self._group = self._group, None
             # gloo's destructor waits for the group's collectives, and holds the interpreter: until all ranks take part.
-            unfinished = [transfer.work for transfer in self._transfers if transfer.holds_up_closing]
+            unfinished = [transfer._work for transfer in self._transfers if transfer.holds_up_closing]
             for transfer in self._transfers:
                 transfer.forget()
         if group is not None and dist.is_initialized():
@@ -309,7 +309,7 @@ class Transfer:
     """One message, or one all-reduce, under way."""
 
     def __init__(self, subgroup: Subgroup, work: Any, other: int | None) -> None:
-        self._subgroup, self.work, self._other = subgroup, work, other
+        self._subgroup, self._work, self._other = subgroup, work, other
         with subgroup._closing:
             subgroup._transfers.add(self)
 
@@ -319,19 +319,19 @@ class Transfer:
 
     def wait(self) -> None:
         """Call it once. On CUDA only the stream waits, not the host."""
-        if self.work is None:
+        if self._work is None:
             raise LostError(self._subgroup.why_closed)
         try:
             with self._subgroup.reporting_loss(self._other):
-                self.work.wait()
+                self._work.wait()
         finally:
             self.forget()
 
     def is_completed(self) -> bool:
-        return self.work is None or bool(self.work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
     def forget(self) -> None:
-        self.work = None
+        self._work = None
 
 
 def _destroy(group: dist.ProcessGroup, unfinished: Sequence[Any] = ()) -> None:

@@ -104,6 +104,30 @@ def in_trouble(placement: Sequence[int], schedule: Schedule, trouble: Trouble) -
     return Told(error, note, later, report.losses, numbers(modules))
 
 
+def interrupted(placement: Sequence[int], schedule: Schedule) -> str:
+    """Rank 0 is interrupted in a step that rank 1 begins only when rank 0 has left it."""
+    rank, m, store = dist.get_rank(), schedule.problem.microbatches, dist.distributed_c10d._get_default_store()
+    modules: dict[int, nn.Module] = dict(own_stages(placement))
+    try:
+        with Pipeline(modules, placement, loss_fn, m) as pipe:
+            pipe.load(schedule)
+            pipe.step(*batch(0, m))
+            modules[rank].zero_grad()  # a rank that accumulates waits until the others have begun the step
+            if rank == 0:
+                modules[0].register_forward_pre_hook(_interrupt)
+            else:
+                store.wait(["interrupted"])
+            pipe.step(*batch(0, m))
+    except (KeyboardInterrupt, OptPipeError) as error:
+        store.set("interrupted", "")
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt("enough")
+
+
 def leaving(placement: Sequence[int], schedule: Schedule) -> str:
     """Rank 1 leaves its `with` by an error of its own, between two steps."""
     m = schedule.problem.microbatches
