@@ -95,7 +95,7 @@ def _params(limits: Limits) -> dict[str, float | int]:
 
 
 def _fill(model: gp.Model, rows: Rows) -> list[gp.Var]:
-    kinds = [GRB.BINARY if binary else GRB.CONTINUOUS for binary in rows.binary]
+    kinds = [GRB.INTEGER if whole else GRB.CONTINUOUS for whole in rows.whole]
     variables = list(model.addVars(range(len(kinds)), lb=rows.lower, ub=rows.upper, vtype=kinds).values())
     for index, value, at_least in rows.each():
         model.addLConstr(gp.LinExpr(value, [variables[var] for var in index]), GRB.GREATER_EQUAL, at_least)

@@ -90,6 +90,6 @@ def _program(rows: Rows, objective: int) -> highspy.HighsLp:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = begins, index, value
     lp.integrality_ = [
-        highspy.HighsVarType.kInteger if binary else highspy.HighsVarType.kContinuous for binary in rows.binary
+        highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in rows.whole
     ]
     return lp

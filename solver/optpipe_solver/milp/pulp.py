@@ -93,8 +93,8 @@ def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolv
 def _program(rows: Rows, objective: int) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     problem = pulp.LpProblem("optpipe", pulp.LpMinimize)
     variables = [
-        pulp.LpVariable(f"x{k}", low, high, pulp.LpBinary if binary else pulp.LpContinuous)
-        for k, (low, high, binary) in enumerate(zip(rows.lower, rows.upper, rows.binary, strict=True))
+        pulp.LpVariable(f"x{k}", low, high, pulp.LpInteger if whole else pulp.LpContinuous)
+        for k, (low, high, whole) in enumerate(zip(rows.lower, rows.upper, rows.whole, strict=True))
     ]
     problem += variables[objective]
     for index, value, at_least in rows.each():
