@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems
-from support.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all
+from support.enumeration import EXHAUSTIVE, SPAN, best_of_all
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
@@ -103,7 +103,7 @@ def test_no_schedule_is_shorter_than_its_memory_allows(pair):
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
-@pytest.mark.parametrize("problem", [*EXHAUSTIVE.values(), SPAN, LATE_START])
+@pytest.mark.parametrize("problem", [*EXHAUSTIVE.values(), SPAN])
 def test_it_is_no_more_than_the_best_of_all_schedules(problem, objective):
     best, _ = best_of_all(problem, objective)
     assert max(trivial_bound(problem, objective), memory_bound(problem, objective)) <= best + 1e-9

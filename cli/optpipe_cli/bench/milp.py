@@ -100,7 +100,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     began = time.monotonic()
     model = Model(problem, "makespan", warm.makespan_ms if warm else serial_ms(problem), switches)
     found, bounds = [math.inf], [0.0]
-    used = minimize(
+    _, outcome = minimize(
         solver,
         Task(
             model.rows,
@@ -116,7 +116,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     seconds = time.monotonic() - began
     best, bound = min(found), max(bounds)
     return {
-        "solver": used,
+        "solver": outcome.solver,
         "variables": len(model.rows.lower),
         "rows": len(model.rows.at_least),
         "non-zeros": model.rows.entries,

@@ -64,10 +64,9 @@ def _nearest_sums(counts: tuple[tuple[int, int], ...], room: int) -> tuple[int, 
     halves: list[list[tuple[int, int]]] = [[], []]
     for size, count in sorted(counts, key=lambda of_size: -of_size[1]):
         min(halves, key=lambda half: prod(n + 1 for _, n in half)).append((size, count))
-    sums = [_sums(half) for half in halves]
-    if sums[0] is None or sums[1] is None:
+    first, second = _sums(halves[0]), _sums(halves[1])
+    if first is None or second is None:
         return None
-    first, second = sums
     after = np.searchsorted(second, room - first, side="right")
     below = first[after > 0] + second[after[after > 0] - 1]
     above = first[after < len(second)] + second[after[after < len(second)]]

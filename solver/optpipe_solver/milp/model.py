@@ -87,12 +87,22 @@ class Model:
         """Whether its optimum bounds every schedule of the problem, not only those that it can express (no recompute,
         no pairs, whole activations, B and W apart). B followed by W does all that BW does, earlier for the stage
         before, and only on some stages more memory (`needs_fused`)."""
-        problem, costs = self.problem, self.problem.costs
-        needs_more = costs.can_recompute.any() or (costs.parts > 1).any() or needs_fused(problem).any()
-        expresses_all = problem.overlap_factor is None and problem.layers is None and not needs_more
         # A device has a shorter span where it starts later.
-        order_is_free = self.objective == "makespan" and not stages_that_may_offload(problem)
-        return self.paths.around is None and expresses_all and (self._order != "stages" or order_is_free)
+        order_is_free = self.objective == "makespan" and not stages_that_may_offload(self.problem)
+        any_order = self._order != "stages" or order_is_free
+        return self.paths.around is None and not self.inexpressible and self.problem.layers is None and any_order
+
+    @property
+    def inexpressible(self) -> str:
+        """What schedules of the problem may do and the model does not know, in words; nothing if it knows all."""
+        problem, costs = self.problem, self.problem.costs
+        lacks = {
+            "no recompute": costs.can_recompute.any(),
+            "no single parts of activations": (costs.parts > 1).any(),
+            "BW only as B and W": needs_fused(problem).any(),
+            "no pairs": problem.overlap_factor is not None,
+        }
+        return ", ".join(what for what, needed in lacks.items() if needed)
 
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as

@@ -120,6 +120,10 @@ class Rows:
             literals = [(-length, made), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
 
+    def fits(self, most: int) -> bool:
+        """Whether there are no more variables, and no more rows."""
+        return max(len(self.lower), len(self.at_least)) <= most
+
     @property
     def entries(self) -> int:
         """Coefficients that are not zero."""
@@ -140,10 +144,10 @@ class Rows:
 
     def earliest(self, x: Floats) -> Floats:
         """The least values of the other variables that keep every precedence, and carry all, that the binaries of `x`
-        require: exact times, free of the solver's tolerance. They are reached from `lower`, round after round, as in Bellman and
-        Ford's method."""
+        require: exact times, free of the solver's tolerance. They are reached from `lower`, round after round, as in
+        Bellman and Ford's method."""
         active = [p for p in self.precedences if all(self.holds(literal, x) for literal in p.when)]
-        later, earlier = np.array([p.later for p in active]), np.array([p.earlier for p in active])
+        later, earlier = (np.array([p[k] for p in active], dtype=np.int64) for k in (0, 1))
         gap = np.array([p.gap + (p.span[0] if self.holds(p.span[1], x) else 0.0) for p in active])
         times = np.where(self.binary, x > 0.5, self.lower)
         for _ in range(len(times)):
