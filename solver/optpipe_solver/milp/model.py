@@ -21,7 +21,7 @@ from optpipe_solver.milp.precedences import COMPUTE
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.surroundings import Surroundings
 from optpipe_solver.milp.switches import Switches
-from optpipe_solver.milp.triangles import Triangles
+from optpipe_solver.milp.triangles import Triangles, all_orders, compute_orders
 from optpipe_solver.milp.variables import Variables, stages_that_may_offload
 from optpipe_solver.paths import needs_fused
 
@@ -65,11 +65,6 @@ class Model:
         self.C = v.C
         compute.add_known_orders(v)
         compute.add_one_at_a_time(v)
-        self.triangles = Triangles(v.P, self.paths.device)
-        if switches.triangles == "all":
-            for clause in self.triangles.all():
-                self.rows.clause(*clause)
-        self.violated = self.triangles.violated if switches.triangles == "lazy" else None
         if objective == "makespan":
             compute.add_makespan(v)
         else:
@@ -81,6 +76,11 @@ class Model:
         transfers.add_links(v)
         transfers.add_surroundings(v)
         memory.add_memory_capacity(v)
+        self.triangles = Triangles(all_orders(v) if switches.triangles_of == "all" else compute_orders(v))
+        if switches.triangles == "all":
+            for clause in self.triangles.all():
+                self.rows.clause(*clause)
+        self.violated = self.triangles.violated if switches.triangles == "lazy" else None
 
     @property
     def is_bound(self) -> bool:
