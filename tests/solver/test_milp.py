@@ -41,10 +41,10 @@ def test_the_optimum_is_the_best_of_all_programs(solver: Solver, name: str) -> N
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
-@pytest.mark.parametrize("times", [((2, 3, 0), (3, 2, 0)), ((0, 2, 1), (2, 0, 1)), ((0, 3, 0), (0, 1, 0))])
+@pytest.mark.parametrize("times", [((2, 3, 0), (3, 2, 0)), ((0, 3, 0), (0, 1, 0))])
 def test_ops_may_take_no_time(solver: Solver, times: tuple[tuple[int, ...], ...], objective: Objective) -> None:
-    stages = [stage(0, times[0], 2, 1, (2, 2, 2)), stage(1, times[1], 2, 1, (4, 1, 2))]  # type: ignore[arg-type]
-    problem = problem_of(stages, [2, 2], 2, 3.0)
+    stages = [stage(0, times[0], 2, 1, (2, 2, 2)), stage(1, times[1], 2, 1)]  # type: ignore[arg-type]
+    problem = problem_of(stages, [2, 4], 2, 3.0)
     best, _ = best_of_all(problem, objective)
     values, bound = solver.solve(problem, objective)
     assert values[-1] == pytest.approx(best)
@@ -55,8 +55,8 @@ def test_what_the_model_lacks_is_said(solver: Solver) -> None:
     parts = stage(0, (2, 2, 1), 2, 1, (2, 2, 2), (1, 1), parts=2)
     notes = [frame.text for frame in solver.frames(problem_of([parts], [3], 2)) if isinstance(frame, Note)]
     assert notes[-1] == (
-        "milp: its optimum is no bound, as the model has no recompute, no single parts of activations; cpsat and lns "
-        "have them"
+        "milp: its optimum is no bound, as the model has no recompute, no single parts of activations; method auto "
+        "has no such limits"
     )
 
 
@@ -77,7 +77,7 @@ def test_the_limit_of_a_whole_problem_is_the_users(solver: Solver) -> None:
         most: [frame.text for frame in solver.frames(problem, milp_ops=most) if isinstance(frame, Note)]
         for most in (11, 12)
     }
-    assert [" windows by HiGHS: " in note for note in notes[11]] == [True]
+    assert [" window" in note for note in notes[11]] == [True]
     assert all("HiGHS: optimal" in note for note in notes[12])
 
 
@@ -201,7 +201,8 @@ def test_a_device_without_memory_is_no_fault(solver: Solver) -> None:
     problem = problem_of([stage(0, (1, 1, 1), 1), stage(1, (1, 1, 1), 0, 5)], [1, 0], 1)
     *notes, end = solver.frames(problem)
     assert end == End()
-    assert all(isinstance(note, Note) and "no schedule is possible" in note.text for note in notes)
+    assert all(isinstance(note, Note) for note in notes)
+    assert "milp: HiGHS: infeasible after " in str(notes[0])
 
 
 def test_what_is_supported() -> None:

@@ -58,4 +58,6 @@ def test_it_runs_whatever_the_times_and_the_tolerance(data: st.DataObject) -> No
 def test_where_nothing_can_leave_it_is_1f1b_with_a_longer_warm_up() -> None:
     problem = units(4, 9)
     assert fills(problem, 0) == [7, 5, 3, 1]
-    assert not [op for program in generate("algorithm-1", problem).programs for op in program.ops() if op.kind == Kind.O]
+    assert not [
+        op for program in generate("algorithm-1", problem).programs for op in program.ops() if op.kind == Kind.O
+    ]

@@ -1,7 +1,7 @@
 """Rows of bytes: sums of sizes that fit or do not, to the byte, although solvers keep rows only within a tolerance.
 
-Sizes of some 10 GB in one row leak some hundred bytes at a tolerance of 1e-8. What counts is which sets of literals fit,
-not the figures: sizes are divided by their greatest common divisor, and the limit is rounded down to the next sum that
+Sizes of some 10 GB in one row leak some hundred bytes at a tolerance of 1e-8. What counts is which sets of literals
+fit, not the figures: sizes are divided by their greatest common divisor, and the limit is rounded down to the next sum that
 some of them have. Then the sums that do not fit are usually far above it. Where they are not, the row is written digit
 by digit, with whole carries, as on paper.
 """
@@ -88,7 +88,9 @@ def _add_digits(rows: Rows, terms: list[tuple[int, Literal]], room: int) -> None
     while room >= BASE:
         digits = [(size % BASE, literal) for size, literal in terms if size % BASE]
         most = sum(size for size, _ in digits) + (rows.upper[carry] if carry is not None else 0)
-        into = rows.carry(Carry(tuple(digits), carry, room % BASE, BASE), max(0.0, np.ceil((most - room % BASE) / BASE)))
+        into = rows.carry(
+            Carry(tuple(digits), carry, room % BASE, BASE), max(0.0, np.ceil((most - room % BASE) / BASE))
+        )
         _add_digit(rows, digits, carry, room % BASE, into)
         carry, room = into, room // BASE
         terms = [(size // BASE, literal) for size, literal in terms if size >= BASE]

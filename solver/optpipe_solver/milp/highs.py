@@ -42,7 +42,8 @@ def minimize(task: Task) -> Outcome:
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
     known = best if best > -np.inf else None
-    return Outcome("HiGHS", ENDINGS.get(highs.getModelStatus(), "ended"), known, int(highs.getInfo().mip_node_count))
+    nodes = max(0, int(highs.getInfo().mip_node_count))  # -1: infeasible without any
+    return Outcome("HiGHS", ENDINGS.get(highs.getModelStatus(), "ended"), known, nodes)
 
 
 def _completed(task: Task) -> Floats | None:

@@ -44,9 +44,7 @@ def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = 
     limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
     most = request.milp_ops or (None if is_licensed(request.solver) else MOST_OPS)
-    if most is not None and count_ops(request.problem) > most:
-        search.windows(limits, switches)
-    elif not search.whole(limits, switches):
+    if (most is not None and count_ops(request.problem) > most) or not search.whole(limits, switches):
         search.windows(limits, switches)
 
 
@@ -91,7 +89,7 @@ class _Search:
             ):
                 break
         if not model.is_bound and (reason := model.inexpressible):
-            self._report(f"its optimum is no bound, as the model has {reason}; cpsat and lns have them")
+            self._report(f"its optimum is no bound, as the model has {reason}; method auto has no such limits")
         return True
 
     def windows(self, limits: Limits, switches: Switches) -> None:

@@ -33,8 +33,8 @@ def compute_orders(v: Variables) -> list[Order]:
 def all_orders(v: Variables) -> list[Order]:
     """P with M and N, and K with H and L."""
     devices = compute_orders(v)
-    for kind, literals in ((Kind.D, v.M), (Kind.R, v.N)):
-        for (a, y), before in literals.items():
+    for kind, away in ((Kind.D, v.M), (Kind.R, v.N)):
+        for (a, y), before in away.items():
             order = devices[v.paths.device[y]]
             order[(kind, a), y], order[y, (kind, a)] = before, ~before
     links: dict[tuple[int, bool], Order] = {}

@@ -81,6 +81,4 @@ def _with_transfers(problem: Problem, s: int, compute: list[Op]) -> list[Op]:
     return found
 
 
-SYSTEMS = (
-    System("algorithm-1", "OptPipe, Algorithm 1 as printed", algorithm_1, parameters=("tolerance",)),
-)
+SYSTEMS = (System("algorithm-1", "OptPipe, Algorithm 1 as printed", algorithm_1, parameters=("tolerance",)),)
