@@ -65,11 +65,15 @@ def _steps() -> dict[str, Switches]:
         "no determined ones": replace(PLAIN, determined=True),
         "triangles": replace(PLAIN, triangles="all"),
         "triangles, lazy": replace(PLAIN, triangles="lazy"),
+        "all triangles": replace(PLAIN, triangles="all", triangles_of="all"),
         "warm start": replace(PLAIN, warm_start=True),
         "tight big-M": replace(PLAIN, tight=True),
         "workload": replace(PLAIN, workload=True),
         "all of the paper": replace(ALL, workload=False),
+        "all, no triangles": replace(ALL, triangles="none"),
         "all, triangles lazy": replace(ALL, triangles="lazy"),
+        "all, all triangles": replace(ALL, triangles_of="all"),
+        "all, all tr. lazy": replace(ALL, triangles="lazy", triangles_of="all"),
         "all": ALL,
     }
 

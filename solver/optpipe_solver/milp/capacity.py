@@ -1,9 +1,9 @@
 """Rows of bytes: sums of sizes that fit or do not, to the byte, although solvers keep rows only within a tolerance.
 
 Sizes of some 10 GB in one row leak some hundred bytes at a tolerance of 1e-8. What counts is which sets of literals
-fit, not the figures: sizes are divided by their greatest common divisor, and the limit is rounded down to the next sum that
-some of them have. Then the sums that do not fit are usually far above it. Where they are not, the row is written digit
-by digit, with whole carries, as on paper.
+fit, not the figures: sizes are divided by their greatest common divisor, and the limit is rounded down to the next sum
+that some of them have. Then the sums that do not fit are usually far above it. Where they are not, the row is written
+digit by digit, with whole carries, as on paper.
 """
 
 from __future__ import annotations
