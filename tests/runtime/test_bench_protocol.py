@@ -15,7 +15,7 @@ SMALL = DemoSettings(budget=2.4, rounds=1, turn=1, size=Size(width=64, heads=2, 
 
 def test_the_protocol_runs_with_a_backend_that_is_named() -> None:
     pytest.importorskip("pulp")
-    told = run(ProtocolSettings(milp_s=8.0, solver="pulp:cbc", training=SMALL))
+    told = run(ProtocolSettings(milp_s=40.0, solver="pulp:cbc", training=SMALL))
     assert told["first"]["method"] == FIRST
     assert told["steps_beside"] > 0
     predicted = [told["first"]["predicted_ms"], *(found["predicted_ms"] for found in told["found"])]

@@ -106,7 +106,8 @@ class WindowSearch:
     @property
     def summary(self) -> str:
         """How the search ended."""
-        by = ", ".join(f"{count} windows by {solver}" for solver, count in self._solved.items()) or "no window"
+        by = ", ".join(f"{count} windows by {solver}" for solver, count in self._solved.items())
+        by = by or "no window in which anything shorter may be"
         shrunk = f", {self._shrunk} shrunk to {self._most} variables and rows" if self._shrunk else ""
         return (
             f"{by}: {self._proven} optimal, {self._gained} shorter{shrunk}; {self._nodes} nodes, up to {self._largest} "
@@ -121,9 +122,6 @@ class WindowSearch:
         neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
         graph = ScheduleGraph(prune(split_if_it_fits(best)), self._objective)
         while graph.expressible and limits.seconds > 0:
-            if reaches(graph.length_ms, self._bound_ms):
-                self._end = "proven optimal by a bound without search"
-                return
             (chosen,) = random_.choices(neighbourhoods, [max(LEAST_WORTH, n.worth) for n in neighbourhoods])
             window, began = chosen.choose(graph, random_), time.monotonic()
             own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, random_.randrange(2**31))
@@ -143,6 +141,9 @@ class WindowSearch:
                 return
             if found is not None:
                 graph = ScheduleGraph(found, self._objective)
+            if reaches(graph.length_ms, self._bound_ms):
+                self._end = "proven optimal by a bound without search"
+                return
         if not graph.expressible:
             self._end = "left alone"
             self._tell(

@@ -27,6 +27,7 @@ from optpipe_solver.milp.switches import ALL, Order, Switches
 from optpipe_solver.milp.task import Limits, Outcome, Task
 
 METHOD = "milp"
+SHARE = 0.95  # of the time is for searches: how they ended must be told in time
 ORDERS: dict[Order, str] = {
     "stages": "micro-batches in one order in all stages",
     "entry": "micro-batches in the order in which they enter",
@@ -41,7 +42,7 @@ def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = 
     notes: how each search ended, which schedules were rejected, and, once, that a backend is not available and HiGHS
     takes its place.
     """
-    limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
+    limits = Limits(time.monotonic() + SHARE * request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
     most = request.milp_ops or (None if is_licensed(request.solver) else MOST_OPS)
     if (most is not None and count_ops(request.problem) > most) or not search.whole(limits, switches):
