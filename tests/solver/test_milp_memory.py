@@ -94,7 +94,7 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     return problem_of([stage(0, (2, 2, 1), activation, kept, (1, 2, moved))], [max(memory, activation)], 2)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(tiny_problems())
 def test_no_byte_changes_the_optimum(solver: Solver, problem: Problem) -> None:
     best, _ = best_of_all(problem, "makespan")

@@ -28,7 +28,7 @@ class MilpEngine:
         it is worth its time only on problems that it solves whole."""
         costs, passes = problem.costs, [problem.route(j) for j in range(problem.microbatches)]
         if costs.can_evict.any():
-            return "the model has no evictions; bpipe does"
+            return "the model has no evictions"
         if not costs.ms[[Kind.F, Kind.B, Kind.W]].any():
             return "nothing takes any time"
         pinned = [0] * len(problem.devices)
