@@ -16,7 +16,7 @@ import pytest
 from support.enumeration import EXHAUSTIVE, best_of_all, problem_of, stage
 from support.milp import Solver, solver_process
 
-from optpipe import Problem, Schedule, check
+from optpipe import Kind, Op, Problem, Schedule, check
 from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import End, Incumbent, Note, Programs
 from optpipe_solver import milp
@@ -108,6 +108,28 @@ def test_an_incumbent_satisfies_every_row_of_its_windows(
         assert check(problem, lifted) == []
         assert lifted.makespan_ms <= x[model.C] / model.scale + 1e-6
     assert solved
+
+
+def test_what_was_dropped_before_the_end_of_a_window_still_is() -> None:
+    """Also where the first op after the window, such as a W, takes no memory itself: later ones count on the drop."""
+    graph = ScheduleGraph(split_if_it_fits(start_of(PROBLEMS["one chunk"], "adaoffload")))
+    frees = 0
+    for window in windows_of(graph, 60):
+        around = Surroundings(graph, window)
+        model = Model(graph.problem, "makespan", graph.end_ms, Switches(order="none"), around)
+        for a in model.variables.activations if model.possible else ():
+            border = around.border.get(graph.problem.stages[a[0]].device)
+            if border is None or not around.transfers[a].made or graph.parts(Kind.D, a)[-1] >= border:
+                continue
+            op = graph.ops[border]
+            number = model.paths.number[op]
+            known = Op(Kind.B, *a) in model.paths.number and model.paths.precedes(
+                model.paths.number[Op(Kind.B, *a)], number
+            )
+            if not known and op != Op(Kind.B, *a):
+                assert (a, number) in model.variables.M
+                frees += op.kind == Kind.W
+    assert frees
 
 
 SOLVE = """
