@@ -166,7 +166,7 @@ def test_a_span_is_no_shorter_where_all_micro_batches_enter_on_one_device():
     assert deferral_bound(two_wait, "span") == deferral_bound(two_wait)
     both_ways = two_wait.replace(routes=[[0, 1, 2, 3], [3, 2, 1, 0]], microbatch_routes=[0, 1] * 4)
     assert deferral_bound(both_ways, "span") == 0.0
-    assert trivial_bound(pipeline(4, 2, (10.0, 1.0, 1.0), 0.0), "span") == 50 + 4 + 1
+    assert trivial_bound(pipeline(4, 2, (10.0, 1.0, 1.0), 0.0), "span") == 30 + 2 * 11 + 3 + 1
 
 
 def test_chunks_of_one_device_share_what_can_wait():
