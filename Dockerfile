@@ -9,7 +9,7 @@ COPY runtime runtime
 COPY server server
 COPY cache cache
 COPY cli cli
-RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt '.[server,postgres]'
+RUN /opt/optpipe/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt '.[server,postgres,gurobi,pulp]'
 
 FROM python:3.11-slim
 COPY --from=build /opt/optpipe /opt/optpipe

@@ -80,6 +80,7 @@ FIGURES: dict[str, tuple[Problem, str]] = {
     "po-h": (units(4, 8, 2, **leaving(1.5, 2)), "PipeOffload, figure 7"),
     "po-f": (units(8, 16, **leaving(1.5)), "PipeOffload, figure 14"),
     "adaoffload": (Problem.load(EXAMPLES / "figure4-4x6.json"), "OptPipe, figure 4"),
+    "algorithm-1": (Problem.load(EXAMPLES / "figure4-4x6.json"), "no figure"),
     "chronos": (units(4, 8, 2), "Lin et al., figure 5 (a)"),
     "chronos-recomp": (units(8, 8, 2, **again(1, 0, 2)), "Lin et al., figure 6 (b)"),
     "chronos-zero2": (units(4, 8, 2), "Lin et al., figure 7"),

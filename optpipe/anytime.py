@@ -231,6 +231,7 @@ class Options(TypedDict, total=False):
     warm_start: Schedule | None
     seed: int
     solver: str
+    milp_ops: int | None
     placements: Placements
     jitter: float
     memory_mib: int | None
@@ -247,6 +248,7 @@ def improve(
     warm_start: Schedule | None = None,
     seed: int = 0,
     solver: str = "auto",
+    milp_ops: int | None = None,
     placements: Placements = "keep",
     jitter: float = 0.0,
     memory_mib: int | None = None,
@@ -273,6 +275,9 @@ def improve(
         Of everything random.
     solver
         The MILP's backend: auto, highs, gurobi, pulp or pulp:NAME.
+    milp_ops
+        Compute ops up to which the method `milp` solves the problem whole; larger ones window by window. By default
+        100, and no limit with a licence of Gurobi.
     placements
         `keep` the stages as given, or search `all` splits of the devices' work; the schedule is then one of
         `schedule.problem`.
@@ -310,6 +315,7 @@ def improve(
             seed=seed,
             warm_start=Programs.of(warm_start) if warm_start is not None else None,
             solver=solver,
+            milp_ops=milp_ops,
             placements=placements,
             jitter=jitter,
             memory_mib=memory_mib,

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from optpipe.errors import OptPipeError
 from optpipe_cli.bench.runtime import difference
+from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
 
 if TYPE_CHECKING:
@@ -40,15 +39,6 @@ def demo() -> None:
         outcome = run(DemoSettings(), Path(folder))
     if not outcome.sound:
         raise typer.Exit(1)
-
-
-class Gain(NamedTuple):
-    """How much shorter a step is with the best schedule, as a share: the median over rounds, and the range of 95 % of
-    its resamples."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -179,24 +169,6 @@ def _best(told: DemoResult) -> int:
 def _middle(told: DemoResult, version: int) -> tuple[float, float]:
     """Median and interquartile range of a schedule's settled steps while the machine was quiet, in ms."""
     return _spread([step for step in told.steps if step.version == version and step.settled and not step.live])
-
-
-def rounds(told: DemoResult, best: int, count: int) -> list[float]:
-    """Return the gain of each of the last `count` rounds, in which the first and the best schedule alternated."""
-    settled = [step for step in told.steps if step.settled and not step.live and step.version in (0, best)]
-    medians = [median(step.ms for step in phase) for _, phase in groupby(settled, key=lambda step: step.version)][
-        -2 * count :
-    ]
-    return [1 - after / before for before, after in zip(medians[::2], medians[1::2], strict=False)]
-
-
-def gain_of(rounds: list[float]) -> Gain:
-    """Return the gain with its spread by the bootstrap: medians of resampled rounds."""
-    if not rounds:
-        return Gain(0.0, 0.0, 0.0)
-    draw = random.Random(0)
-    drawn = sorted(median(draw.choices(rounds, k=len(rounds))) for _ in range(2000))
-    return Gain(median(rounds), drawn[50], drawn[-51])
 
 
 def _spread(steps: list[Step]) -> tuple[float, float]:

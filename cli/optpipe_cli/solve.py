@@ -50,7 +50,13 @@ def solve(
     ] = Objective.makespan,
     warm_start: Annotated[Path | None, typer.Option(help="A schedule file to start from.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
-    solver: Annotated[str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp or pulp:NAME.")] = "auto",
+    solver: Annotated[
+        str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp, or one of PuLP's, such as pulp:cbc.")
+    ] = "auto",
+    milp_ops: Annotated[
+        int | None,
+        typer.Option(help="Compute ops up to which milp solves the problem whole. Default: 100; none with Gurobi."),
+    ] = None,
     placements: Annotated[
         Placements,
         typer.Option(
@@ -99,6 +105,7 @@ def solve(
                 warm_start=start,
                 seed=seed,
                 solver=solver,
+                milp_ops=milp_ops,
                 placements=placements.value,
                 jitter=jitter,
                 memory_mib=memory_mib,

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -61,10 +62,31 @@ class Programs(Record):
         return Schedule.parse(placed, (texts.split() for texts in self.programs), links, method, self.placement)
 
 
+# PuLP's solvers as people write them: in any case, with or without PuLP's own prefixes and suffixes.
+PULP_SOLVERS = (
+    *("cbc", "coin", "coinmp", "choco", "copt", "cplex", "cuopt", "fscip", "glpk", "gurobi", "highs", "mipcl"),
+    *("mosek", "sas94", "sascas", "scip", "xpress"),
+)
+
+
+def usual_name(solver: str) -> str:
+    """A solver of PuLP's by its usual name, such as `cbc` for `PULP_CBC_CMD`."""
+    return re.sub(r"_(cmd|py|dll)$", "", solver.lower().removeprefix("pulp_"))
+
+
 def _milp_solver(name: str) -> str:
-    if not re.fullmatch(r"auto|highs|gurobi|pulp(:\w+)?", name):
-        raise PydanticCustomError("solver", "auto, highs, gurobi, pulp or pulp:NAME was expected")
-    return name
+    kind, _, within = name.partition(":")
+    backends = ("auto", "highs", "gurobi", "pulp")
+    known = kind.lower() == "pulp" and usual_name(within) in (*PULP_SOLVERS, "")
+    if known or (not within and (kind.lower() in backends or usual_name(kind) in PULP_SOLVERS)):
+        return name
+    packages = {"highs": "highspy", "gurobi": "gurobipy", "pulp": "pulp"}
+    installed = [solver for solver, package in packages.items() if find_spec(package)]
+    raise PydanticCustomError(
+        "solver",
+        "auto, highs, gurobi, pulp or one of PuLP's solvers such as pulp:cbc was expected (installed: {installed})",
+        {"installed": ", ".join(installed)},
+    )
 
 
 class Request(Record):
@@ -78,6 +100,7 @@ class Request(Record):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     warm_start: Programs | None = None
     solver: Annotated[str, AfterValidator(_milp_solver)] = "auto"  # the MILP's backend
+    milp_ops: Annotated[int, Field(ge=1)] | None = None  # compute ops up to which the MILP is solved whole
     placements: Placements = "keep"  # the stages as given, or any split over the devices
     jitter: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0  # noise of op times, as a share of them
     memory_mib: Annotated[int, Field(ge=64)] | None = None  # of the solver's processes together

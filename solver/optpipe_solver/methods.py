@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 HEURISTICS = ("naive", "zb-auto", "adaoffload")  # each fits wherever any schedule does; the most promising last
-ENGINES = ("cyclic", "lns", "cpsat", "milp")
+MILP = "milp"
+ENGINES = ("cyclic", "lns", "cpsat", MILP)
 ROBUST = "robust"  # an engine, too, which `auto` starts where op times vary
 METHODS = ("auto", *HEURISTICS, *ENGINES)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from optpipe.evaluate.effects import Effects
+from optpipe.evaluate.objective import Objective
 from optpipe.evaluate.timeline import Timeline
 from optpipe.model.arrays import Flags, Floats
 from optpipe.model.ops import COMPUTE, Kind
@@ -36,9 +37,28 @@ def needs_fused(problem: Problem) -> Flags:
     return np.array([most(s, Kind.B, Kind.W) > most(s, Kind.BW) for s in range(len(problem.stages))])
 
 
-def tails(schedule: Schedule) -> list[float]:
-    """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph
-    backwards."""
+def deliveries(schedule: Schedule, objective: Objective) -> Floats:
+    """(D,) how long each device's work counts after its end, in ms, so that the end of everything is what the objective
+    makes long; zeros for the makespan.
+
+    With the span (OptPipe Eq. 3) a device that starts later may end later. As long as no device's start moves, the span
+    is the time at which all work is delivered, less a constant: a makespan with delivery times (Jackson 1955).
+    """
+    timeline = schedule.timeline
+    first = np.full(len(schedule.problem.devices), np.inf)
+    compute = timeline.rows.of_kinds(*COMPUTE)
+    if objective == "span":
+        np.minimum.at(first, timeline.device[compute], timeline.start[compute])
+    idle = np.isinf(first)
+    delivery: Floats = np.where(idle, 0.0, np.max(first[~idle], initial=0.0) - first)
+    return delivery
+
+
+def tails(schedule: Schedule, delivery: Floats | None = None) -> list[float]:
+    """The longest path from each op's start to the end, in ms, by rows of the timeline: `simulate`'s graph backwards.
+
+    `delivery`: what to add behind each device's compute ops, as from `deliveries`.
+    """
     compiled = schedule.compiled
     lasts = compiled.durations_ms.tolist()
     waits, delays = (array.tolist() for array in compiled.waits)
@@ -47,6 +67,9 @@ def tails(schedule: Schedule) -> list[float]:
         for j in row:
             followers[j] += j >= 0
     tail: list[float] = list(lasts)
+    if delivery is not None:
+        rows = compiled.rows
+        tail = (compiled.durations_ms + delivery[rows.device] * rows.of_kinds(*COMPUTE)).tolist()
     ready = [i for i, n in enumerate(followers) if n == 0]
     while ready:
         i = ready.pop()

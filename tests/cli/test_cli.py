@@ -221,8 +221,8 @@ WRONG = [
     ),
     (("solve", "p.json", "--time-limit", "-1"), "error: --time-limit = -1.0: "),
     (
-        ("solve", "p.json", "--solver", "cplex"),
-        "error: --solver = 'cplex': auto, highs, gurobi, pulp or pulp:NAME was expected",
+        ("solve", "p.json", "--solver", "best"),
+        "error: --solver = 'best': auto, highs, gurobi, pulp or one of PuLP's solvers such as pulp:cbc was expected ",
     ),
     (
         ("solve", "p.json", "--warm-start", "p.json"),

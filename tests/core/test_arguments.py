@@ -47,11 +47,11 @@ def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> N
     [
         ("--time-limit", "0", "--time-limit = 0.0: input should be greater than 0"),
         ("--memory-mib", "1", "--memory-mib = 1: input should be greater than or equal to 64"),
-        ("--solver", "best", "--solver = 'best': auto, highs, gurobi, pulp or pulp:NAME was expected"),
+        ("--solver", "best", "--solver = 'best': auto, highs, gurobi, pulp or one of PuLP's solvers such as pulp:cbc"),
     ],
 )
 def test_a_wrong_option_is_named(option: str, value: str, message: str, tmp_path: Any) -> None:
     PROBLEM.save(tmp_path / "p.json")
     result = CliRunner().invoke(app, ["solve", str(tmp_path / "p.json"), option, value, "--no-cache"])
     assert isinstance(result.exception, optpipe.InputError)
-    assert str(result.exception) == message
+    assert str(result.exception).startswith(message)

@@ -10,10 +10,13 @@ from support.enumeration import problem_of, stage
 from optpipe import Problem, Schedule, check
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe_solver import budget, lns
+from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import place_on_grid, split_dispensable
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.lns.choice import FEWEST, QUICK_S, VAIN, Breadth, WindowChoice
+from optpipe_solver.paths import deliveries, tails
+from optpipe_solver.systems import generate
 
 
 def offloading(devices: int, microbatches: int) -> Problem:
@@ -39,6 +42,24 @@ def test_windows_of_any_schedule_make_it_shorter_and_shorter() -> None:
     values = [schedule.makespan_ms for schedule in schedules]
     assert values == sorted(values, reverse=True)
     assert values[-1] < 0.7 * naive(problem).makespan_ms
+
+
+def test_windows_minimize_the_span_where_it_is_asked_for() -> None:
+    """From ZB-H1, which takes 94 ms. Windows that minimize the makespan end at 88."""
+    problem = problem_of([stage(d, (5, 5, 4), 5, 2) for d in range(4)], [99] * 4, 5, p2p_ms=0.5)
+    start = generate("zb-h1", problem)
+    schedules = found(problem, 20.0, objective="span", warm_start=Programs.of(start))
+    assert schedules[-1].span_ms == trivial_bound(problem, "span") == 87.0
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "gpipe", "zb-h2"])
+def test_a_span_is_a_makespan_with_delivery_times(name: str) -> None:
+    problem = problem_of([stage(d, (3, 5, 4), 5, 2) for d in range(4)], [99] * 4, 8, p2p_ms=0.5)
+    schedule = generate(name, problem)
+    delivery = deliveries(schedule, "span")
+    assert delivery.max() == 4 * 3 - 3 + 3 * 0.5  # device 0 starts that long before device 3
+    assert max(tails(schedule, delivery)) - delivery.max() == pytest.approx(schedule.span_ms)
+    assert not deliveries(schedule, "makespan").any()
 
 
 def test_without_a_warm_start_it_begins_with_a_heuristic() -> None:

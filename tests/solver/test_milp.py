@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.objective import Objective
-from optpipe.process.protocol import Bound, End, Incumbent, Programs
+from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.lift import lift
 from optpipe_solver.milp.model import Model
@@ -37,6 +38,47 @@ def test_the_optimum_is_the_best_of_all_programs(solver: Solver, name: str) -> N
     assert tried > 10
     assert values[-1] == pytest.approx(best)
     assert bound == pytest.approx(best)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("times", [((2, 3, 0), (3, 2, 0)), ((0, 3, 0), (0, 1, 0))])
+def test_ops_may_take_no_time(solver: Solver, times: tuple[tuple[int, ...], ...], objective: Objective) -> None:
+    stages = [stage(0, times[0], 2, 1, (2, 2, 2)), stage(1, times[1], 2, 1)]  # type: ignore[arg-type]
+    problem = problem_of(stages, [2, 4], 2, 3.0)
+    best, _ = best_of_all(problem, objective)
+    values, bound = solver.solve(problem, objective)
+    assert values[-1] == pytest.approx(best)
+    assert bound == pytest.approx(best)
+
+
+def test_what_the_model_lacks_is_said(solver: Solver) -> None:
+    parts = stage(0, (2, 2, 1), 2, 1, (2, 2, 2), (1, 1), parts=2)
+    notes = [frame.text for frame in solver.frames(problem_of([parts], [3], 2)) if isinstance(frame, Note)]
+    assert notes[-1] == (
+        "milp: its optimum is no bound, as the model has no recompute, no single parts of activations; method auto "
+        "has no such limits"
+    )
+
+
+def test_each_search_says_how_it_ended(solver: Solver) -> None:
+    problem = EXHAUSTIVE["both offload"]
+    *_, note = [frame for frame in solver.frames(problem) if isinstance(frame, Note)]
+    assert note.method == "milp"
+    assert re.fullmatch(
+        r"milp: HiGHS: optimal after \d+\.\d s and \d+ nodes, best 24 ms, bound 24 ms; \d+ variables, \d+ rows, with "
+        "micro-batches in the order in which they enter",
+        note.text,
+    )
+
+
+def test_the_limit_of_a_whole_problem_is_the_users(solver: Solver) -> None:
+    problem = EXHAUSTIVE["both offload"]  # 12 compute ops
+    notes = {
+        most: [frame.text for frame in solver.frames(problem, milp_ops=most) if isinstance(frame, Note)]
+        for most in (11, 12)
+    }
+    assert [" window" in note for note in notes[11]] == [True]
+    assert all("HiGHS: optimal" in note for note in notes[12])
 
 
 def test_the_optimum_of_the_span(solver: Solver) -> None:
@@ -157,7 +199,10 @@ def test_no_bound_where_the_model_cannot_express_every_choice(solver: Solver) ->
 def test_a_device_without_memory_is_no_fault(solver: Solver) -> None:
     """Only BW would fit, which the model does not have."""
     problem = problem_of([stage(0, (1, 1, 1), 1), stage(1, (1, 1, 1), 0, 5)], [1, 0], 1)
-    assert solver.frames(problem) == [End()]
+    *notes, end = solver.frames(problem)
+    assert end == End()
+    assert all(isinstance(note, Note) for note in notes)
+    assert "milp: HiGHS: infeasible after " in str(notes[0])
 
 
 def test_what_is_supported() -> None:
@@ -169,7 +214,7 @@ def test_what_is_supported() -> None:
     assert unsupported(small) is None
     assert unsupported(large) == "there are 3000 compute ops, and 100 are solved whole"
     assert milp.ENGINE.unsupported(large, alone=True) is None  # it improves it window by window
-    assert unsupported(problem_of([stage(0, (2, 2, 0), 2, 1)], [2], 3)) == "the model needs compute ops that take time"
+    assert unsupported(problem_of([stage(0, (0, 0, 0), 2, 1)], [2], 3)) == "nothing takes any time"
     for host_memory, fits in ((6, True), (5, False)):
         devices = [{"host_memory_bytes": host_memory}]
         limited = problem_of([stage(0, (2, 2, 1), 2, 1, (3, 3, 2))], [2], 3, devices=devices)

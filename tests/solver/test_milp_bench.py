@@ -31,8 +31,8 @@ def test_every_switch_has_its_row(tmp_path: Path) -> None:
         row["switches"]: row for row in json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     }
     assert {row["size"] for row in rows.values()} == {"2x4"}  # there are 5 micro-batches only
-    assert len(rows) == 13
-    assert {row["solver"] for row in rows.values()} == {"highs"}
+    assert len(rows) == 17
+    assert {row["solver"] for row in rows.values()} == {"HiGHS"}
     for row in rows.values():
         assert row["bound"] <= 123.0 <= (row["ms"] or 123.0) + 1e-4  # the optimum
         assert row["gap"] is None or 0 <= row["gap"] <= 1  # 1: no bound within so short a time

@@ -228,6 +228,25 @@ def test_only_the_method_named_runs(engines):
     assert notes(frames) == []
 
 
+def test_the_milp_runs_if_it_is_asked_for_though_heuristics_meet_the_bound(engines):
+    proven = Problem.load(EXAMPLES / "figure4-4x6.json")
+    engines("tells", "tells")
+    assert notes(run(proven, method="milp"))[0].startswith("start True")
+    assert notes(run(proven, method="cyclic")) == []
+
+
+@pytest.mark.parametrize("method", ["milp", "auto"])
+def test_how_the_milp_ended_is_told_to_who_asked_for_it(method, monkeypatch):
+    monkeypatch.setattr(plan, "AUTO", (EngineRun("milp", 1.0),))
+    told = [
+        text.partition(" after ")[0] for text in notes(run(pipeline(2, 2, memory=8), method=method, solver="highs"))
+    ]
+    if method == "milp":
+        assert set(told) == {"milp: HiGHS: optimal"}
+    else:
+        assert told == []
+
+
 def test_a_heuristic_that_does_not_fit_or_fails_is_told_of(engines, monkeypatch):
     engines("tells", "tells")
     frames = run(pipeline(memory=15), method="1f1b")

@@ -21,14 +21,12 @@ from support.enumeration import length
 DRIVER = """
 import json, sys
 from optpipe.process.protocol import End, Request, write_frame
-from optpipe_solver.milp import ENGINE
 from optpipe_solver.milp.solve import solve
 from optpipe_solver.milp.switches import Switches
 for line in sys.stdin:
     asked = json.loads(line)
     request = Request.model_validate(asked["request"])
-    whole = ENGINE.unsupported(request.problem, alone=False) is None
-    solve(request, write_frame, whole, Switches(**asked["switches"]))
+    solve(request, write_frame, Switches(**asked["switches"]))
     write_frame(End())
 """
 FRAME: TypeAdapter[Frame] = TypeAdapter(Frame)

@@ -8,10 +8,11 @@ from optpipe_cli.bench.core import core, first
 from optpipe_cli.bench.gpu import gpu
 from optpipe_cli.bench.milp import milp
 from optpipe_cli.bench.pareto import pareto
+from optpipe_cli.bench.protocol import protocol
 from optpipe_cli.bench.runtime import runtime
 from optpipe_cli.bench.service import service
 from optpipe_cli.bench.solver import jitter, solver
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-for command in (milp, solver, jitter, pareto, gpu, runtime, service, core, first):
+for command in (milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first):
     app.command()(command)

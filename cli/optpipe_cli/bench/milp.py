@@ -65,11 +65,15 @@ def _steps() -> dict[str, Switches]:
         "no determined ones": replace(PLAIN, determined=True),
         "triangles": replace(PLAIN, triangles="all"),
         "triangles, lazy": replace(PLAIN, triangles="lazy"),
+        "all triangles": replace(PLAIN, triangles="all", triangles_of="all"),
         "warm start": replace(PLAIN, warm_start=True),
         "tight big-M": replace(PLAIN, tight=True),
         "workload": replace(PLAIN, workload=True),
         "all of the paper": replace(ALL, workload=False),
+        "all, no triangles": replace(ALL, triangles="none"),
         "all, triangles lazy": replace(ALL, triangles="lazy"),
+        "all, all triangles": replace(ALL, triangles_of="all"),
+        "all, all tr. lazy": replace(ALL, triangles="lazy", triangles_of="all"),
         "all": ALL,
     }
 
@@ -100,7 +104,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     began = time.monotonic()
     model = Model(problem, "makespan", warm.makespan_ms if warm else serial_ms(problem), switches)
     found, bounds = [math.inf], [0.0]
-    used = minimize(
+    _, outcome = minimize(
         solver,
         Task(
             model.rows,
@@ -116,7 +120,7 @@ def _solved(problem: Problem, switches: Switches, solver: str, time_limit: float
     seconds = time.monotonic() - began
     best, bound = min(found), max(bounds)
     return {
-        "solver": used,
+        "solver": outcome.solver,
         "variables": len(model.rows.lower),
         "rows": len(model.rows.at_least),
         "non-zeros": model.rows.entries,

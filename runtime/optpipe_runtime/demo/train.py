@@ -73,6 +73,10 @@ class DemoResult:
     steps: list[Step]
 
     @classmethod
+    def of(cls, training: Training, problem: Problem) -> DemoResult:
+        return cls(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
+
+    @classmethod
     def load(cls, path: Path) -> DemoResult:
         content = json.loads(path.read_text())
         return cls(content["problem"], content["schedules"], [Step(**step) for step in content["steps"]])
@@ -154,18 +158,23 @@ def train(plan: DemoSettings, url: str) -> DemoResult:
         )
         try:
             offers = _live(training, client)
-            best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
-            for _ in range(plan.rounds):
-                for schedule in (training.schedules[0], best):
-                    training.pipe.load(schedule)
-                    for _ in range(plan.turn + 1):
-                        training.step(live=False)
+            alternate(training)
             if client:
                 _tell(training, client, offers)
         finally:
             if client:
                 client.close()
-    return DemoResult(problem.to_dict(), [_row(schedule) for schedule in training.schedules], training.steps)
+    return DemoResult.of(training, problem)
+
+
+def alternate(training: Training) -> None:
+    """Collective: the quiet phase, the first and the best schedule in turns."""
+    best = min(training.schedules, key=lambda schedule: schedule.makespan_ms)
+    for _ in range(training.plan.rounds):
+        for schedule in (training.schedules[0], best):
+            training.pipe.load(schedule)
+            for _ in range(training.plan.turn + 1):
+                training.step(live=False)
 
 
 def _live(training: Training, client: ScheduleClient | None) -> list[Offer]:

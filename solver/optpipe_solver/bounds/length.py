@@ -28,13 +28,15 @@ def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
 
     Makespan: a device starts when the first forward can have reached it, then has all its work to do; or all but the
     weight gradients, and its last input gradient passes the stages before. Span (OptPipe Eq. 3): a device's work, or
-    one micro-batch's round trip from it and back.
+    one micro-batch's round trip from it and back. Where all micro-batches enter on one device, that device starts at 0,
+    so its span is its end, and waits for the last input gradient of every other one.
     """
     paths, ms = _paths(problem), _shortest(problem)
     whole, inputs = _work(problem, (Kind.B, Kind.W))[paths.used], _work(problem, (Kind.B,))[paths.used]
     if objective == "span":
         trips = (trip + ms[Kind.W, s] for (_, s), trip in paths.round_trip.items())
-        return float(max(*trips, whole.max()))
+        ends = (paths.arrives[paths.used] + inputs + paths.returns[paths.used]).max() if paths.one_entry else 0.0
+        return float(max(*trips, whole.max(), ends))
     arrives, leaves = paths.arrives[paths.used], paths.leaves[paths.used]
     return float(max(paths.longest, (arrives + np.maximum(whole, inputs + leaves)).max()))
 
@@ -52,7 +54,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
     at once has values that add up to at most 1, hence the values of all that is held, summed over time, add up to at
     most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end is
-    added (`_unused`). For the makespan the `deferral_bound` holds as well.
+    added (`_unused`). The `deferral_bound` holds as well.
     """
     problem = without_evictions(problem)
     paths, ms, held = _paths(problem), _shortest(problem), stage_bytes(problem)
@@ -62,7 +64,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     for r, s in paths.round_trip:
         own[problem.stages[s].device].append((r, s))
     memory, _, compute = weights()
-    bounds = [deferral_bound(problem) if objective == "makespan" else 0.0]
+    bounds = [deferral_bound(problem, objective)]
     for d in np.flatnonzero(paths.used).tolist():
         stages = [(held[s], ms[:, s]) for _, s in own[d]]
         for measure in _measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
@@ -148,18 +150,22 @@ def _unused(measure: Measure, stages: list[tuple[StageBytes, Floats]], within: f
     return start + max(0.0, emptying * (1 - rate * over) - rate * emptying**2 / 2 if emptying > 0 else 0.0)
 
 
-def deferral_bound(problem: Problem) -> float:
-    """Return a makespan in ms that no schedule that fits falls below.
+def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float:
+    """Return a length in ms that no schedule that fits falls below.
 
     Memory lets only so much work wait for a stage's last input gradient. When the last B of stage s runs, its device
     has done all forwards and input gradients of s and of what follows s there, the forwards of what comes before s, and
     all weight gradients but its own and those that wait. Each that waits holds what stays saved for it beside the
     activation of s. So the end is no sooner than the first arrival at the device, plus this work with as much weight
-    gradient left out as memory can hold (a fractional knapsack), plus the path from s back to the first stage.
+    gradient left out as memory can hold (a fractional knapsack), plus the path from s back to the first stage. That
+    is a bound on the span, too, where the first stage's device starts at 0; elsewhere there is none, 0.
     """
     costs, ms, held = problem.costs, _shortest(problem), stage_bytes(problem)
     paths = _paths(problem)
     passing = np.bincount(costs.route, minlength=len(problem.all_routes))
+    if objective == "span" and not paths.one_entry:
+        return 0.0
+    after = paths.after if objective == "makespan" else paths.back
     bound = 0.0
     for s in range(len(problem.stages)):
         d = int(costs.device[s])
@@ -175,7 +181,7 @@ def deferral_bound(problem: Problem) -> float:
                     if k >= at:
                         gradients.append((ms[Kind.W, other], held[other].waiting, m))
         waiting = _heaviest(gradients, int(costs.activation_budget[d]) - held[s].backward)
-        path_back = min((paths.after[r, s] for r in routes), default=0.0)
+        path_back = min((after[r, s] for r in routes), default=0.0)
         bound = max(bound, paths.arrives[d] + done - waiting + path_back) if routes else bound
     return float(bound)
 
@@ -196,8 +202,11 @@ class _Paths(NamedTuple):
     used: Flags  # (D,) devices that some micro-batch passes
     arrives: Floats  # (D,) until a forward reaches each device
     leaves: Floats  # (D,) from its last input gradient to the end
+    returns: Floats  # (D,) from its last input gradient to the end of that micro-batch's first stage
     round_trip: dict[tuple[int, int], float]  # from a forward's start to its input gradient's end
     after: dict[tuple[int, int], float]  # from an input gradient's end to the end of all
+    back: dict[tuple[int, int], float]  # from an input gradient's end to the end of the first stage
+    one_entry: bool  # whether all routes begin on one device
     longest: float  # of one micro-batch through all stages and back
 
 
@@ -211,11 +220,14 @@ def _shortest(problem: Problem) -> Floats:
 def _paths(problem: Problem) -> _Paths:
     device, ms = problem.costs.device, _shortest(problem)
     arrives = np.full(len(problem.devices), np.inf)
-    leaves = arrives.copy()
+    leaves, returns = arrives.copy(), arrives.copy()
     round_trip: dict[tuple[int, int], float] = {}
     after: dict[tuple[int, int], float] = {}
+    home: dict[tuple[int, int], float] = {}
     longest = 0.0
-    for r in sorted(set(problem.costs.route.tolist())):
+    used = sorted(set(problem.costs.route.tolist()))
+    one_entry = len({int(device[problem.all_routes[r][0]]) for r in used}) == 1
+    for r in used:
         route = problem.all_routes[r]
         hop = [problem.p2p_ms if device[a] != device[b] else 0.0 for a, b in pairwise(route)]
         on = list(accumulate((ms[Kind.F, s] + h for s, h in zip(route, hop, strict=False)), initial=0.0))
@@ -227,9 +239,11 @@ def _paths(problem: Problem) -> _Paths:
             arrives[device[s]] = min(arrives[device[s]], on[k])
             leaves[device[s]] = min(leaves[device[s]], rest)
             after[r, s] = rest
+            home[r, s] = back[k] + ms[Kind.W, route[0]]
+            returns[device[s]] = min(returns[device[s]], home[r, s])
             round_trip[r, s] = on[-1] - on[k] + last + back[-1] - back[k]
         longest = max(longest, on[-1] + last + rest)
-    return _Paths(np.isfinite(arrives), arrives, leaves, round_trip, after, longest)
+    return _Paths(np.isfinite(arrives), arrives, leaves, returns, round_trip, after, home, one_entry, longest)
 
 
 def _work(problem: Problem, backward: tuple[Kind, ...]) -> Floats:

@@ -80,13 +80,14 @@ def _add_transfers(v: Variables) -> None:
 
 
 def _add_end(v: Variables) -> None:
-    """The schedule ends when everything has (Eq. 4): each device's end is behind its last W."""
+    """The schedule ends when everything has (Eq. 4): each device's end is behind its last W, and its delivery."""
     for device_end in v.device_end:
         if device_end is not v.end:
             v.model.add(v.end >= device_end)
     for s, j in v.passes:
         w = Op(W, s, j)
-        v.model.add((v.device_end[v.device(w)] if w in v.free else v.end) >= v.compute_end[w])
+        end = v.device_end[v.device(w)] if w in v.free else v.end
+        v.model.add(end >= v.compute_end[w] + v.incumbent.delivery[v.device(w)])
 
 
 def _add_precedence(v: Variables, x: Op, y: Op, delay: int = 0, presence: Choice = True) -> None:

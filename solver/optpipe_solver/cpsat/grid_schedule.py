@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optpipe.model.ops import Kind, Op
+from optpipe.evaluate.objective import Objective
+from optpipe.model.ops import COMPUTE, Kind, Op
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.paths import allocation_times, has_only_known_ops, needs_fused, split_backwards, tails
+from optpipe_solver.paths import (
+    allocation_times,
+    deliveries,
+    has_only_known_ops,
+    needs_fused,
+    split_backwards,
+    tails,
+)
 
 
 @dataclass(frozen=True)
@@ -24,15 +32,23 @@ class GridSchedule:
         From an op's start to the schedule's end, if all that must follow it follows at once.
     fused
         Stage and micro-batch of each BW.
+    delivery
+        By device how long its compute counts after its end (`deliveries`): zeros but for the span.
     end
-        The makespan.
+        When everything has ended and is delivered: the makespan but for the span.
     """
 
     start: dict[Op, int]
     allocation: dict[Op, int]
     tail: dict[Op, int]
     fused: frozenset[tuple[int, int]]
+    delivery: tuple[int, ...]
     end: int
+
+    @property
+    def length(self) -> int:
+        """The makespan or the span."""
+        return self.end - max(self.delivery)
 
 
 def is_expressible(schedule: Schedule) -> bool:
@@ -48,16 +64,18 @@ def split_dispensable(schedule: Schedule) -> Schedule:
     return split_backwards(schedule, keep=needs_fused(schedule.problem))
 
 
-def place_on_grid(grid: Grid, schedule: Schedule) -> GridSchedule:
+def place_on_grid(grid: Grid, schedule: Schedule, objective: Objective = "makespan") -> GridSchedule:
     """Times a schedule that `is_expressible` on the grid. Raises what `simulate` raises."""
     schedule = replace(schedule, problem=grid.rounded)
     timeline = schedule.timeline
     table = timeline.table
     ops = [Op(Kind(kind), stage, microbatch, part) for kind, stage, microbatch, part, _ in table.tolist()]
-    end = round(timeline.makespan_ms)
+    delivery = deliveries(schedule, objective)
+    left_of = tails(schedule, delivery)
+    end = round(float((timeline.end + delivery[timeline.device] * timeline.rows.of_kinds(*COMPUTE)).max()))
     start: dict[Op, int] = {}
     tail: dict[Op, int] = {}
-    for op, begin, left in zip(ops, map(round, timeline.start.tolist()), map(round, tails(schedule)), strict=True):
+    for op, begin, left in zip(ops, map(round, timeline.start.tolist()), map(round, left_of), strict=True):
         done = 0
         for half in (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind == Kind.BW else (op,):
             start[half], tail[half] = begin + done, left - done
@@ -65,4 +83,4 @@ def place_on_grid(grid: Grid, schedule: Schedule) -> GridSchedule:
     moments, transfer = map(round, allocation_times(timeline).tolist()), timeline.rows.transfer.tolist()
     allocation = {op: min(at, end) for op, at, moving in zip(ops, moments, transfer, strict=True) if moving}
     fused = frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.BW)
-    return GridSchedule(start, allocation, tail, fused, end)
+    return GridSchedule(start, allocation, tail, fused, tuple(map(round, delivery.tolist())), end)

@@ -70,7 +70,8 @@ def _improve_windows(grid: Grid, pattern: Pattern, best: BestGridSchedule, budge
         if shortened
         else grid
     )
-    for short in improvements(core, prune(unroll(core, pattern, METHOD)), budget, best.request.seed):
+    start, request = prune(unroll(core, pattern, METHOD)), best.request
+    for short in improvements(core, start, budget, request.seed, request.objective):
         schedule = _lengthened(problem, short) if shortened else short
         if schedule:
             best.offer(replace(schedule, method=METHOD))

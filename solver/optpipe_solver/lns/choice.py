@@ -92,13 +92,15 @@ class WindowChoice:
         return Window(begin, end, devices if breadth.devices < len(self.problem.devices) else None)
 
     def _idle(self, incumbent: GridSchedule) -> Iterator[tuple[int, int, int]]:
-        """Device, begin and end of every time at which a device computes nothing."""
-        reached = [0] * len(self.problem.devices)
+        """Device, begin and end of every time at which a device computes nothing, and which counts."""
+        latest = max(incumbent.delivery)
+        reached = [latest - delivery for delivery in incumbent.delivery]  # with the span a device's start is its own
         compute = [(at, x) for x, at in incumbent.start.items() if x.kind in COMPUTE]
         runs = sorted(
             (at, at + self.grid.duration(x.kind, x.stage), self.problem.stages[x.stage].device) for at, x in compute
         )
-        for begin, end, device in [*runs, *((incumbent.end, incumbent.end, d) for d in range(len(reached)))]:
+        ends = [(incumbent.end - delivery,) * 2 + (d,) for d, delivery in enumerate(incumbent.delivery)]
+        for begin, end, device in [*runs, *ends]:
             if begin > reached[device]:
                 yield device, reached[device], begin
             reached[device] = max(reached[device], end)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+from optpipe.evaluate.objective import Objective
 from optpipe.process.protocol import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
@@ -26,29 +27,31 @@ def improve(request: Request, emit: Callable[[Frame], None]) -> float | None:
     best, budget = BestGridSchedule(request, emit), Budget(request.time_limit_s, request.threads)
     best.ensure_start()
     if best.start:
-        for schedule in improvements(Grid.of(request.problem), best.start, budget, request.seed):
+        for schedule in improvements(Grid.of(request.problem), best.start, budget, request.seed, request.objective):
             best.offer(schedule)
     return budget.spent_s
 
 
-def improvements(grid: Grid, schedule: Schedule, budget: Budget, seed: int) -> Iterator[Schedule]:
-    """Yields schedules that end sooner and sooner, until the budget is spent or a window of everything is solved."""
+def improvements(
+    grid: Grid, schedule: Schedule, budget: Budget, seed: int, objective: Objective = "makespan"
+) -> Iterator[Schedule]:
+    """Yields shorter and shorter schedules, until the budget is spent or a window of everything is solved."""
     random_ = random.Random(seed)
     choice = WindowChoice(grid, random_)
-    incumbent = place_on_grid(grid, schedule)
+    incumbent = place_on_grid(grid, schedule, objective)
     while budget.left() > 0:
         breadth, window = choice.window(incumbent)
         model = WindowModel(grid, incumbent, window, "stages", objective="ends")
         budget.handled(len(incumbent.start))
         answer = model.solve(budget, random_.randrange(2**31), PATIENCE * choice.quick_s)
-        is_whole, before = window == Window.of_all(incumbent), incumbent.end
+        is_whole, before = window == Window.of_all(incumbent), incumbent.length
         if answer.starts:
             found = prune(lift(grid.problem, grid.starts_ms(answer.starts), METHOD))
-            candidate = place_on_grid(grid, found)
-            if candidate.end <= before:
+            candidate = place_on_grid(grid, found, objective)
+            if candidate.length <= before:
                 incumbent = candidate
-                if candidate.end < before:
+                if candidate.length < before:
                     yield found
-        choice.learn(breadth, grid.ms(before - incumbent.end), answer.used_s, answer.proven)
-        if answer.proven and is_whole:
+        choice.learn(breadth, grid.ms(before - incumbent.length), answer.used_s, answer.proven)
+        if answer.proven and is_whole and (objective == "makespan" or incumbent.length == before):
             return

@@ -8,8 +8,14 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Request
 
-# Compute ops. In a minute on one core HiGHS still improves a good start for 4x8 (96), but not for 6x8 or 4x12 (144).
+# Compute ops that are solved whole, unless the user sets another limit or has a licence of Gurobi. In a minute on one
+# core HiGHS still improves a good start for 4x8 (96), but not for 6x8 or 4x12 (144).
 MOST_OPS = 100
+
+
+def count_ops(problem: Problem) -> int:
+    """How many compute ops the model has to order."""
+    return 3 * sum(len(problem.route(j)) for j in range(problem.microbatches))
 
 
 class MilpEngine:
@@ -23,15 +29,17 @@ class MilpEngine:
         costs, passes = problem.costs, [problem.route(j) for j in range(problem.microbatches)]
         if costs.can_evict.any():
             return "the model has no evictions"
-        if not (costs.ms[[Kind.F, Kind.B, Kind.W]] > 0).all():
-            # Two ops that take no time could stand in either order at one moment.
-            return "the model needs compute ops that take time"
+        if not costs.ms[[Kind.F, Kind.B, Kind.W]].any():
+            return "nothing takes any time"
         pinned = [0] * len(problem.devices)
         for s in (s for route in passes for s in route if costs.can_offload[s]):
             pinned[costs.device[s]] += int(costs.offload[s])
         if any(size > limit for size, limit in zip(pinned, costs.host_memory.tolist(), strict=True)):
-            return "the model has no limit of host memory, and not all that could be offloaded fits there"
-        ops = 3 * sum(map(len, passes))
+            return (
+                "the model has no limit of host memory, and not all that could be offloaded fits there; cpsat and lns "
+                "know it"
+            )
+        ops = count_ops(problem)
         return None if alone or ops <= MOST_OPS else f"there are {ops} compute ops, and {MOST_OPS} are solved whole"
 
     def run(self, request: Request, emit: Callable[[Frame], None]) -> None:
@@ -39,7 +47,7 @@ class MilpEngine:
         # Imported only in the engine's process: the portfolio asks `unsupported` alone.
         from optpipe_solver.milp.solve import solve
 
-        solve(request, emit, whole=self.unsupported(request.problem, alone=False) is None)
+        solve(request, emit)
 
 
 ENGINE = MilpEngine()

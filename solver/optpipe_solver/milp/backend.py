@@ -3,53 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from optpipe.errors import InputError
-from optpipe_solver.milp.task import Minimize, Task, UnavailableError
+from optpipe_solver.milp.task import Minimize, Outcome, Task, UnavailableError
 
 
-def minimize(solver: str, task: Task, tell: Callable[[str], None]) -> str:
+def minimize(solver: str, task: Task, tell: Callable[[str], None]) -> tuple[str, Outcome]:
     """Solves with the backend of that name or, if it is not available, says why and solves with HiGHS.
 
-    Returns the name of the solver that did it. Raises InputError if the name is unknown.
+    Returns the name of the backend that did it, and how it ended.
     """
     try:
-        backend(solver)(task)
+        outcome = backend(solver)(task)
     except UnavailableError as reason:
         tell(f"{reason}; HiGHS solves it instead")
-        solver = "highs"
-        backend(solver)(task)
-    return solver
+        solver, outcome = "highs", backend("highs")(task)
+    return solver, replace(outcome, seconds=task.limits.spent_s)
 
 
 def backend(solver: str) -> Minimize:
-    """The backend of that name: `auto`, `highs`, `gurobi`, `pulp` or `pulp:NAME`.
+    """The backend of that name, in any case: `auto`, `highs`, `gurobi`, `pulp`, `pulp:NAME`, or the NAME alone.
 
     `auto` is Gurobi if the user has a licence: the one that comes with gurobipy is for small models, and not for
     production. Otherwise it is HiGHS.
     """
-    name, _, within = solver.partition(":")
-    if solver == "auto":
+    kind, _, within = solver.partition(":")
+    kind = kind.lower()
+    if kind == "auto":
         return backend("gurobi" if _gurobi_licensed() else "highs")
     # Each backend loads a native library that may be missing, and only one of them is needed.
     try:
-        if solver == "highs":
+        if kind == "highs":
             from optpipe_solver.milp import highs
 
             return highs.minimize
-        if solver == "gurobi":
+        if kind == "gurobi":
             from optpipe_solver.milp import gurobi
 
             return gurobi.minimize
-        if name == "pulp":
-            from optpipe_solver.milp import pulp
+        from optpipe_solver.milp import pulp
 
-            return pulp.solver(within)
+        return pulp.solver(within if kind == "pulp" else solver)
     except ImportError as error:
+        extra = kind if kind in ("highs", "gurobi") else "pulp"
         raise UnavailableError(
-            f"solver = {solver!r}: {error.name} is not installed (pip install 'optpipe[{name}]')"
+            f"solver = {solver!r}: {error.name} is not installed (pip install 'optpipe[{extra}]')"
         ) from None
-    raise InputError(f"solver = {solver!r}: the solvers are auto, highs, gurobi, pulp and pulp:NAME")
+
+
+def is_licensed(solver: str) -> bool:
+    """Whether a backend is Gurobi with a licence of the user's own."""
+    return solver.lower() in ("auto", "gurobi") and _gurobi_licensed()
+
+
+def most_rows(solver: str) -> int | None:
+    """The variables, and rows, that a backend takes at most: Gurobi by pip's licence. None where nothing limits it."""
+    if solver.lower() != "gurobi" or _gurobi_licensed():
+        return None
+    try:
+        from optpipe_solver.milp import gurobi
+    except ImportError:
+        return None
+    return gurobi.PIP_SIZE
 
 
 def _gurobi_licensed() -> bool:

@@ -10,9 +10,15 @@ import numpy as np
 from gurobipy import GRB
 
 from optpipe_solver.milp.rows import Rows, form
-from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Task, UnavailableError
+from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task, UnavailableError
 
 PIP_SIZE = 2000
+ENDINGS: dict[int, Status] = {
+    GRB.OPTIMAL: "optimal",
+    GRB.INFEASIBLE: "infeasible",
+    GRB.INF_OR_UNBD: "infeasible",
+    GRB.TIME_LIMIT: "time is up",
+}
 
 
 @cache
@@ -27,11 +33,11 @@ def licensed() -> bool:
     return True
 
 
-def minimize(task: Task) -> None:
+def minimize(task: Task) -> Outcome:
     """Minimizes with Gurobi; adds cuts wherever a node's relaxation violates them."""
     try:
         with gp.Env(params=_params(task.limits)) as env, gp.Model(env=env) as model:
-            _GurobiRun(model, task).run()
+            return _GurobiRun(model, task).run()
     except gp.GurobiError as error:
         if error.errno == GRB.Error.SIZE_LIMIT_EXCEEDED:
             size = f"{len(task.rows.lower)} variables and {len(task.rows.at_least)} rows"
@@ -52,12 +58,14 @@ class _GurobiRun:
         model.Params.PreCrush = int(task.violated is not None)
         self._best = -np.inf
 
-    def run(self) -> None:
+    def run(self) -> Outcome:
         self._model.optimize(self._callback)
         if self._model.SolCount:
             self._task.on_solution(np.array(self._model.getAttr(GRB.Attr.X, self._vars)))
         if self._model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
             self._bound(self._model.ObjBound)
+        known = self._best if self._best > -np.inf else None
+        return Outcome("Gurobi", ENDINGS.get(self._model.Status, "ended"), known, int(self._model.NodeCount))
 
     def _callback(self, model: gp.Model, where: int) -> None:
         if where == GRB.Callback.MIPSOL:
@@ -95,7 +103,7 @@ def _params(limits: Limits) -> dict[str, float | int]:
 
 
 def _fill(model: gp.Model, rows: Rows) -> list[gp.Var]:
-    kinds = [GRB.BINARY if binary else GRB.CONTINUOUS for binary in rows.binary]
+    kinds = [GRB.INTEGER if whole else GRB.CONTINUOUS for whole in rows.whole]
     variables = list(model.addVars(range(len(kinds)), lb=rows.lower, ub=rows.upper, vtype=kinds).values())
     for index, value, at_least in rows.each():
         model.addLConstr(gp.LinExpr(value, [variables[var] for var in index]), GRB.GREATER_EQUAL, at_least)

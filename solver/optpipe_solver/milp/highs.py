@@ -7,12 +7,19 @@ import numpy as np
 
 from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Task, cut_at_root
+from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task, cut_at_root
 
 MOST_NODES = 500  # for completing a start, which has to be quick
 
 
-def minimize(task: Task) -> None:
+ENDINGS: dict[highspy.HighsModelStatus, Status] = {
+    highspy.HighsModelStatus.kOptimal: "optimal",
+    highspy.HighsModelStatus.kInfeasible: "infeasible",
+    highspy.HighsModelStatus.kTimeLimit: "time is up",
+}
+
+
+def minimize(task: Task) -> Outcome:
     """Minimizes with HiGHS. Python code in other threads runs on."""
     cut_at_root(task, lambda: _relaxed(task))
     highs = _highs(task.rows, task.objective, task.limits)
@@ -34,6 +41,9 @@ def minimize(task: Task) -> None:
         task.on_solution(np.array(highs.getSolution().col_value))
     if highs.getModelStatus() not in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kSolveError):
         bound(highs.getInfo().mip_dual_bound)
+    known = best if best > -np.inf else None
+    nodes = max(0, int(highs.getInfo().mip_node_count))  # -1: infeasible without any
+    return Outcome("HiGHS", ENDINGS.get(highs.getModelStatus(), "ended"), known, nodes)
 
 
 def _completed(task: Task) -> Floats | None:
@@ -90,6 +100,6 @@ def _program(rows: Rows, objective: int) -> highspy.HighsLp:
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = begins, index, value
     lp.integrality_ = [
-        highspy.HighsVarType.kInteger if binary else highspy.HighsVarType.kContinuous for binary in rows.binary
+        highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in rows.whole
     ]
     return lp

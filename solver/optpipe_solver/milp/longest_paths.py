@@ -87,6 +87,8 @@ class LongestPaths:
     @property
     def possible(self) -> bool:
         """Whether anything may fit into the horizon or, of a window, whether anything shorter may."""
+        if not self.ops:
+            return False  # a window behind the last op, where only deliveries are (`paths.deliveries`)
         longest = self.horizon * (1 + (-TOLERANCE if self.around else TOLERANCE))
         least = max(self.around.least_ms * self.scale if self.around else 0.0, float((self.head + self.tail).max()))
         return bool((self.lag.diagonal() <= 0.0).all() and least <= longest)

@@ -13,6 +13,7 @@ import numpy as np
 
 from optpipe.evaluate.effects import Effects
 from optpipe.model.ops import Kind, Op
+from optpipe_solver.milp.capacity import add_capacity
 from optpipe_solver.milp.rows import FALSE, TRUE, Literal
 from optpipe_solver.milp.schedule_graph import Activation
 from optpipe_solver.milp.variables import Variables
@@ -88,13 +89,14 @@ def _add_memory_of_ops(
 ) -> None:
     """Eq. 9: the memory during every op y that takes some. As printed it counts what y leaves, Δ, as what it needs;
     here it needs what it takes at its start, and the others count by what they leave."""
-    unit = max(1, abs(limit))  # of the rows
     for y in ops:
         if takes[y] and not (v.around and v.around.is_border(v.paths.ops[y])):
-            held = [(leaves[x] / unit, v.P[x, y]) for x in ops if x != y]
-            away = [(v.costs.offload[a[0]] / unit, v.M[a, y], v.N[a, y]) for a in leaving if (a, y) in v.M]
-            moved = [(-size, M) for size, M, _ in away] + [(size, N) for size, _, N in away]
-            v.rows.add((), [(-size, literal) for size, literal in held + moved], (takes[y] - limit) / unit)
+            held = [(leaves[x], v.P[x, y]) for x in ops if x != y]
+            for a in leaving:
+                if (a, y) in v.M:
+                    size = int(v.costs.offload[a[0]])
+                    held += [(-size, v.M[a, y]), (size, v.N[a, y])]
+            add_capacity(v.rows, held, limit - takes[y])
 
 
 def _add_memory_of_reloads(
@@ -105,17 +107,16 @@ def _add_memory_of_reloads(
     The paper has no such row. Without it a reload could take the bytes that an offload, still under way, frees just in
     time for the next op. X: c is away when the reload of b allocates, its drop before that and its reload after.
     """
-    unit = max(1, abs(limit))  # of the rows
     for b in leaving:
         if v.around and v.around.transfers[b].A is not None:
             continue  # it allocates outside the window
-        held: list[tuple[float, Literal]] = []
+        held: list[tuple[int, Literal]] = []
         most = 0
         for x in ops:
             after = v.N.get((b, x))
             literal = ~after if after else _is_before_forward(v, x, b)
             if literal != FALSE:
-                held.append((-leaves[x] / unit, literal))
+                held.append((leaves[x], literal))
                 most += leaves[x] if literal == TRUE else max(0, leaves[x])
         if most <= limit:
             continue
@@ -127,9 +128,8 @@ def _add_memory_of_reloads(
                 F = v.number(Kind.F, c)
                 v.rows.clause(~X, ~v.N.get((b, F), FALSE) if F is not None else TRUE)
                 v.add_follows(v.A[b], v.O[c], span=v.transfer_span(Kind.O, c), when=(X,))
-                held.append((v.costs.offload[c[0]] / unit, X))
-        excess = (most - limit) / unit
-        v.rows.add((), [*held, (-excess, v.W[b])], -limit / unit - excess)
+                held.append((-int(v.costs.offload[c[0]]), X))
+        add_capacity(v.rows, [*held, (most - limit, v.W[b])], most)
 
 
 def _is_before_forward(v: Variables, x: int, a: Activation) -> Literal:

@@ -21,7 +21,7 @@ from optpipe_solver.milp.precedences import COMPUTE
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.surroundings import Surroundings
 from optpipe_solver.milp.switches import Switches
-from optpipe_solver.milp.triangles import Triangles
+from optpipe_solver.milp.triangles import Triangles, all_orders, compute_orders
 from optpipe_solver.milp.variables import Variables, stages_that_may_offload
 from optpipe_solver.paths import needs_fused
 
@@ -65,11 +65,6 @@ class Model:
         self.C = v.C
         compute.add_known_orders(v)
         compute.add_one_at_a_time(v)
-        self.triangles = Triangles(v.P, self.paths.device)
-        if switches.triangles == "all":
-            for clause in self.triangles.all():
-                self.rows.clause(*clause)
-        self.violated = self.triangles.violated if switches.triangles == "lazy" else None
         if objective == "makespan":
             compute.add_makespan(v)
         else:
@@ -81,18 +76,33 @@ class Model:
         transfers.add_links(v)
         transfers.add_surroundings(v)
         memory.add_memory_capacity(v)
+        self.triangles = Triangles(all_orders(v) if switches.triangles_of == "all" else compute_orders(v))
+        if switches.triangles == "all":
+            for clause in self.triangles.all():
+                self.rows.clause(*clause)
+        self.violated = self.triangles.violated if switches.triangles == "lazy" else None
 
     @property
     def is_bound(self) -> bool:
         """Whether its optimum bounds every schedule of the problem, not only those that it can express (no recompute,
         no pairs, whole activations, B and W apart). B followed by W does all that BW does, earlier for the stage
         before, and only on some stages more memory (`needs_fused`)."""
-        problem, costs = self.problem, self.problem.costs
-        needs_more = costs.can_recompute.any() or (costs.parts > 1).any() or needs_fused(problem).any()
-        expresses_all = problem.overlap_factor is None and problem.layers is None and not needs_more
         # A device has a shorter span where it starts later.
-        order_is_free = self.objective == "makespan" and not stages_that_may_offload(problem)
-        return self.paths.around is None and expresses_all and (self._order != "stages" or order_is_free)
+        order_is_free = self.objective == "makespan" and not stages_that_may_offload(self.problem)
+        any_order = self._order != "stages" or order_is_free
+        return self.paths.around is None and not self.inexpressible and self.problem.layers is None and any_order
+
+    @property
+    def inexpressible(self) -> str:
+        """What schedules of the problem may do and the model does not know, in words; nothing if it knows all."""
+        problem, costs = self.problem, self.problem.costs
+        lacks = {
+            "no recompute": costs.can_recompute.any(),
+            "no single parts of activations": (costs.parts > 1).any(),
+            "BW only as B and W": needs_fused(problem).any(),
+            "no pairs": problem.overlap_factor is not None,
+        }
+        return ", ".join(what for what, needed in lacks.items() if needed)
 
     def starts(self, x: Floats) -> dict[Op, float]:
         """The start in ms of every op, in the schedule that the binaries of a solution describe, exact and as early as

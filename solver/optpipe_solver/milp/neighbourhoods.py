@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.evaluate.objective import reaches
+from optpipe.evaluate.objective import Objective, reaches
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
-from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import minimize
+from optpipe_solver.milp.backend import minimize, most_rows
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.schedule_graph import ScheduleGraph, split_if_it_fits
 from optpipe_solver.milp.start import assignment
@@ -31,6 +31,7 @@ from optpipe_solver.prune import prune
 METHOD = "milp+lns"
 FIRST = 40  # compute ops that the first windows open
 FEWEST = 8
+SHRINK = 0.8  # of a window that a backend does not take
 PATIENCE_S = 5.0  # for one of the first windows
 MEMORY = 0.8  # how much of what a kind of window gained before still counts after one more
 LEAST_WORTH = 0.2
@@ -70,50 +71,103 @@ class Neighbourhood:
             self.patience_s *= 1.2
 
 
-def search_windows(
-    best: Schedule,
-    offer: Callable[[Schedule], bool],
-    solver: str,
-    limits: Limits,
-    switches: Switches,
-    tell: Callable[[str], None],
-) -> None:
-    """Solves windows of the best schedule until time is up, it is proven, or a window of everything is solved.
+class WindowSearch:
+    """Windows of the best schedule, one after the other.
 
-    `offer` takes a schedule and says whether it is the best so far. A schedule that the model cannot express is left
-    alone.
+    Parameters
+    ----------
+    offer
+        Takes a schedule and says whether it is the best so far.
+    bound_ms
+        A schedule of that length is optimal.
     """
-    random_ = random.Random(limits.seed)
-    neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
-    graph = ScheduleGraph(prune(split_if_it_fits(best)))
-    bound = trivial_bound(best.problem, "makespan")
 
-    def on_solution(x: Floats) -> None:
-        nonlocal best
-        found = prune(lift(best.problem, model.starts(x), METHOD))
-        if offer(found):
-            best = found
+    def __init__(
+        self,
+        offer: Callable[[Schedule], bool],
+        solver: str,
+        limits: Limits,
+        switches: Switches,
+        tell: Callable[[str], None],
+        objective: Objective,
+        bound_ms: float,
+    ) -> None:
+        self._offer, self._solver, self._limits, self._tell = offer, solver, limits, tell
+        self._objective: Objective = objective
+        self._bound_ms = bound_ms
+        self._most = most_rows(solver)
+        # What a cut adds while Gurobi searches does not count.
+        lazy = self._most is not None and switches.triangles == "all"
+        self._switches = replace(switches, triangles="lazy") if lazy else switches
+        self._solved: Counter[str] = Counter()  # windows by who solved them
+        self._nodes = self._proven = self._gained = self._shrunk = self._largest = 0
+        self._end = "time is up"
 
-    while graph.expressible and not reaches(graph.end_ms, bound) and limits.seconds > 0:
-        (chosen,) = random_.choices(neighbourhoods, [max(LEAST_WORTH, n.worth) for n in neighbourhoods])
-        window, began, before = chosen.choose(graph, random_), time.monotonic(), best
-        own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, random_.randrange(2**31))
-        around = Surroundings(graph, window)
-        order = switches.order if graph.in_order else "none"
-        model = Model(best.problem, "makespan", graph.end_ms, replace(switches, order=order), around)
-        if model.possible:
-            start = assignment(model.variables, graph.schedule)
-            solver = minimize(
-                solver, Task(model.rows, model.C, start, own, on_solution, lambda bound: None, model.violated), tell
-            )
-        proven = own.seconds > 0
-        chosen.learn(best is not before, proven, time.monotonic() - began)
-        if proven and around.is_everything:
-            return
-        if best is not before:
-            graph = ScheduleGraph(best)
-    if not graph.expressible:
-        tell(
-            "the MILP has no recompute, no pairs, no single parts, and BW only as B and W, so it does not improve a "
-            "schedule that needs them"
+    @property
+    def summary(self) -> str:
+        """How the search ended."""
+        by = ", ".join(f"{count} windows by {solver}" for solver, count in self._solved.items())
+        by = by or "no window in which anything shorter may be"
+        shrunk = f", {self._shrunk} shrunk to {self._most} variables and rows" if self._shrunk else ""
+        return (
+            f"{by}: {self._proven} optimal, {self._gained} shorter{shrunk}; {self._nodes} nodes, up to {self._largest} "
+            f"variables, {self._limits.spent_s:.1f} s; {self._end}"
         )
+
+    def run(self, best: Schedule) -> None:
+        """Solves windows until time is up, the best is proven, or a window of everything is solved. A schedule that the
+        model cannot express is left alone."""
+        limits = self._limits
+        random_ = random.Random(limits.seed)
+        neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
+        graph = ScheduleGraph(prune(split_if_it_fits(best)), self._objective)
+        while graph.expressible and limits.seconds > 0:
+            (chosen,) = random_.choices(neighbourhoods, [max(LEAST_WORTH, n.worth) for n in neighbourhoods])
+            window, began = chosen.choose(graph, random_), time.monotonic()
+            own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, random_.randrange(2**31))
+            around = Surroundings(graph, window)
+            order = self._switches.order if graph.in_order else "none"
+            model = Model(graph.problem, "makespan", graph.end_ms, replace(self._switches, order=order), around)
+            if model.possible and self._is_too_large(model) and chosen.size > FEWEST:
+                chosen.size, self._shrunk = max(FEWEST, SHRINK * chosen.size), self._shrunk + 1
+                continue
+            found = self._solve(model, graph, own) if model.possible else None
+            proven = own.seconds > 0
+            self._proven += proven and model.possible
+            self._gained += found is not None
+            chosen.learn(found is not None, proven, time.monotonic() - began)
+            if proven and around.is_everything and (self._objective == "makespan" or found is None):
+                self._end = "a window of everything is solved"
+                return
+            if found is not None:
+                graph = ScheduleGraph(found, self._objective)
+            if reaches(graph.length_ms, self._bound_ms):
+                self._end = "proven optimal by a bound without search"
+                return
+        if not graph.expressible:
+            self._end = "left alone"
+            self._tell(
+                "the MILP has no recompute, no pairs, no single parts, and BW only as B and W, so it does not improve "
+                "a schedule that needs them; cpsat and lns do"
+            )
+
+    def _is_too_large(self, model: Model) -> bool:
+        return self._most is not None and self._solver.lower() == "gurobi" and not model.rows.fits(self._most)
+
+    def _solve(self, model: Model, graph: ScheduleGraph, limits: Limits) -> Schedule | None:
+        """The best schedule that the window leads to; None if none is better than all before."""
+        best = None
+
+        def on_solution(x: Floats) -> None:
+            nonlocal best
+            found = prune(lift(graph.problem, model.starts(x), METHOD))
+            if self._offer(found):
+                best = found
+
+        start = assignment(model.variables, graph.schedule)
+        task = Task(model.rows, model.C, start, limits, on_solution, lambda bound: None, model.violated)
+        self._solver, outcome = minimize(self._solver, task, self._tell)
+        self._solved[outcome.solver] += 1
+        self._nodes += outcome.nodes or 0
+        self._largest = max(self._largest, len(model.rows.lower))
+        return best

@@ -12,8 +12,9 @@ import numpy as np
 import pulp
 
 from optpipe.model.arrays import Floats
+from optpipe.process.protocol import usual_name
 from optpipe_solver.milp.rows import Rows
-from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Task, UnavailableError, cut_at_root
+from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Outcome, Task, UnavailableError, cut_at_root
 
 SHARE = 0.9  # of the time is the solver's: its solution comes at its end, and must come in time
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
@@ -22,16 +23,21 @@ MARGIN = 2e-4
 
 
 def solver(name: str) -> Minimize:
-    """The backend for PuLP's solver of that name, for CBC if it is empty. Raises UnavailableError."""
+    """The backend for PuLP's solver of that name, however it is written, for CBC if it is empty.
+
+    Raises UnavailableError.
+    """
+    asked = usual_name(name or "cbc")
     with _stdout_to_stderr():
-        for chosen in (name,) if name else CBC:
-            if chosen in pulp.listSolvers() and pulp.getSolver(chosen, msg=False).available():
+        named = sorted((found for found in pulp.listSolvers() if usual_name(found) == asked), key=lambda x: x != name)
+        for chosen in CBC if asked == "cbc" else named:
+            if pulp.getSolver(chosen, msg=False).available():
                 return lambda task: _minimize(chosen, task)
         found = ", ".join(pulp.listSolvers(onlyAvailable=True)) or "none"
     raise UnavailableError(f"solver = 'pulp:{name or CBC[0]}': PuLP does not find this solver; it finds {found}")
 
 
-def _minimize(name: str, task: Task) -> None:
+def _minimize(name: str, task: Task) -> Outcome:
     try:
         cut_at_root(task, lambda: _solve(name, task, relaxed=True)[0])
         x, proven = _solve(name, task, relaxed=False)
@@ -41,6 +47,8 @@ def _minimize(name: str, task: Task) -> None:
         task.on_solution(x)
         if proven:
             task.on_bound(float(x[task.objective]) * (1 - MARGIN))
+            return Outcome(f"PuLP's {name}", "optimal", float(x[task.objective]))
+    return Outcome(f"PuLP's {name}", "ended" if task.limits.seconds else "time is up")
 
 
 def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
@@ -93,8 +101,8 @@ def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolv
 def _program(rows: Rows, objective: int) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     problem = pulp.LpProblem("optpipe", pulp.LpMinimize)
     variables = [
-        pulp.LpVariable(f"x{k}", low, high, pulp.LpBinary if binary else pulp.LpContinuous)
-        for k, (low, high, binary) in enumerate(zip(rows.lower, rows.upper, rows.binary, strict=True))
+        pulp.LpVariable(f"x{k}", low, high, pulp.LpInteger if whole else pulp.LpContinuous)
+        for k, (low, high, whole) in enumerate(zip(rows.lower, rows.upper, rows.whole, strict=True))
     ]
     problem += variables[objective]
     for index, value, at_least in rows.each():

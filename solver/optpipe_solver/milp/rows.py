@@ -38,6 +38,16 @@ class Precedence(NamedTuple):
     when: tuple[Literal, ...] = ()
 
 
+class Carry(NamedTuple):
+    """A whole number: what the sizes of the literals that hold, and another carry, exceed `room` by, in multiples of
+    `base`, rounded up."""
+
+    sizes: tuple[tuple[int, Literal], ...]
+    carry: int | None
+    room: int
+    base: int
+
+
 class Rows:
     """The variables and rows of a program: `matrix @ x >= at_least`, and bounds of x. Every row is a lower bound.
 
@@ -49,6 +59,7 @@ class Rows:
         self.lower: list[float] = []
         self.upper: list[float] = []
         self.binary: list[bool] = []
+        self.carries: dict[int, Carry] = {}  # by their variables
         self.at_least: list[float] = []
         self.precedences: list[Precedence] = []
         self._begins: list[int] = [0]
@@ -67,6 +78,17 @@ class Rows:
         var = self.variable(0.0, 1.0)
         self.binary[var] = True
         return Literal(var)
+
+    def carry(self, carry: Carry, most: float) -> int:
+        """A new whole variable's number."""
+        var = self.variable(0.0, most)
+        self.carries[var] = carry
+        return var
+
+    @property
+    def whole(self) -> list[bool]:
+        """By variable whether it is a whole number: a binary or a carry."""
+        return [binary or var in self.carries for var, binary in enumerate(self.binary)]
 
     def add(
         self, times: Iterable[tuple[float, int]], literals: Iterable[tuple[float, Literal]], at_least: float
@@ -98,6 +120,10 @@ class Rows:
             literals = [(-length, made), *((-big, literal) for literal in when)]
             self.add([(1.0, later), (-1.0, earlier)], literals, gap - big * len(when))
 
+    def fits(self, most: int) -> bool:
+        """Whether there are no more variables, and no more rows."""
+        return max(len(self.lower), len(self.at_least)) <= most
+
     @property
     def entries(self) -> int:
         """Coefficients that are not zero."""
@@ -117,11 +143,11 @@ class Rows:
         return literal.positive == (literal.var < 0 or bool(x[literal.var] > 0.5))
 
     def earliest(self, x: Floats) -> Floats:
-        """The least values of the continuous variables that keep every precedence that the binaries of `x` require:
-        exact times, free of the solver's tolerance. They are reached from `lower`, round after round, as in Bellman and
-        Ford's method."""
+        """The least values of the other variables that keep every precedence, and carry all, that the binaries of `x`
+        require: exact times, free of the solver's tolerance. They are reached from `lower`, round after round, as in
+        Bellman and Ford's method."""
         active = [p for p in self.precedences if all(self.holds(literal, x) for literal in p.when)]
-        later, earlier = np.array([p.later for p in active]), np.array([p.earlier for p in active])
+        later, earlier = (np.array([p[k] for p in active], dtype=np.int64) for k in (0, 1))
         gap = np.array([p.gap + (p.span[0] if self.holds(p.span[1], x) else 0.0) for p in active])
         times = np.where(self.binary, x > 0.5, self.lower)
         for _ in range(len(times)):
@@ -129,6 +155,10 @@ class Rows:
             np.maximum.at(times, later, times[earlier] + gap)
             if np.array_equal(before, times):
                 break
+        for var, (sizes, carry, room, base) in self.carries.items():
+            held = sum(size for size, literal in sizes if self.holds(literal, x))
+            excess = held + (times[carry] if carry is not None else 0.0) - room
+            times[var] = max(0.0, np.ceil(excess / base))
         return times
 
 

@@ -7,26 +7,35 @@ from functools import cached_property
 import numpy as np
 
 from optpipe.evaluate.graph import ISSUED
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.arrays import Flags, Floats, Ints
 from optpipe.model.ops import Kind, Op
 from optpipe.schedule import Schedule, check
 from optpipe_solver.milp.precedences import COMPUTE, microbatches_by_route
-from optpipe_solver.paths import allocation_times, split_backwards, tails
+from optpipe_solver.paths import allocation_times, deliveries, split_backwards, tails
 
 Activation = tuple[int, int]  # stage and micro-batch
 SAME_MS = 1e-6  # moments closer than that are one
 
 
 class ScheduleGraph:
-    """A schedule of F, B, W and whole transfers, timed as early as can be, by rows of its timeline."""
+    """A schedule of F, B, W and whole transfers, timed as early as can be, by rows of its timeline.
 
-    def __init__(self, schedule: Schedule) -> None:
+    `delivery` (n,) is how long each row counts after its end, and `end_ms` when all is delivered (`paths.deliveries`):
+    nothing, and the makespan, unless the objective is the span. `length_ms` is what the objective says.
+    """
+
+    def __init__(self, schedule: Schedule, objective: Objective = "makespan") -> None:
+        self.objective = objective
         self.schedule, self.problem, timeline = schedule, schedule.problem, schedule.timeline
         self.rows, self.device, self.start, self.end = timeline.rows, timeline.device, timeline.start, timeline.end
-        self.end_ms = float(self.end.max())
         self.ops = [self.rows.op(row) for row in range(len(self.rows))]
         self.row = {op: i for i, op in enumerate(self.ops)}
         self.compute: Flags = self.rows.of_kinds(*COMPUTE)
+        self._by_device = deliveries(schedule, objective)
+        self.delivery: Floats = self._by_device[self.device] * self.compute
+        self.end_ms = float((self.end + self.delivery).max())
+        self.length_ms = length_ms(schedule, objective)
 
     @cached_property
     def edges(self) -> tuple[Ints, Ints, Floats, Flags]:
@@ -40,7 +49,7 @@ class ScheduleGraph:
     @cached_property
     def tail(self) -> Floats:
         """(n,) the longest path from each op's start to the end, in ms."""
-        return np.array(tails(self.schedule))
+        return np.array(tails(self.schedule, self._by_device))
 
     @cached_property
     def allocation(self) -> Floats:

@@ -8,35 +8,44 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from optpipe.evaluate.objective import reaches
+from optpipe.evaluate.objective import length_ms, reaches, shorter
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Note, Request
-from optpipe_solver.bounds import trivial_bound
+from optpipe.schedule import Schedule, check
+from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import minimize
+from optpipe_solver.milp import MOST_OPS, count_ops
+from optpipe_solver.milp.backend import is_licensed, minimize, most_rows
+from optpipe_solver.milp.lasting import Lasting
 from optpipe_solver.milp.model import Model, serial_ms
-from optpipe_solver.milp.neighbourhoods import search_windows
+from optpipe_solver.milp.neighbourhoods import WindowSearch
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import ALL, Order, Switches
-from optpipe_solver.milp.task import Limits, Task
+from optpipe_solver.milp.task import Limits, Outcome, Task
 
 METHOD = "milp"
+SHARE = 0.95  # of the time is for searches: how they ended must be told in time
+ORDERS: dict[Order, str] = {
+    "stages": "micro-batches in one order in all stages",
+    "entry": "micro-batches in the order in which they enter",
+    "none": "micro-batches in any order",
+}
 
 
-def solve(request: Request, emit: Callable[[Frame], None], whole: bool, switches: Switches = ALL) -> None:
-    """Solves the whole problem, or windows of the best schedule.
+def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = ALL) -> None:
+    """Solves the whole problem or, if it has more than `milp_ops` compute ops, windows of the best schedule.
 
-    Emits each schedule that is better than the warm start and those before, and bounds that hold for every schedule. If
-    the request names a backend that is not available, one note says so and HiGHS takes its place.
+    Emits each schedule that is better than the warm start and those before, bounds that hold for every schedule, and
+    notes: how each search ended, which schedules were rejected, and, once, that a backend is not available and HiGHS
+    takes its place.
     """
-    limits = Limits(time.monotonic() + request.time_limit_s, request.threads, request.seed)
+    limits = Limits(time.monotonic() + SHARE * request.time_limit_s, request.threads, request.seed)
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
-    if whole:
-        search.whole(limits, switches)
-    else:
+    most = request.milp_ops or (None if is_licensed(request.solver) else MOST_OPS)
+    if (most is not None and count_ops(request.problem) > most) or not search.whole(limits, switches):
         search.windows(limits, switches)
 
 
@@ -46,45 +55,86 @@ class _Search:
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self._request, self._problem, self._emit = request, request.problem, emit
         self._best = BestSchedule(request, emit)
+        self._lasting = Lasting(request.problem)
         self._step_ms = _common_step_ms(self._problem)
         self._bound_ms = 0.0
+        self._told: set[str] = set()
 
-    def whole(self, limits: Limits, switches: Switches) -> None:
-        """Fixes the micro-batches' order first, then, where that may lose something, not."""
+    def whole(self, limits: Limits, switches: Switches) -> bool:
+        """Fixes the micro-batches' order first, then, where that may lose something, not.
+
+        Returns False at once if the backend takes no model of that size.
+        """
         request, solver, best = self._request, self._request.solver, self._best
         orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
+        most = most_rows(solver)
+        # What a cut adds while Gurobi searches does not count.
+        switches = replace(switches, triangles="lazy") if most and switches.triangles == "all" else switches
         for order in orders:
-            model = Model(request.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
+            model = Model(self._lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
+            if most and model.possible and not model.rows.fits(most):
+                return False
             if model.possible:
-                start = assignment(model.variables, best.schedule) if best.schedule else {}
+                start = assignment(model.variables, self._on_model(best.schedule)) if best.schedule else {}
+                own = replace(limits, since=time.monotonic())
                 callbacks = self._on_solution(model), self._on_bound(model), model.violated
-                solver = minimize(solver, Task(model.rows, model.C, start, limits, *callbacks), self._note)
+                solver, outcome = minimize(solver, Task(model.rows, model.C, start, own, *callbacks), self._note)
+                self._report(_ended(model, outcome, best.value) + f", with {ORDERS[order]}")
+            else:
+                found = f"nothing shorter than {best.value:.6g} ms" if best.schedule else "no schedule"
+                self._report(f"{found} is possible, without a search, with {ORDERS[order]}")
             if (
                 reaches(best.value, trivial_bound(request.problem, request.objective))
                 or model.is_bound
                 or limits.seconds == 0.0
             ):
                 break
+        if not model.is_bound and (reason := model.inexpressible):
+            self._report(f"its optimum is no bound, as the model has {reason}; method auto has no such limits")
+        return True
 
     def windows(self, limits: Limits, switches: Switches) -> None:
         """Starts from the warm start or, if there is none, from AdaOffload's schedule."""
-        best = self._best
+        best, objective = self._best, self._request.objective
         if best.schedule is None:
-            best.offer(next(STREAMS["adaoffload"](self._problem, self._request.objective)))
-        if best.schedule:
-            search_windows(best.schedule, best.offer, self._request.solver, limits, switches, self._note)
+            best.offer(next(STREAMS["adaoffload"](self._problem, objective)))
+        if best.schedule is None:
+            return
+        bound = max(trivial_bound(self._problem, objective), memory_bound(self._problem, objective))
+        search = WindowSearch(self._offer, self._request.solver, limits, switches, self._note, objective, bound)
+        search.run(self._on_model(best.schedule))
+        self._report(f"{search.summary}; {best.value:.6g} ms")
 
     def _note(self, text: str) -> None:
-        self._emit(Note(text=text))
+        if text not in self._told:
+            self._told.add(text)
+            self._emit(Note(text=text))
+
+    def _report(self, text: str) -> None:
+        """A note on how a search ended, for whoever asked for this engine."""
+        self._emit(Note(text=f"milp: {text}", method=METHOD))
 
     def _horizon_ms(self) -> float:
         """No schedule worth finding ends later."""
         known = self._best.schedule is not None and self._request.objective == "makespan"
-        return self._best.value if known else serial_ms(self._problem)
+        return self._best.value + self._lasting.slack_ms if known else serial_ms(self._lasting.problem)
+
+    def _on_model(self, schedule: Schedule) -> Schedule:
+        return replace(schedule, problem=self._lasting.problem)
+
+    def _offer(self, found: Schedule) -> bool:
+        """Takes a schedule of the model if it is better. One that does not fit or run becomes a note."""
+        schedule = replace(found, problem=self._problem)
+        if shorter(length_ms(schedule, self._request.objective), self._best.value) and (
+            wrong := check(self._problem, schedule)
+        ):
+            self._note(f"a schedule of {found.method} was rejected: {wrong[0]}")
+            return False
+        return self._best.offer(schedule)
 
     def _on_solution(self, model: Model) -> Callable[[Floats], None]:
         def offer(x: Floats) -> None:
-            self._best.offer(lift(self._problem, model.starts(x), METHOD))
+            self._offer(lift(model.problem, model.starts(x), METHOD))
 
         return offer
 
@@ -93,12 +143,23 @@ class _Search:
         common step."""
 
         def emit(value: float) -> None:
-            bound = math.ceil(Fraction(value / model.scale) / self._step_ms) * self._step_ms
+            least_ms = value / model.scale - self._lasting.slack_ms
+            bound = math.ceil(Fraction(least_ms) / self._step_ms) * self._step_ms
             if model.is_bound and bound > self._bound_ms:
                 self._bound_ms = float(bound)
                 self._emit(Bound(method=METHOD, lower_bound_ms=self._bound_ms))
 
         return emit
+
+
+def _ended(model: Model, outcome: Outcome, best_ms: float) -> str:
+    """How a search ended, such as `HiGHS: optimal after 0.8 s and 17 nodes, best 21 ms, bound 21 ms; 165 variables, 590
+    rows`."""
+    nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
+    bound = "no bound" if outcome.bound is None else f"bound {outcome.bound / model.scale:.6g} ms"
+    best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
+    size = f"{len(model.rows.lower)} variables, {len(model.rows.at_least)} rows"
+    return f"{outcome.solver}: {outcome.status} after {outcome.seconds:.1f} s{nodes}, {best}, {bound}; {size}"
 
 
 def _common_step_ms(problem: Problem) -> Fraction:

@@ -117,9 +117,9 @@ class Surroundings:
         """Sets `release`, `rest` and `least_ms`."""
         inc = self.incumbent
         release = np.array([self.last_end_before(d).ms for d in range(len(inc.problem.devices))])[inc.device]
-        rest = inc.end - inc.start
+        rest = inc.end - inc.start + inc.delivery
         rest[list(self.border.values())] = inc.tail[list(self.border.values())]
-        self.least_ms = float(inc.end[self.side < 0].max(initial=0.0))
+        self.least_ms = float((inc.end + inc.delivery)[self.side < 0].max(initial=0.0))
         for a, b, delay, by_order in zip(*map(np.ndarray.tolist, inc.edges), strict=True):
             if self.side[a] < 0 and b in inside:
                 release[b] = max(release[b], inc.end[a] + delay)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from optpipe.errors import SolverError
 from optpipe.model.arrays import Floats
@@ -23,15 +23,20 @@ class UnavailableError(SolverError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a solve may take: until when (`time.monotonic`), on how many threads; and its seed."""
+    """What a solve may take: until when (`time.monotonic`), on how many threads; its seed, and when it began."""
 
     until: float
     threads: int
     seed: int
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
         return max(0.0, self.until - time.monotonic())
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self.since
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,25 @@ class Task:
     violated: Callable[[Floats], list[Clause]] | None = None
 
 
+Status = Literal["optimal", "infeasible", "time is up", "ended"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a search ended: which solver it was, its status, the best bound in the model's time, how many nodes it looked
+    at, None where the solver does not say, and how long it took."""
+
+    solver: str
+    status: Status
+    bound: float | None = None
+    nodes: int | None = None
+    seconds: float = 0.0
+
+
 class Minimize(Protocol):
     """A backend. Returns when the optimum is proven or time is up. Raises UnavailableError."""
 
-    def __call__(self, task: Task) -> None: ...
+    def __call__(self, task: Task) -> Outcome: ...
 
 
 def cut_at_root(task: Task, relaxed: Callable[[], Floats | None]) -> None:

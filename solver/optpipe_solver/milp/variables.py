@@ -46,7 +46,7 @@ class Variables:
         half duplex, offload before reload.
     M, N
         By activation and op of its device: whether its drop, and whether its reload, comes before the op; in between it
-        is away. M only for ops that take memory.
+        is away. M only for ops that take memory and, of a window, the first op after it.
     X
         By two activations of a device: whether the first is away when the second one's reload allocates.
     """
@@ -165,7 +165,8 @@ class Variables:
                 continue
             known = self.around.away_literals(a, self.paths.ops[y], self.W[a]) if self.around else (None, None)
             self.N[a, y] = known[1] or self.rows.literal()
-            if takes[y]:
+            # What was dropped before the first op after a window still must be: memory there stays as it was.
+            if takes[y] or (self.around and self.around.is_border(self.paths.ops[y])):
                 self.M[a, y] = known[0] or self.rows.literal()
 
     # --- moments

@@ -39,6 +39,12 @@ class EngineRuns:
     def running(self) -> bool:
         return bool(self._processes.running)
 
+    def unfinished(self, engine: str) -> bool:
+        """Whether an engine that was asked for by name is yet to run, or to end."""
+        planned = any(run.engine == engine for run in self._planned)
+        running = any(process.engine == engine for process in self._processes.running)
+        return self._request.method == engine and (planned or running)
+
     def start_next(self, beside_heuristics: bool) -> None:
         """Start planned runs as long as fewer than `plan.PARALLEL` searches are under way.
 
@@ -116,7 +122,8 @@ class EngineRuns:
             else:
                 self._state.raise_bound(claim_ms, message.method)
         elif isinstance(message, Note):
-            self._emit(message)
+            if message.method in ("", self._request.method):  # an engine's report is for whoever asked for the engine
+                self._emit(Note(text=message.text))
         elif isinstance(message, OptPipeError):
             self._emit(Note(text=f"{engine} failed: {message}"))
             self._cancel(engine)

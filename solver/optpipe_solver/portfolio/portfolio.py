@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Infeasible, Note, Request
-from optpipe_solver import engines, plan
+from optpipe_solver import engines, methods, plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import ENGINES, ROBUST
@@ -45,7 +45,10 @@ class Portfolio:
         self.heuristics = HeuristicRuns(request, system, self.state, self.limit, emit)
 
     def run(self) -> None:
-        """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven."""
+        """Run heuristics and engines side by side until time is up, nothing is left to try or the best is proven.
+
+        The MILP, asked for by name, runs whatever heuristics have found.
+        """
         if not self.begin():
             return
         request, state, limit = self.request, self.state, self.limit
@@ -55,10 +58,10 @@ class Portfolio:
         heuristics = self.heuristics.run(self.heuristics.streams(), share)
         trying = True  # whether heuristics have something left to try
         try:
-            while not state.optimal and limit.left_s > 0:
+            while not (state.optimal and not runs.unfinished(methods.MILP)) and limit.left_s > 0:
                 if trying:
-                    trying = next(heuristics, True) is None
-                if state.proven:  # nothing is left to gain by nominal times
+                    trying = next(heuristics, True) is None and not state.optimal
+                if state.proven and request.method != methods.MILP:  # nothing is left to gain by nominal times
                     runs.keep_only(ROBUST)
                 if state.best or not trying:
                     runs.start_next(beside_heuristics=trying)

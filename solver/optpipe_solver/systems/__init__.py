@@ -14,6 +14,7 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Placements
 from optpipe.schedule import Schedule
 from optpipe_solver.systems import (
+    adaoffload,
     bpipe,
     chronos,
     classic,
@@ -29,7 +30,7 @@ __all__ = ["SYSTEMS", "System", "generate", "parse"]
 
 SYSTEMS: dict[str, System] = {
     system.name: system
-    for family in (classic, dualpipe, pipeoffload, chronos, optimizer_offload, zero_bubble, v_shape, bpipe)
+    for family in (classic, dualpipe, pipeoffload, adaoffload, chronos, optimizer_offload, zero_bubble, v_shape, bpipe)
     for system in family.SYSTEMS
 }
 

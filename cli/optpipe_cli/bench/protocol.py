@@ -1,0 +1,83 @@
+"""`optpipe bench protocol`: the paper's experiment, end to end."""
+
+from __future__ import annotations
+
+import json as json_
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe_cli.gain import gain_of, rounds
+from optpipe_cli.launch import torchrun
+from optpipe_cli.output import Json, print_json
+
+if TYPE_CHECKING:
+    from optpipe_runtime.bench.protocol import ProtocolSettings
+
+RANKS = 2
+
+
+def protocol(
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds of MILP beside the training; the paper has 300, on 16 GPUs 1000.", min=1.0)
+    ] = 300.0,
+    solver: Annotated[str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp, or one of PuLP's.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Train by PipeOffload, solve the MILP beside it, swap in each better schedule, and measure what it gains."""
+    from optpipe_cli.extras import need
+
+    need("runtime")
+    from optpipe_runtime.bench.protocol import ProtocolSettings
+
+    content = run(ProtocolSettings(milp_s=time_limit, solver=solver))
+    if json:
+        print_json(content)
+    else:
+        _show(content)
+
+
+def run(settings: ProtocolSettings) -> dict[str, Any]:
+    """Run the protocol on two ranks of this machine; return what it found, and what the best schedule gains."""
+    from optpipe_runtime.demo.train import DemoResult, Step
+
+    with tempfile.TemporaryDirectory(prefix="optpipe-protocol-") as folder:
+        asked, told = Path(folder) / "settings.json", Path(folder) / "told.json"
+        settings.save(asked)
+        torchrun(RANKS, "optpipe_runtime.bench.protocol", asked, told)
+        content: dict[str, Any] = json_.loads(told.read_text())
+    training = content.pop("training")
+    result = DemoResult(training["problem"], training["schedules"], [Step(**step) for step in training["steps"]])
+    predicted = [schedule["predicted_ms"] for schedule in result.schedules]
+    best = min(range(len(predicted)), key=predicted.__getitem__)
+    gain = gain_of(rounds(result, best, settings.training.rounds))._asdict() if best else None
+    first, chosen = result.schedules[0], result.schedules[best]
+    return content | {
+        "solver": settings.solver,
+        "cores": os.cpu_count(),
+        "steps_beside": sum(step.live for step in result.steps),
+        "first": {"method": first["method"], "predicted_ms": predicted[0]},
+        "best": {"method": chosen["method"], "predicted_ms": predicted[best]},
+        "measured_gain": gain,
+    }
+
+
+def _show(content: dict[str, Any]) -> None:
+    first, best, gain = content["first"], content["best"], content["measured_gain"]
+    typer.echo(f"training starts by {first['method']}, {first['predicted_ms']:.4g} ms predicted")
+    for found in content["found"]:
+        at = f"after {found['time_s']:.1f} s, step {found['step']}"
+        typer.echo(f"{at}: {found['predicted_ms']:.4g} ms by {found['method']}")
+    typer.echo(f"the MILP's answer: {content['answer']}")
+    for note in content["notes"]:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{content['steps_beside']} steps beside {content['milp_s']:.0f} s of search")
+    if gain is None:
+        typer.echo("nothing is shorter than the first schedule")
+    else:
+        predicted = 1 - best["predicted_ms"] / first["predicted_ms"]
+        within = f"95% of resamples between {gain['low']:.1%} and {gain['high']:.1%}"
+        typer.echo(f"gain of {best['method']}: {predicted:.1%} predicted, {gain['median']:.1%} measured, {within}")

@@ -1,0 +1,84 @@
+"""AdaOffload as it is printed (OptPipe, Algorithm 1), for one stage a device.
+
+The heuristic `adaoffload` takes its idea, searches its tolerance, and asks memory what fits. This is the algorithm line
+by line, for comparison.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from optpipe.model.ops import Kind, Op
+from optpipe.model.problem import Problem
+from optpipe.model.program import Program
+from optpipe.schedule import Schedule
+from optpipe_solver.systems.order import warmed_up
+from optpipe_solver.systems.system import System
+
+AHEAD = 2  # compute ops before its backward at which a reload starts: those of PipeOffload's slot
+
+
+def algorithm_1(problem: Problem, tolerance: int = 0) -> Schedule:
+    """Algorithm 1 with a tolerance T of `tolerance` ms.
+
+    Steps 1 and 2: a stage fills with forwards until the next one would delay its first backward by T or more
+    (`fills`). Step 3, PipeOffload's rules: then one backward, its weight gradient right behind, and one forward take
+    turns; every activation leaves after its forward and returns before its backward, but for those whose backward
+    follows at once. A forward waits until the activation before it has left (line 18), which is all that keeps memory
+    low: nothing asks for the limit.
+
+    Printed errors: line 18 reads F of the last micro-batch on the stage before, for F of the same one; line 19 uses the
+    completion of F that line 20 computes.
+    """
+    lists = []
+    for s, fill in enumerate(fills(problem, tolerance)):
+        forwards = [Op(Kind.F, s, j) for j in range(problem.microbatches)]
+        backwards = [[Op(kind, s, j) for kind in (Kind.B, Kind.W)] for j in range(problem.microbatches)]
+        lists.append(_with_transfers(problem, s, warmed_up(forwards, backwards, fill - 1)))
+    devices = [problem.stages_on(d) for d in range(len(problem.devices))]
+    return Schedule(problem, tuple(Program.of(op for s in stages for op in lists[s]) for stages in devices))
+
+
+def fills(problem: Problem, tolerance_ms: float) -> list[int]:
+    """Count the forwards of each stage before its first backward (steps 1 and 2, lines 6 to 22)."""
+    ms = problem.costs.ms
+    forward, backward = ms[Kind.F].tolist(), ms[Kind.B].tolist()
+    offload = (ms[Kind.O] * problem.costs.parts).tolist()
+    stages, hop = len(problem.stages), problem.p2p_ms
+    # EstStart(B_{s,0}): micro-batch 0 goes to the last stage and comes back.
+    there = sum(forward) + hop * (stages - 1)
+    starts = [there + sum(backward[s + 1 :]) + hop * (stages - 1 - s) for s in range(stages)]
+    counts: list[int] = []
+    arrived = [0.0] * problem.microbatches  # when F of the stage before has ended, and its message has come
+    for s in range(stages):
+        done: list[float] = []
+        left = 0.0  # when the last activation has left
+        for at in arrived:
+            if done and max(done[-1], left + offload[s]) >= starts[s] + tolerance_ms:
+                break
+            done.append(max(done[-1] if done else 0.0, left, at) + forward[s])
+            left = done[-1] + offload[s]
+        counts.append(len(done))
+        arrived = [end + hop for end in done]  # no stage fills further than the one before
+    return counts
+
+
+def _with_transfers(problem: Problem, s: int, compute: list[Op]) -> list[Op]:
+    """The stage's ops with O, D and R of the activations that leave."""
+    place = {op: i for i, op in enumerate(compute)}
+    before: dict[int, list[Op]] = defaultdict(list)
+    for j in range(problem.microbatches if problem.stages[s].can_offload else 0):
+        forward, backward = place[Op(Kind.F, s, j)], place[Op(Kind.B, s, j)]
+        if backward - forward <= AHEAD:
+            continue
+        back = backward - AHEAD
+        drop = next((i for i in range(forward + 1, back) if compute[i].kind == Kind.F), back)
+        for kind, at in ((Kind.O, forward + 1), (Kind.D, drop), (Kind.R, back)):
+            before[at] += [Op(kind, s, j, part) for part in range(problem.stages[s].offload_parts)]
+    found = []
+    for i, op in enumerate(compute):
+        found += [*sorted(before[i], key=lambda x: (Kind.O, Kind.D, Kind.R).index(x.kind)), op]
+    return found
+
+
+SYSTEMS = (System("algorithm-1", "OptPipe, Algorithm 1 as printed", algorithm_1, parameters=("tolerance",)),)
