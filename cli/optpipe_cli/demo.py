@@ -168,7 +168,7 @@ def _why_not_interleaved(told: DemoResult) -> str:
     from optpipe.anytime import solve
     from optpipe.model.problem import Problem
 
-    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit=10.0)
+    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit_s=10.0)
     return "interleaved 1F1B fits this budget" if result.schedule else f"interleaved 1F1B does not fit: {result.reason}"
 
 

@@ -35,12 +35,12 @@ def with_memory(problem: Problem, share: float) -> Problem:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_after_costs_have_drifted_the_first_result_is_the_old_schedule_re_timed(name):
-    old = optpipe.solve(Problem.load(EXAMPLES / f"{name}.json"), method="adaoffload", time_limit=2.0).schedule
+    old = optpipe.solve(Problem.load(EXAMPLES / f"{name}.json"), method="adaoffload", time_limit_s=2.0).schedule
     assert old is not None
     now = drifted(old.problem, 0.1, seed=1)
     re_timed = Schedule(now, old.programs, old.links)
     assert check(now, re_timed) == []
-    first, *_, last = optpipe.improve(now, method="adaoffload", time_limit=2.0, warm_start=old)
+    first, *_, last = optpipe.improve(now, method="adaoffload", time_limit_s=2.0, warm_start=old)
     assert first.method == "warm start"
     assert first.makespan_ms == pytest.approx(re_timed.makespan_ms)
     assert last.makespan_ms <= re_timed.makespan_ms * (1 + 1e-9)
@@ -49,7 +49,7 @@ def test_after_costs_have_drifted_the_first_result_is_the_old_schedule_re_timed(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_less_memory_it_is_still_valid(name):
-    old = optpipe.solve(Problem.load(EXAMPLES / f"{name}.json"), method="adaoffload", time_limit=2.0).schedule
+    old = optpipe.solve(Problem.load(EXAMPLES / f"{name}.json"), method="adaoffload", time_limit_s=2.0).schedule
     assert old is not None
     less = with_memory(old.problem, 0.9)
     assert check(less, Schedule(less, old.programs, old.links)) != []
@@ -69,10 +69,10 @@ def test_with_less_memory_it_is_still_valid(name):
 
 def test_a_better_schedule_for_the_changed_problem_is_still_found():
     problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
-    poor = optpipe.solve(problem, method="naive", time_limit=5.0).schedule
+    poor = optpipe.solve(problem, method="naive", time_limit_s=5.0).schedule
     assert poor is not None
     now = drifted(problem, 0.1, seed=2)
-    results = list(optpipe.improve(now, method="adaoffload", time_limit=4.0, warm_start=poor))
+    results = list(optpipe.improve(now, method="adaoffload", time_limit_s=4.0, warm_start=poor))
     assert results[0].method == "warm start"
     assert results[-1].method == "adaoffload"
     assert results[-1].makespan_ms < results[0].makespan_ms

@@ -16,7 +16,7 @@ from support.work import LIMIT_S, Work, problem, sound, until
 from optpipe import Result, anytime
 from optpipe_server import metrics
 from optpipe_server.database import InitialResult, Leases
-from optpipe_server.database.jobs import StaleError
+from optpipe_server.database.jobs import StaleError, options_of
 from optpipe_server.settings import LOCAL
 
 
@@ -67,7 +67,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
     drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=1.0)
     with work.supervisor():
         until(lambda: work.job(extended).state == "running")
-        while work.job(extended).time_limit_s < 40.0:
+        while options_of(work.job(extended)).time_limit_s < 40.0:
             with suppress(StaleError):  # where a schedule is found at that moment
                 work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
         work.found(drifting)
