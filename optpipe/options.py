@@ -199,6 +199,6 @@ def listed(record: type[SearchOptions]) -> list[Option]:
 def _option(name: str, described: Mapping[str, Any]) -> Option:
     own = described.get("anyOf", [described])[0]  # of a value or null
     choices = tuple(own.get("enum", ()))
-    ends = (("exclusiveMinimum", "above {:g}"), ("minimum", "{:g} or more"), ("maximum", "at most {:,g}"))
-    values = ", ".join(choices) or ", ".join(text.format(own[end]) for end, text in ends if end in own)
+    ends = (("exclusiveMinimum", "above {:,}"), ("minimum", "{:,} or more"), ("maximum", "at most {:,}"))
+    values = ", ".join(choices or [text.format(own[end]) for end, text in ends if end in own])
     return Option(name, own["type"], choices, values, described.get("default"), own["description"])

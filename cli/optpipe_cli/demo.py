@@ -21,23 +21,28 @@ import typer
 from optpipe.errors import OptPipeError
 from optpipe_cli.bench.runtime import difference
 from optpipe_cli.launch import torchrun
+from optpipe_cli.options import with_options
 
 if TYPE_CHECKING:
+    from optpipe.options import SolveOptions
     from optpipe_runtime.demo.train import DemoResult, DemoSettings, Step
 
 TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
 
-def demo() -> None:
+@with_options("SolveOptions", time_limit_s=20.0)
+def demo(options: SolveOptions) -> None:
     """Train a small GPT under torchrun, solve beside it, swap better schedules in, and show the gain."""
     from optpipe_cli.extras import need
 
     need("runtime")
     need("server")
     from optpipe_runtime.demo.train import DemoSettings
+    from optpipe_runtime.service.client import ClientOptions
 
+    asked = ClientOptions(**options.arguments()).for_training()
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
-        outcome = run(DemoSettings(), Path(folder))
+        outcome = run(DemoSettings(options=asked.arguments()), Path(folder))
     if not outcome.sound:
         raise typer.Exit(1)
 
@@ -109,7 +114,7 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         start_ms=_middle(told, 0),
         best_ms=_middle(told, best),
         gain=gain_of(rounds(told, best, plan.rounds)),
-        found_in_cache=_look_up(told, folder),
+        found_in_cache=_look_up(told, plan, folder),
     )
     _print_verdict(outcome, ranks)
     return outcome
@@ -251,7 +256,7 @@ def _figure(middle: tuple[float, float]) -> str:
     return f"{middle[0]:.0f} ± {middle[1]:.0f}" if middle[1] == middle[1] else "–"
 
 
-def _look_up(told: DemoResult, folder: Path) -> bool:
+def _look_up(told: DemoResult, plan: DemoSettings, folder: Path) -> bool:
     """Look the same problem up again, by the command line."""
     from optpipe.model.problem import Problem
 
@@ -265,6 +270,8 @@ def _look_up(told: DemoResult, folder: Path) -> bool:
         str(folder / "problem.json"),
         "--cache",
         str(folder / "cache.db"),
+        "--objective",
+        plan.options.get("objective", "makespan"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     typer.echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")

@@ -18,7 +18,7 @@ from optpipe_runtime.demo.train import DemoResult, DemoSettings
 SMALL = DemoSettings(
     budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     microbatches=4,
-    solve_s=15.0,
+    options={"time_limit_s": 15.0},
     block=3,
     rounds=1,
     most_live_steps=10**6,  # the live phase ends with the search
@@ -65,7 +65,13 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(demo, "_service", doomed)
     plan = DemoSettings(
-        microbatches=4, first_s=3.0, solve_s=60.0, block=3, rounds=1, most_live_steps=30, size=SMALL.size
+        microbatches=4,
+        first_s=3.0,
+        options={"time_limit_s": 60.0},
+        block=3,
+        rounds=1,
+        most_live_steps=30,
+        size=SMALL.size,
     )
     outcome = demo.run(plan, tmp_path)
     told = DemoResult.load(tmp_path / "told.json")
