@@ -95,7 +95,9 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
             return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).json()
 
     def searching():
-        return [job for job in (ask("/v1/jobs?state=running") or {"jobs": []})["jobs"] if job["method"] == "auto"]
+        return [
+            job for job in (ask("/v1/jobs?state=running") or {"jobs": []})["jobs"] if job["options"]["method"] == "auto"
+        ]
 
     with contextlib.ExitStack() as services:
         url, pid = services.enter_context(demo._service(tmp_path, environment, port))
@@ -120,7 +122,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         log, adoptions = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
     told = DemoResult.load(tmp_path / "told.json")
-    assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
+    assert [(job["options"]["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
         "nothing was submitted again"
     )
     assert jobs[0]["attempt"] == 2, log
