@@ -227,9 +227,9 @@ class Solve:
         """Log what this worker does not have for the search."""
         asked, memory_mib = claim.options, self._environment.memory_mib
         if asked.threads is not None and asked.threads > self._threads:
-            self._note(claim, f"threads = {asked.threads}: the search gets {self._threads}, this worker has no more")
+            self._note(claim, f"threads = {asked.threads}: the search gets {self._threads} on this worker")
         if asked.memory_mib is not None and memory_mib is not None and asked.memory_mib > memory_mib:
-            self._note(claim, f"memory_mib = {asked.memory_mib}: the search gets {memory_mib}, the most on this worker")
+            self._note(claim, f"memory_mib = {asked.memory_mib}: the search gets {memory_mib} on this worker")
 
     def _continues(self, last: Result) -> bool:
         """Decide what becomes of the job after a search; False if this worker is done with it."""

@@ -191,6 +191,20 @@ def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
     assert f"threads 6, memory 700, nice {nice}, 20 s" in local.lines(alone)
 
 
+def test_a_job_has_no_more_than_its_worker(local: Work) -> None:
+    less, more = local.submit("tells", threads=2, memory_mib=400), local.submit("tells", threads=64, memory_mib=4000)
+    with local.supervisor(solves=1, threads=8, memory_mib=800):
+        local.ended(less)
+        local.ended(more)
+    assert any(line.startswith("threads 2, memory 350, ") for line in local.lines(less))
+    assert any(line.startswith("threads 8, memory 700, ") for line in local.lines(more))
+    assert [line for line in local.lines(more) if "the search gets" in line] == [
+        "threads = 64: the search gets 8 on this worker",
+        "memory_mib = 4000: the search gets 800 on this worker",
+    ]
+    assert not any("the search gets" in line for line in local.lines(less))
+
+
 def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system refuses another thread, the slot is free again and the job waits."""
     start, refused = threading.Thread.start, []
