@@ -100,7 +100,7 @@ def figure(method: str) -> str:
 
 
 def best(method: str, time_limit: float) -> Schedule:
-    schedule = solve(PROBLEM, method=method, time_limit=time_limit).schedule
+    schedule = solve(PROBLEM, method=method, time_limit_s=time_limit).schedule
     assert schedule is not None
     return schedule
 

@@ -33,7 +33,7 @@ def main() -> None:
 
     pipe = Pipeline({rank: module}, range(ranks), gpt.loss, MICROBATCHES)
     problem = pipe.profile(*batch(0), activation_budget_bytes=16 * 2**20)
-    pipe.load(optpipe.solve(problem, time_limit=10).schedule if rank == 0 else None)
+    pipe.load(optpipe.solve(problem, time_limit_s=10).schedule if rank == 0 else None)
     train = Follower(pipe, arguments.service) if arguments.service else pipe
     for step in range(arguments.steps):
         inputs, targets = batch(step)

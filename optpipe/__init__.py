@@ -2,7 +2,7 @@
 is.
 
 problem = optpipe.Problem.load("problem.json")
-result = optpipe.solve(problem, time_limit=20)
+result = optpipe.solve(problem, time_limit_s=20)
 print(result.makespan_ms, result.gap)
 result.schedule.save("schedule.json")
 """

@@ -8,16 +8,15 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Self, Unpack
 
-from pydantic import ValidationError
-
-from optpipe.errors import FrameError, InputError, SolverError, input_error
+from optpipe.errors import FrameError, InputError, SolverError
 from optpipe.evaluate.jitter import percentile_ms
-from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
+from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
+from optpipe.options import SearchOptions, SolveArguments, SolveOptions
 from optpipe.process.child import Child
-from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Placements, Programs, Refused, Request
+from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule, Status
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
@@ -52,6 +51,17 @@ class Result:
     rejected: int = 0  # frames of the solver that were no valid schedule, no better than one before, or unreadable
     failure: str | None = None  # how the solver's process failed; also the last of the notes
 
+    @classmethod
+    def of(
+        cls, schedule: Schedule, options: SearchOptions, lower_bound_ms: float | None = None, method: str = ""
+    ) -> Self:
+        """What a valid schedule and a bound are to a search with these options."""
+        objective, jitter = options.objective, options.jitter
+        percentile = percentile_ms(schedule, jitter, objective, options.seed) if jitter else None
+        method = method or schedule.method
+        found = cls("feasible", schedule, objective, lower_bound_ms, method, percentile_ms=percentile)
+        return replace(found, status=found.proven_status)
+
     @property
     def makespan_ms(self) -> float | None:
         return self.schedule.makespan_ms if self.schedule else None
@@ -77,6 +87,11 @@ class Result:
         """
         return gap(self.objective_ms, self.lower_bound_ms)
 
+    @property
+    def proven_status(self) -> Status:
+        """`optimal` where the bound proves it; a bound on nominal times says nothing about a percentile."""
+        return "optimal" if self.gap == 0 and self.percentile_ms is None else self.status
+
     def __str__(self) -> str:
         """One line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
         if self.schedule is None:
@@ -98,27 +113,33 @@ def merged(best: Result, new: Result) -> Result:
 
     A bound above the schedule's length is wrong and is dropped.
     """
-    kept = min((best, new), key=lambda result: length_ms(result.schedule, result.objective))
+    kept = min((best, new), key=lambda result: NEVER if result.value_ms is None else result.value_ms)
     if kept.schedule is None:
         kept = new
     longest = length_ms(kept.schedule, kept.objective)
     told = (result.lower_bound_ms for result in (best, new))
     bounds = [bound for bound in told if bound is not None and reaches(bound, longest)]
-    result = replace(new, schedule=kept.schedule, method=kept.method, lower_bound_ms=max(bounds, default=None))
+    result = replace(
+        new,
+        schedule=kept.schedule,
+        method=kept.method,
+        percentile_ms=kept.percentile_ms,
+        lower_bound_ms=max(bounds, default=None),
+    )
     if result.schedule is None:
         return result
-    return replace(result, status="optimal" if result.gap == 0 else "feasible", reason=None)
+    return replace(result, status=replace(result, status="feasible").proven_status, reason=None)
 
 
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
-    def __init__(self, request: Request, gap: float = 0.0, admit: Callable[[int], None] | None = None) -> None:
+    def __init__(self, request: Request, admit: Callable[[int], None] | None = None) -> None:
         self._child = Child(SOLVER, request, admit)
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
         self._deadline.start()
-        self._results = _results(request, self._child, self._deadline, gap)
+        self._results = _results(request, self._child, self._deadline)
         # Not __del__: in a reference cycle the child's files would be finalized before it.
         weakref.finalize(self, _abandon, self._deadline, self._child)
 
@@ -143,7 +164,7 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
     child.close()
 
 
-def _results(request: Request, child: Child, deadline: threading.Timer, gap: float) -> Generator[Result, None, None]:
+def _results(request: Request, child: Child, deadline: threading.Timer) -> Generator[Result, None, None]:
     began = time.monotonic()
     best = shown = Result(
         "unknown", objective=request.objective, reason="no schedule was found before the search ended"
@@ -158,7 +179,7 @@ def _results(request: Request, child: Child, deadline: threading.Timer, gap: flo
             if isinstance(frame, Incumbent | Infeasible) and news:
                 yield best
                 shown = best
-            if gap and best.gap is not None and best.gap <= gap:
+            if request.gap and best.gap is not None and best.gap <= request.gap:
                 break
     except SolverError as error:
         rejected = best.rejected + isinstance(error, FrameError)
@@ -176,7 +197,8 @@ def _after(best: Result, frame: Frame, request: Request) -> Result:
     if isinstance(frame, Incumbent):
         return _with_incumbent(best, frame, request)
     if isinstance(frame, Bound) and (best.lower_bound_ms is None or frame.lower_bound_ms > best.lower_bound_ms):
-        return _with_status(replace(best, lower_bound_ms=frame.lower_bound_ms))
+        best = replace(best, lower_bound_ms=frame.lower_bound_ms)
+        return replace(best, status=best.proven_status)
     if isinstance(frame, Infeasible) and best.schedule is None:
         return replace(best, status="infeasible", reason=frame.reason)
     if isinstance(frame, Note):
@@ -200,13 +222,10 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
     if wrong:
         best = replace(best, rejected=best.rejected + 1)
         return _with_note(best, f"a schedule of {frame.method} was rejected: {wrong[0]}")
-    percentile = percentile_ms(schedule, request.jitter, request.objective, request.seed) if request.jitter else None
-    better = replace(
-        best, schedule=schedule, method=frame.method, status="feasible", reason=None, percentile_ms=percentile
-    )
-    if best.value_ms is not None and better.value_ms is not None and better.value_ms >= best.value_ms:
+    found = Result.of(schedule, request, best.lower_bound_ms, frame.method)
+    if best.value_ms is not None and found.value_ms is not None and found.value_ms >= best.value_ms:
         return replace(best, rejected=best.rejected + 1)
-    return _with_status(better)
+    return replace(found, notes=best.notes, history=best.history, rejected=best.rejected)
 
 
 def _with_step(result: Result) -> Result:
@@ -221,39 +240,12 @@ def _with_status(result: Result) -> Result:
     return replace(result, status="optimal") if result.gap == 0 and result.percentile_ms is None else result
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `improve`, for callers that pass them on."""
-
-    method: str
-    time_limit: float
-    threads: int | None
-    objective: Objective
-    warm_start: Schedule | None
-    seed: int
-    solver: str
-    milp_ops: int | None
-    placements: Placements
-    jitter: float
-    memory_mib: int | None
-    gap: float
-
-
 def improve(
     problem: Problem,
     *,
-    method: str = "auto",
-    time_limit: float = 60.0,
-    threads: int | None = None,
-    objective: Objective = "makespan",
     warm_start: Schedule | None = None,
-    seed: int = 0,
-    solver: str = "auto",
-    milp_ops: int | None = None,
-    placements: Placements = "keep",
-    jitter: float = 0.0,
-    memory_mib: int | None = None,
-    gap: float = 0.0,
     admit: Callable[[int], None] | None = None,
+    **options: Unpack[SolveArguments],
 ) -> Search:
     """Searches in the background: the first schedule comes within moments from a heuristic, better ones from engines.
 
@@ -261,34 +253,12 @@ def improve(
     ----------
     problem
         What is to be scheduled.
-    method
-        `auto`, an engine, a heuristic or a published schedule.
-    time_limit
-        Seconds.
-    threads
-        For all solver processes together; by default the machine's cores.
-    objective
-        `makespan`, or `span` (OptPipe, Eq. 3).
     warm_start
         Any schedule to start from, also one for costs that have since changed.
-    seed
-        Of everything random.
-    solver
-        The MILP's backend: auto, highs, gurobi, pulp or pulp:NAME.
-    milp_ops
-        Compute ops up to which the method `milp` solves the problem whole; larger ones window by window. By default
-        100, and no limit with a licence of Gurobi.
-    placements
-        `keep` the stages as given, or search `all` splits of the devices' work; the schedule is then one of
-        `schedule.problem`.
-    jitter
-        Standard deviation of op times as a share of them. If it is not 0, the 95th percentile of the objective counts.
-    memory_mib
-        A limit on what the solver's processes hold together.
-    gap
-        The search ends once the gap is this small.
     admit
         Called with the id of the solver's process before it is asked anything, to set limits of the caller's own.
+    options
+        `optpipe.options.SolveOptions`, such as `method="cpsat", time_limit_s=20`; docs/commands.md has a table.
 
     Returns
     -------
@@ -298,38 +268,23 @@ def improve(
     Raises
     ------
     InputError
-        If an argument is out of range. An unknown method is reported when the first result is asked for.
+        If an option is unknown or out of range. An unknown method is reported when the first result is asked for.
     """
     if warm_start is not None and not isinstance(warm_start, Schedule):
         raise InputError(
             f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
             "(Schedule.load reads a file)"
         )
-    try:
-        request = Request(
-            problem=problem,
-            method=method,
-            objective=objective,
-            time_limit_s=time_limit,
-            threads=(os.cpu_count() or 1) if threads is None else threads,
-            seed=seed,
-            warm_start=Programs.of(warm_start) if warm_start is not None else None,
-            solver=solver,
-            milp_ops=milp_ops,
-            placements=placements,
-            jitter=jitter,
-            memory_mib=memory_mib,
-        )
-    except ValidationError as error:
-        # The field under the name that the caller gave it.
-        raise InputError(str(input_error(error, "improve")).replace("time_limit_s", "time_limit", 1)) from None
-    return Search(request, gap, admit)
+    chosen = SolveOptions.of("improve", options).arguments()
+    chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
+    start = Programs.of(warm_start) if warm_start is not None else None
+    return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit)
 
 
-def solve(problem: Problem, **options: Unpack[Options]) -> Result:
+def solve(problem: Problem, *, warm_start: Schedule | None = None, **options: Unpack[SolveArguments]) -> Result:
     """The best schedule within the time limit; arguments as for `improve`.
 
     A problem that no schedule fits ends with status `infeasible` and the reason.
     """
-    *_, last = improve(problem, **options)
+    *_, last = improve(problem, warm_start=warm_start, **options)
     return last

@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
-from pydantic import ValidationError
-
-from optpipe.anytime import solve
-from optpipe.errors import InputError, OptPipeError, input_error
+from optpipe.anytime import Result, solve
+from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.memory import Certificate, Peak
-from optpipe.evaluate.objective import gap
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
+from optpipe.options import ENGINES, CompareOptions, Placements, SearchArguments, SolveArguments
 from optpipe.process.child import Child
-from optpipe.process.protocol import Bound, Incumbent, Note, Placements, Refused, Request
+from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
 from optpipe.schedule import Schedule
 
 GENERATOR = "optpipe_solver.compare"
 SOLVER = "auto"  # among the methods: what `solve` finds
+SEARCHED = (SOLVER, *ENGINES)  # methods that search; engines only if they are asked for
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,12 @@ class Row:
 
     method: str
     placements: Placements = "all"  # whether it could choose its stages
-    schedule: Schedule | None = None
-    # of schedules on the same stages; in the solver's row of all stages that it could choose
-    lower_bound_ms: float | None = None
+    result: Result | None = None  # its bound is for the same stages; in a search's row for all stages it could choose
     reason: str | None = None  # why it does not fit, or does not apply to the problem
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.result.schedule if self.result else None
 
     @property
     def fits(self) -> bool:
@@ -42,11 +43,24 @@ class Row:
 
     @property
     def makespan_ms(self) -> float | None:
-        return self.schedule.makespan_ms if self.schedule else None
+        return self.result.makespan_ms if self.result else None
 
     @property
     def span_ms(self) -> float | None:
-        return self.schedule.span_ms if self.schedule else None
+        return self.result.span_ms if self.result else None
+
+    @property
+    def percentile_ms(self) -> float | None:
+        return self.result.percentile_ms if self.result else None
+
+    @property
+    def value_ms(self) -> float | None:
+        """What is compared: the objective, or its percentile where there is jitter."""
+        return self.result.value_ms if self.result else None
+
+    @property
+    def lower_bound_ms(self) -> float | None:
+        return self.result.lower_bound_ms if self.result else None
 
     @property
     def bubble(self) -> float | None:
@@ -55,7 +69,7 @@ class Row:
     @property
     def gap(self) -> float | None:
         """How much shorter a schedule could at most be, as a share of this one; None if it does not fit."""
-        return gap(self.makespan_ms, self.lower_bound_ms) if self.fits else None
+        return self.result.gap if self.result and self.fits else None
 
     @cached_property
     def certificate(self) -> Certificate | None:
@@ -79,6 +93,7 @@ class Row:
             "fits": self.fits,
             "makespan_ms": self.makespan_ms,
             "span_ms": self.span_ms,
+            "percentile_ms": self.percentile_ms,
             "bubble": self.bubble,
             "lower_bound_ms": self.lower_bound_ms,
             "gap": self.gap,
@@ -94,103 +109,92 @@ class Comparison:
     """Rows in order: those that fit, the shortest first, then those that do not fit, then those that do not apply."""
 
     problem: Problem
+    options: CompareOptions
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, problem: Problem, rows: Sequence[Row]) -> Comparison:
-        """Sorts the rows. The solver's bound for the stages as given also holds for all others on these stages."""
+    def of(cls, problem: Problem, options: CompareOptions, rows: Sequence[Row]) -> Comparison:
+        """Sorts the rows. A search's bound for the stages as given also holds for all others on these stages."""
 
         def place(row: Row) -> tuple[bool, bool, float, bool]:
-            return row.schedule is None, not row.fits, row.makespan_ms or 0.0, row.method != SOLVER
+            return row.schedule is None, not row.fits, row.value_ms or 0.0, row.method not in SEARCHED
 
         proven = max(
-            (row.lower_bound_ms or 0.0 for row in rows if row.method == SOLVER and row.placements == "keep"),
+            (row.lower_bound_ms or 0.0 for row in rows if row.method in SEARCHED and row.placements == "keep"),
             default=0.0,
         )
-        return cls(problem, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
+        return cls(problem, options, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
 
     def to_dict(self) -> dict[str, Any]:
         """For programs, as JSON takes it, which has no infinity; `k` is `offload_ratio` of each stage."""
         ratios = [None if ratio == float("inf") else ratio for ratio in offload_ratio(self.problem)]
-        return {"problem": self.problem.name, "k": ratios, "rows": [row.to_dict() for row in self.rows]}
+        return {
+            "problem": self.problem.name,
+            "options": self.options.model_dump(mode="json"),
+            "k": ratios,
+            "rows": [row.to_dict() for row in self.rows],
+        }
 
 
 def _bounded(row: Row, proven_ms: float) -> Row:
-    own = row.method != SOLVER and row.schedule is not None and row.schedule.placement is None
-    return replace(row, lower_bound_ms=max(row.lower_bound_ms or 0.0, proven_ms)) if own else row
+    result = row.result
+    if result is None or result.schedule is None or result.schedule.placement is not None:
+        return row
+    if row.method in SEARCHED and row.placements == "all":  # it bounds all stages
+        return row
+    return replace(row, result=replace(result, lower_bound_ms=max(result.lower_bound_ms or 0.0, proven_ms)))
 
 
 def compare(
     problem: Problem,
     methods: Sequence[str] | None = None,
-    time_limit: float = 10.0,
     *,
-    threads: int | None = None,
-    placements: Placements = "all",
-    memory_mib: int | None = None,
     told: Callable[[Row], None] | None = None,
+    **options: Unpack[SearchArguments],
 ) -> Comparison:
     """Every published schedule, every heuristic and what `solve` finds on one problem, side by side.
+
+    With `placements="all"` each published schedule runs on the stages that it is for, and each search runs twice: on
+    the stages as given, and on any stages.
 
     Parameters
     ----------
     problem
         What is to be scheduled.
     methods
-        Only these; `auto` among them is what `solve` finds.
-    time_limit
-        Seconds for each search.
-    threads
-        For each search; by default the machine's cores.
-    placements
-        With `all` each published schedule runs on the stages that it is for, and there are two searches: on the stages
-        as given, and on any stages.
-    memory_mib
-        A limit on what the processes of a search hold together.
+        Only these; `auto` among them is what `solve` finds, an engine's name what it finds with that engine.
     told
         Called with each row as it comes.
+    options
+        `optpipe.options.CompareOptions`; time limit, threads and memory are those of each search.
 
     Raises
     ------
     InputError
-        If a method is unknown, or an argument is out of range.
+        If a method is unknown, or an option is unknown or out of range.
     """
-    names = [SOLVER] if methods is None else [name for name in dict.fromkeys(methods) if name != SOLVER]
-    for name in names:
-        if len(name.split()) != 1:
-            raise InputError(f"methods: {name!r} is not the name of a method")
-    try:
-        request = Request(
-            problem=problem,
-            method=" ".join(names),
-            time_limit_s=time_limit,
-            threads=1 if threads is None else threads,
-            placements=placements,
-            memory_mib=memory_mib,
-        )
-    except ValidationError as error:
-        # The field under the name that the caller gave it.
-        raise InputError(str(input_error(error, "compare")).replace("time_limit_s", "time_limit", 1)) from None
-    searches: tuple[Placements, ...] = ("keep", "all") if placements == "all" else ("keep",)
-    found = chain(
-        _generated(request) if names else (),
-        (
-            _searched(problem, time_limit, threads, free, memory_mib)
-            for free in searches
-            if methods is None or SOLVER in methods
-        ),
-    )
+    chosen = CompareOptions.of("compare", {**options, "methods": methods})
     rows = []
-    for row in found:
+    for row in chain(_generated(problem, chosen), _searched(problem, chosen)):
         rows.append(row)
         if told:
             told(row)
-    return Comparison.of(problem, rows)
+    return Comparison.of(problem, chosen, rows)
 
 
-def _generated(request: Request) -> Iterator[Row]:
+def searches(options: CompareOptions) -> list[tuple[str, Placements]]:
+    """The searches of a comparison: each method that searches, and the stages that it may choose."""
+    names = [name for name in SEARCHED if name in (options.methods or (SOLVER,))]
+    free: tuple[Placements, ...] = ("keep", "all") if options.placements == "all" else ("keep",)
+    return [(name, placements) for name in names for placements in free]
+
+
+def _generated(problem: Problem, options: CompareOptions) -> Iterator[Row]:
     """The rows that one process makes, without a search."""
-    problem, placements = request.problem, request.placements
+    names = [name for name in dict.fromkeys(options.methods or ()) if name not in SEARCHED]
+    if options.methods and not names:
+        return
+    request = CompareRequest.model_validate({**options.search(), "methods": names or None, "problem": problem})
     with contextlib.closing(Child(GENERATOR, request)) as child:
         bounds: dict[str, float] = {}
         for frame in child.frames():
@@ -199,20 +203,21 @@ def _generated(request: Request) -> Iterator[Row]:
             if isinstance(frame, Bound):
                 bounds[frame.method] = frame.lower_bound_ms
             elif isinstance(frame, Note):
-                yield Row(frame.method, placements, reason=frame.text)
+                yield Row(frame.method, options.placements, reason=frame.text)
             elif isinstance(frame, Incumbent):
-                yield _verified(frame, problem, placements, bounds.get(frame.method))
+                yield _verified(frame, problem, options, bounds.get(frame.method))
 
 
-def _verified(found: Incumbent, problem: Problem, placements: Placements, lower_bound_ms: float | None) -> Row:
+def _verified(found: Incumbent, problem: Problem, options: CompareOptions, lower_bound_ms: float | None) -> Row:
     try:
         schedule = found.schedule.schedule(problem, found.method)
         wrong, certificate = schedule.compiled.complaints, schedule.compiled.certificate
     except OptPipeError as error:
-        return Row(found.method, placements, reason=f"is no schedule: {error}")
+        return Row(found.method, options.placements, reason=f"is no schedule: {error}")
     if wrong != certificate.complaints():
-        return Row(found.method, placements, reason=f"is no schedule: {wrong[0]}")
-    return Row(found.method, placements, schedule, lower_bound_ms, _why_not(certificate) if wrong else None)
+        return Row(found.method, options.placements, reason=f"is no schedule: {wrong[0]}")
+    result = Result.of(schedule, options, lower_bound_ms)
+    return Row(found.method, options.placements, result, _why_not(certificate) if wrong else None)
 
 
 def _why_not(certificate: Certificate) -> str:
@@ -242,10 +247,8 @@ def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     return device, peaks[device]
 
 
-def _searched(
-    problem: Problem, time_limit: float, threads: int | None, placements: Placements, memory_mib: int | None
-) -> Row:
-    result = solve(
-        problem, method=SOLVER, time_limit=time_limit, threads=threads, placements=placements, memory_mib=memory_mib
-    )
-    return Row(SOLVER, placements, result.schedule, result.lower_bound_ms, None if result.schedule else result.reason)
+def _searched(problem: Problem, options: CompareOptions) -> Iterator[Row]:
+    for method, placements in searches(options):
+        arguments: SolveArguments = {**options.search(), "method": method, "placements": placements}
+        result = solve(problem, **arguments)
+        yield Row(method, placements, result, None if result.schedule else result.reason)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optpipe_cli.options import register, with_options
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
+    from optpipe.options import SearchOptions
     from optpipe_cache import Cache
 
 app = typer.Typer(help="Solved schedules, found again.", no_args_is_help=True)
@@ -20,36 +22,45 @@ At = Annotated[
 ]
 
 
-@app.command()
+@with_options("SearchOptions", only=("objective",))
 def lookup(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
+    options: SearchOptions,
     cache: At = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the schedule file here.")] = None,
     json: Json = False,
 ) -> None:
     """Find the schedule of this problem, or of the most similar one whose schedule is valid; exit code 1 if there
     is none."""
+    from optpipe.evaluate.objective import length_ms
     from optpipe.model.problem import Problem
     from optpipe.schedule import ScheduleFile
 
     require_writable(output)
-    hit = _open(cache).lookup(Problem.load(problem))
+    objective = options.objective
+    hit = _open(cache).lookup(Problem.load(problem), objective)
     if hit is None:
         print_json({"hit": None}) if json else typer.echo("no schedule in the cache is valid for this problem")
         raise typer.Exit(1)
     if output:
-        ScheduleFile.of(hit.schedule, hit.status, hit.lower_bound_ms).save(output)
+        of_makespan = (hit.status, hit.lower_bound_ms) if objective == "makespan" else ()  # so is a file's bound
+        ScheduleFile.of(hit.schedule, *of_makespan).save(output)
     content = {
         "hit": "exact" if hit.exact else "nearest",
         "distance": hit.distance,
         "method": hit.schedule.method,
         "makespan_ms": hit.schedule.makespan_ms,
+        "span_ms": hit.schedule.span_ms,
     }
     if json:
         print_json(content)
     else:
+        ms = length_ms(hit.schedule, objective)
         kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.3g}"
-        typer.echo(f"{kind}: {hit.schedule.makespan_ms:.6g} ms by {hit.schedule.method}, re-checked for this problem")
+        typer.echo(f"{kind}: {ms:.6g} ms by {hit.schedule.method}, re-checked for this problem")
+
+
+register(app, lookup)
 
 
 @app.command()

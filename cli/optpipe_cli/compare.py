@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from optpipe.errors import InputError
+from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, print_json
-from optpipe_cli.solve import Placements
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,34 +21,25 @@ if TYPE_CHECKING:
     from optpipe.comparison import Comparison, Row
     from optpipe.model.placement import Placement
     from optpipe.model.problem import Problem
+    from optpipe.options import CompareOptions
 
 WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
-Methods = Annotated[
-    str | None, typer.Option(help="Some methods, e.g. 1f1b,gis:group=5,auto; auto is what solve finds. Default: all.")
-]
 
 
+@with_options("CompareOptions")
 def compare(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
-    methods: Methods = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for each search of the solver.")] = 10.0,
-    threads: Annotated[int | None, typer.Option(help="Threads of the solver. Default: all cores.")] = None,
-    placements: Annotated[
-        Placements,
-        typer.Option(
-            help="all: each published schedule on its own stages, the solver on any. keep: the stages as given."
-        ),
-    ] = Placements.all,
+    options: CompareOptions,
     pictures: Annotated[Path | None, typer.Option(help="Write a picture of each schedule into this folder.")] = None,
     json: Json = False,
 ) -> None:
     """Compare every published schedule, every heuristic and the solver's answer, and say why one does not fit."""
     from optpipe.model.problem import Problem
 
-    what, wanted = Problem.load(problem), None if methods is None else names(methods)
+    what = Problem.load(problem)
     if pictures:
         _require_folder(pictures)
-    found = watched(what, wanted, time_limit, threads, placements.value, quiet=json)
+    found = watched(what, options, quiet=json)
     if pictures:
         _draw(found, pictures)
     if json:
@@ -64,24 +55,17 @@ def compare(
         typer.echo(line.rstrip())
 
 
-def names(methods: str) -> list[str]:
-    """Split at commas, except those between the parameters of one method."""
-    return [name.strip() for name in re.split(r",(?![a-z][a-z_]*=)", methods)]
-
-
-def watched(
-    problem: Problem, methods: list[str] | None, time_limit: float, threads: int | None, placements: Any, quiet: bool
-) -> Comparison:
+def watched(problem: Problem, options: CompareOptions, quiet: bool) -> Comparison:
     """Run `optpipe.compare` with a line on stderr that shows the progress."""
     from optpipe.comparison import compare
 
     with waiting("comparing", quiet) as say:
 
         def tell(row: Row) -> None:
-            value = f"{row.makespan_ms:.6g} ms" if row.makespan_ms is not None else row.reason
+            value = f"{row.value_ms:.6g} ms" if row.value_ms is not None else row.reason
             say(f"comparing, after {label(row)}: {value}")
 
-        return compare(problem, methods, time_limit, threads=threads, placements=placements, told=tell)
+        return compare(problem, options.methods, told=tell, **options.search())
 
 
 @contextmanager
@@ -103,23 +87,25 @@ def table(found: Comparison) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("method", "makespan", "span", "bubble", "peak", "gap", "stages"):
+    noise = ("95%",) if found.options.jitter else ()
+    for name in ("method", "makespan", *noise, "span", "bubble", "peak", "gap", "stages"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("method", "stages") else "right")
     table.add_column()  # the reason why it does not fit
     for row in found.rows:
-        table.add_row(*_cells(row), style=None if row.fits else "dim")
+        table.add_row(*_cells(row, bool(noise)), style=None if row.fits else "dim")
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, noise: bool) -> list[str]:
     from optpipe.show.svg import bytes_text
 
     if row.schedule is None:
-        return [label(row), *[""] * 6, row.reason or ""]
+        return [label(row), *[""] * (6 + noise), row.reason or ""]
     assert row.peak is not None
     return [
         label(row),
         f"{row.makespan_ms:.6g}",
+        *([f"{row.percentile_ms:.6g}"] if noise else []),
         f"{row.span_ms:.6g}",
         f"{row.bubble:.1%}",
         bytes_text(row.peak[1].bytes),
@@ -143,17 +129,17 @@ def _stages(placement: Placement | None) -> str:
 
 
 def label(row: Row) -> str:
-    """Return for example `auto, any (lns)`: the solver's rows also name the engine that found the schedule."""
-    from optpipe.comparison import SOLVER
+    """Return for example `auto, any (lns)`: rows of searches also name the engine that found the schedule."""
+    from optpipe.comparison import SEARCHED
 
-    return f"{title(row)} ({row.schedule.method})" if row.schedule and row.method == SOLVER else title(row)
+    return f"{title(row)} ({row.schedule.method})" if row.schedule and row.method in SEARCHED else title(row)
 
 
 def title(row: Row) -> str:
-    """Return the method, and for the solver's rows whether the stages were free."""
-    from optpipe.comparison import SOLVER
+    """Return the method, and for rows of searches whether the stages were free."""
+    from optpipe.comparison import SEARCHED
 
-    return f"{row.method}, any" if row.method == SOLVER and row.placements == "all" else row.method
+    return f"{row.method}, any" if row.method in SEARCHED and row.placements == "all" else row.method
 
 
 def _sizes(problem: Problem) -> str:

@@ -20,23 +20,28 @@ from optpipe.errors import OptPipeError
 from optpipe_cli.bench.runtime import difference
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
+from optpipe_cli.options import with_options
 
 if TYPE_CHECKING:
+    from optpipe.options import SolveOptions
     from optpipe_runtime.demo.train import DemoResult, DemoSettings, Step
 
 TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
 
-def demo() -> None:
+@with_options("SolveOptions", time_limit_s=20.0)
+def demo(options: SolveOptions) -> None:
     """Train a small GPT under torchrun, solve beside it, swap better schedules in, and show the gain."""
     from optpipe_cli.extras import need
 
     need("runtime")
     need("server")
     from optpipe_runtime.demo.train import DemoSettings
+    from optpipe_runtime.service.client import ClientOptions
 
+    asked = ClientOptions(**options.arguments()).for_training()
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
-        outcome = run(DemoSettings(), Path(folder))
+        outcome = run(DemoSettings(options=asked.arguments()), Path(folder))
     if not outcome.sound:
         raise typer.Exit(1)
 
@@ -99,7 +104,7 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         start_ms=_middle(told, 0),
         best_ms=_middle(told, best),
         gain=gain_of(rounds(told, best, plan.rounds)),
-        found_in_cache=_look_up(told, folder),
+        found_in_cache=_look_up(told, plan, folder),
     )
     _print_verdict(outcome, ranks)
     return outcome
@@ -158,7 +163,7 @@ def _why_not_interleaved(told: DemoResult) -> str:
     from optpipe.anytime import solve
     from optpipe.model.problem import Problem
 
-    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit=10.0)
+    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit_s=10.0)
     return "interleaved 1F1B fits this budget" if result.schedule else f"interleaved 1F1B does not fit: {result.reason}"
 
 
@@ -223,7 +228,7 @@ def _figure(middle: tuple[float, float]) -> str:
     return f"{middle[0]:.0f} ± {middle[1]:.0f}" if middle[1] == middle[1] else "–"
 
 
-def _look_up(told: DemoResult, folder: Path) -> bool:
+def _look_up(told: DemoResult, plan: DemoSettings, folder: Path) -> bool:
     """Look the same problem up again, by the command line."""
     from optpipe.model.problem import Problem
 
@@ -237,6 +242,8 @@ def _look_up(told: DemoResult, folder: Path) -> bool:
         str(folder / "problem.json"),
         "--cache",
         str(folder / "cache.db"),
+        "--objective",
+        plan.options.get("objective", "makespan"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     typer.echo(f"optpipe cache lookup problem.json: {(done.stdout or done.stderr).strip()}")

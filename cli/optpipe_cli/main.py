@@ -10,6 +10,7 @@ import typer
 
 from optpipe_cli import cache, compare, demo, keys, profile, schedule_commands, serve, solve, worker
 from optpipe_cli.bench.commands import app as bench_app
+from optpipe_cli.options import register
 
 app = typer.Typer(
     name="optpipe",
@@ -18,7 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (
+register(
+    app,
     solve.solve,
     compare.compare,
     schedule_commands.check,
@@ -28,8 +30,7 @@ for command in (
     serve.serve,
     worker.worker,
     demo.demo,
-):
-    app.command()(command)
+)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app, name="bench")

@@ -2,74 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from optpipe_cli.options import with_options
 from optpipe_cli.output import INFEASIBLE, Json, figures, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.anytime import Result, Search
+    from optpipe.options import SolveOptions
     from optpipe.schedule import Found, Schedule
     from optpipe_cache import Cache
 
 T = TypeVar("T")
 
 
-class Objective(StrEnum):
-    makespan = "makespan"
-    span = "span"
-
-
-class Placements(StrEnum):
-    keep = "keep"
-    all = "all"
-
-
+@with_options("SolveOptions")
 def solve(
     problem: Annotated[Path, typer.Argument(help="A problem file.")],
-    method: Annotated[
-        str,
-        typer.Option(
-            help="auto, an engine (cyclic, lns, cpsat, milp), "
-            "a heuristic (naive, zb-auto, adaoffload) or a published schedule"
-            " such as 1f1b or gis:group=5 (`optpipe compare` lists them)."
-        ),
-    ] = "auto",
-    time_limit: Annotated[float, typer.Option(help="Time limit in seconds.")] = 60.0,
-    threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.")] = None,
-    objective: Annotated[
-        Objective, typer.Option(help="makespan, or span: the longest time of one device.")
-    ] = Objective.makespan,
+    options: SolveOptions,
     warm_start: Annotated[Path | None, typer.Option(help="A schedule file to start from.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
-    solver: Annotated[
-        str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp, or one of PuLP's, such as pulp:cbc.")
-    ] = "auto",
-    milp_ops: Annotated[
-        int | None,
-        typer.Option(help="Compute ops up to which milp solves the problem whole. Default: 100; none with Gurobi."),
-    ] = None,
-    placements: Annotated[
-        Placements,
-        typer.Option(
-            help="keep the stages, or try all: one chunk a device, looped or V-shaped chunks, the layers split anew."
-        ),
-    ] = Placements.keep,
-    jitter: Annotated[
-        float,
-        typer.Option(help="Standard deviation of op times, as a share such as 0.05: minimise the 95th percentile."),
-    ] = 0.0,
-    memory_mib: Annotated[
-        int | None, typer.Option(help="Memory limit for all solver processes together, in MiB.")
-    ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Neither look the problem up nor store the answer.")
     ] = False,
@@ -79,7 +37,6 @@ def solve(
 ) -> None:
     """Find the best schedule within the time limit. Ctrl-C ends the search and keeps the best so far."""
     from optpipe.anytime import Result, improve
-    from optpipe.errors import InputError
     from optpipe.model.problem import Problem
     from optpipe.schedule import Schedule
 
@@ -89,35 +46,18 @@ def solve(
     start = Schedule.load(warm_start) if warm_start else None
     cache = None if no_cache else _unless_broken(_cache)
     hit = None
-    if cache and start is None and method == "auto":
-        hit = _unless_broken(lambda: cache.lookup(what, objective.value))
-    if hit and hit.status == "optimal" and not jitter and placements is Placements.keep:
-        result = Result("optimal", hit.schedule, objective.value, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
+    if cache and start is None and options.method == "auto":
+        hit = _unless_broken(lambda: cache.lookup(what, options.objective))
+    if hit and hit.status == "optimal" and options.answered_by_optimum:
+        result = Result.of(hit.schedule, options, hit.lower_bound_ms, f"{hit.schedule.method} (cached)")
     else:
-        start = start or (hit.schedule if hit else None)
-        try:
-            search = improve(
-                what,
-                method=method,
-                time_limit=time_limit,
-                threads=threads,
-                objective=objective.value,
-                warm_start=start,
-                seed=seed,
-                solver=solver,
-                milp_ops=milp_ops,
-                placements=placements.value,
-                jitter=jitter,
-                memory_mib=memory_mib,
-            )
-        except InputError as error:  # names a parameter, which the user knows as an option
-            raise InputError(
-                re.sub(r"^improve: (\w+)", lambda found: f"--{found[1].replace('_', '-')}", str(error))
-            ) from None
-        result = _follow(search, time_limit, quiet=json)
+        search = improve(what, warm_start=start or (hit.schedule if hit else None), **options.arguments())
+        result = _follow(search, options.time_limit_s, quiet=json)
     if cache and result.schedule:
         found = result.schedule
-        _unless_broken(lambda: cache.add(found, _found(result), result.lower_bound_ms, objective.value, verified=True))
+        _unless_broken(
+            lambda: cache.add(found, _found(result), result.lower_bound_ms, options.objective, verified=True)
+        )
     try:
         _tell(result, json)
     finally:  # also if stdout is closed

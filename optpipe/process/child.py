@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from optpipe.errors import FrameError, SolverError
+from optpipe.options import SearchOptions
 from optpipe.process import process_tree
 from optpipe.process.niceness import group_as_nice
 from optpipe.process.protocol import End, Frame, Refused, Request, parse_frame
@@ -33,7 +34,9 @@ class Child:
         Called with its process id before it is asked anything, to set limits for it.
     """
 
-    def __init__(self, module: str, request: Request | None = None, admit: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, module: str, request: SearchOptions | None = None, admit: Callable[[int], None] | None = None
+    ) -> None:
         self.module = module
         self.mark = process_tree.new_mark()
         with contextlib.ExitStack() as unless_it_starts:
@@ -68,7 +71,7 @@ class Child:
         """Whether it was stopped or has ended by itself."""
         return self._stopped.is_set() or self._process.poll() is not None
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: SearchOptions) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it died or was stopped before it had read; `frames` tells
             self._process.stdin.write(request.model_dump_json(exclude_none=True).encode() + b"\n")

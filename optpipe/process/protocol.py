@@ -11,26 +11,23 @@ import contextlib
 import itertools
 import os
 import queue
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from optpipe.errors import FrameError, input_error
-from optpipe.evaluate.objective import Objective
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
+from optpipe.options import CompareOptions, SearchOptions, SolveOptions, Threads
 from optpipe.schedule import Schedule
 
-Placements = Literal["keep", "all"]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # PostgreSQL takes no NUL
+Asked = TypeVar("Asked", bound=SearchOptions)
 
 
 class Programs(Record):
@@ -62,48 +59,18 @@ class Programs(Record):
         return Schedule.parse(placed, (texts.split() for texts in self.programs), links, method, self.placement)
 
 
-# PuLP's solvers as people write them: in any case, with or without PuLP's own prefixes and suffixes.
-PULP_SOLVERS = (
-    *("cbc", "coin", "coinmp", "choco", "copt", "cplex", "cuopt", "fscip", "glpk", "gurobi", "highs", "mipcl"),
-    *("mosek", "sas94", "sascas", "scip", "xpress"),
-)
-
-
-def usual_name(solver: str) -> str:
-    """A solver of PuLP's by its usual name, such as `cbc` for `PULP_CBC_CMD`."""
-    return re.sub(r"_(cmd|py|dll)$", "", solver.lower().removeprefix("pulp_"))
-
-
-def _milp_solver(name: str) -> str:
-    kind, _, within = name.partition(":")
-    backends = ("auto", "highs", "gurobi", "pulp")
-    known = kind.lower() == "pulp" and usual_name(within) in (*PULP_SOLVERS, "")
-    if known or (not within and (kind.lower() in backends or usual_name(kind) in PULP_SOLVERS)):
-        return name
-    packages = {"highs": "highspy", "gurobi": "gurobipy", "pulp": "pulp"}
-    installed = [solver for solver, package in packages.items() if find_spec(package)]
-    raise PydanticCustomError(
-        "solver",
-        "auto, highs, gurobi, pulp or one of PuLP's solvers such as pulp:cbc was expected (installed: {installed})",
-        {"installed": ", ".join(installed)},
-    )
-
-
-class Request(Record):
+class Request(SolveOptions):
     """What a solver is asked: the problem, how, and for how long."""
 
     problem: Problem
-    method: str = "auto"
-    objective: Objective = "makespan"
-    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     warm_start: Programs | None = None
-    solver: Annotated[str, AfterValidator(_milp_solver)] = "auto"  # the MILP's backend
-    milp_ops: Annotated[int, Field(ge=1)] | None = None  # compute ops up to which the MILP is solved whole
-    placements: Placements = "keep"  # the stages as given, or any split over the devices
-    jitter: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0  # noise of op times, as a share of them
-    memory_mib: Annotated[int, Field(ge=64)] | None = None  # of the solver's processes together
+    threads: Threads = 1
+
+
+class CompareRequest(CompareOptions):
+    """What is asked of a process that compares methods."""
+
+    problem: Problem
 
 
 class Incumbent(Record):
@@ -165,8 +132,17 @@ def parse_frame(line: bytes) -> Frame:
 
 def read_request() -> Request:
     """In a child: the request from standard input. From then on the child ends as soon as that input closes."""
+    return _read(Request)
+
+
+def read_compare_request() -> CompareRequest:
+    """`read_request` of a process that compares methods."""
+    return _read(CompareRequest)
+
+
+def _read(model: type[Asked]) -> Asked:
     line = sys.stdin.buffer.readline()
-    request = Request.model_validate_json(line)
+    request = model.model_validate_json(line)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return request
 

@@ -19,27 +19,22 @@ which schedules were swapped in, and how long a step takes by each."""
 from __future__ import annotations
 
 import logging
-from inspect import signature
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe.options import SolveArguments
 from optpipe.schedule import Schedule
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.measure.drift import TRACED, WINDOW, Profiler, drift, retimed
 from optpipe_runtime.pipeline import Pipeline
 from optpipe_runtime.service.adoptions import Adoptions
-from optpipe_runtime.service.client import ScheduleClient
+from optpipe_runtime.service.client import ClientOptions, ScheduleClient
 from optpipe_runtime.service.connection import api_key, base_url
 
 log = logging.getLogger("optpipe.follow")
 
-SEARCH_OPTIONS = [
-    name
-    for name, one in signature(ScheduleClient).parameters.items()
-    if one.kind == one.KEYWORD_ONLY and name != "warm_start"
-]
 THRESHOLD = 0.2  # of a stage's F + B + W
 
 
@@ -68,8 +63,8 @@ class Follower:
         After how many steps the ranks gather what they have measured.
     threshold
         How far times may change, as a share of a stage's F + B + W, before they become the problem.
-    search
-        Passed to `ScheduleClient`: method, objective, time_limit_s, key.
+    key, options
+        Passed to `ScheduleClient`. The stages are the pipeline's, so `placements` can only be `keep`.
 
     Raises
     ------
@@ -86,17 +81,14 @@ class Follower:
         writer: Writer | None = None,
         every: int = WINDOW,
         threshold: float = THRESHOLD,
-        **search: Any,
+        key: str | None = None,
+        **options: Unpack[SolveArguments],
     ) -> None:
         if every < 1 or not threshold > 0:
             raise InputError(f"every = {every}, threshold = {threshold}: at least 1 step, and more than 0")
-        if unknown := sorted(search.keys() - SEARCH_OPTIONS):
-            raise InputError(
-                f"{unknown[0]}: is not an argument of Follower or of ScheduleClient, which takes "
-                f"{', '.join(SEARCH_OPTIONS)}"
-            )
-        api_key(search.get("key"))  # raises here, not in the first step
-        self._pipe, self._url, self._search = pipe, base_url(url), search
+        api_key(key)  # raises here, not in the first step
+        self._pipe, self._url, self._key = pipe, base_url(url), key
+        self._options = ClientOptions.of("Follower", options).for_training()
         self._activation_budget_bytes, self._offload_parts = activation_budget_bytes, offload_parts
         self._writer, self._every, self._threshold = writer, every, threshold
         self._traced = frozenset(every * k // TRACED for k in range(TRACED))  # by number since the last gathering
@@ -142,7 +134,9 @@ class Follower:
         if self._client is not None:
             self._client.update(problem, self._pipe.schedule)
         elif self._pipe.number == 0:
-            self._client = ScheduleClient(self._url, problem, warm_start=self._pipe.schedule, **self._search)
+            self._client = ScheduleClient(
+                self._url, problem, warm_start=self._pipe.schedule, key=self._key, **self._options.arguments()
+            )
 
     def _profile(self, inputs: Any, targets: Any) -> None:
         """Profiles, and loads again what runs already, as a schedule of the profiled problem."""

@@ -16,9 +16,9 @@ import structlog
 from optpipe.anytime import Result, merged
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.jit import compile_at_once
-from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
+from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs, Request
 from optpipe.schedule import Schedule, check
 from optpipe_server.database import InitialResult
@@ -62,9 +62,7 @@ class FirstSchedules:
         for process in (*self._processes, *([large] if large else [])):
             process.close()
 
-    def find(
-        self, tenant: str, problem: Problem, method: str, objective: Objective, warm_start: Schedule | None
-    ) -> InitialResult:
+    def find(self, tenant: str, problem: Problem, options: SolveOptions, warm_start: Schedule | None) -> InitialResult:
         """Return the best that can be found within `first_schedule_s`.
 
         Raises
@@ -72,47 +70,51 @@ class FirstSchedules:
         InputError
             If the method is unknown or does not apply to this problem.
         """
-        return self._find(tenant, problem, method, objective, warm_start, "warm_start")
+        return self._find(tenant, problem, options, warm_start, "warm_start")
 
     def find_after_change(
-        self, tenant: str, problem: Problem, method: str, objective: Objective, best: Schedule | None
+        self, tenant: str, problem: Problem, options: SolveOptions, best: Schedule | None
     ) -> InitialResult:
         """`find` for a job whose costs have changed: `best`, made for the former costs, is kept if still valid."""
-        return self._find(tenant, problem, method, objective, best, "carried")
+        return self._find(tenant, problem, options, best, "carried")
 
     def _find(
-        self, tenant: str, problem: Problem, method: str, objective: Objective, given: Schedule | None, source: Source
+        self, tenant: str, problem: Problem, options: SolveOptions, given: Schedule | None, source: Source
     ) -> InitialResult:
         limit_s = self._settings.first_schedule_s
         deadline = time.monotonic() + max(limit_s / 2, limit_s - CHECK_S_PER_PART * size(problem))
-        initial = InitialResult(self._cached(tenant, problem, objective), "cache")
-        # Another method may be unknown, which the process tells.
-        if initial.best.status == "optimal" and method == "auto":
+        initial = InitialResult(self._cached(tenant, problem, options), "cache")
+        if initial.best.status == "optimal":
             return initial
         to_repair = None
         if given is not None:
-            retimed = replace(given, problem=problem, placement=None)
-            if check(problem, retimed):
+            placement = given.placement if options.placements == "all" else None
+            placed = placement.apply(problem) if placement else problem
+            retimed = replace(given, problem=placed, placement=placement)
+            if check(placed, retimed):
                 to_repair = Programs.of(retimed)
             else:
-                valid = Result("feasible", retimed, objective, method=retimed.method)
-                initial = _better(initial, InitialResult(valid, source))
-        request = Request(
-            problem=problem, method=method, objective=objective, time_limit_s=PUBLISHED_S, warm_start=to_repair
-        )
+                initial = _better(initial, InitialResult(Result.of(retimed, options), source))
+        asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
+        request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
         return _better(initial, InitialResult(self._made(request, deadline), "heuristic"))
 
-    def _cached(self, tenant: str, problem: Problem, objective: Objective) -> Result:
+    def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
+        """What the cache has; a method that is asked for by name makes its own schedules."""
+        unknown = Result("unknown", objective=options.objective)
+        if options.method != "auto":
+            return unknown
         try:
-            hit = self._caches.of(tenant).lookup(problem, objective)
+            hit = self._caches.of(tenant).lookup(problem, options.objective)
         except InputError as error:
             log.warning("the cache cannot be used", why=str(error))
             CACHE.labels("failed").inc()
-            return Result("unknown", objective=objective)
+            return unknown
         CACHE.labels("miss" if hit is None else "exact" if hit.exact else "near").inc()
         if hit is None:
-            return Result("unknown", objective=objective)
-        return Result(hit.status, hit.schedule, objective, hit.lower_bound_ms, hit.schedule.method)
+            return unknown
+        bound_ms = hit.lower_bound_ms if options.placements == "keep" else None  # other stages may be faster
+        return Result.of(hit.schedule, options, bound_ms)
 
     def _made(self, request: Request, deadline: float) -> Result:
         """What a process finds; `unknown` if none is free in time."""
@@ -171,12 +173,15 @@ def _verified(request: Request, answer: Answer) -> Result:
     known = Result("unknown", objective=request.objective, lower_bound_ms=answer.lower_bound_ms)
     for frame in reversed(answer.incumbents):
         try:
-            schedule = frame.schedule.model_copy(update={"placement": None}).schedule(request.problem, frame.method)
-            wrong = check(request.problem, schedule)
+            programs = frame.schedule
+            if request.placements == "keep":
+                programs = programs.model_copy(update={"placement": None})
+            schedule = programs.schedule(request.problem, frame.method)
+            wrong = check(schedule.problem, schedule)
         except OptPipeError as error:
             wrong = [str(error)]
         if not wrong:
-            return replace(known, status="feasible", schedule=schedule, method=frame.method)
+            return Result.of(schedule, request, answer.lower_bound_ms, frame.method)
         log.warning("a first schedule was rejected", method=frame.method, why=wrong[0])
         REJECTED.inc()
     return replace(known, status="infeasible", reason=answer.infeasible) if answer.infeasible else known

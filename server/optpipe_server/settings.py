@@ -27,9 +27,9 @@ class Settings:
     solves
         Searches at a time in this process; other jobs get their first schedule and wait. With 0, workers search.
     threads
-        For all searches together; by default one less than there are cores.
+        For all searches together; by default one less than there are cores. A job that asks for more gets as many.
     memory_mib
-        Limit for all processes of one search together.
+        Limit for all processes of one search together. A job that asks for more gets as much.
     first_schedule_processes
         Processes that make first schedules.
     queue
@@ -63,3 +63,8 @@ class Settings:
     @property
     def threads_per_solve(self) -> int:
         return max(1, self.threads // max(1, self.solves))
+
+
+def within(asked: int | None, most: int | None) -> int | None:
+    """Return what was asked for within what the operator allows; None is no limit."""
+    return min((limit for limit in (asked, most) if limit is not None), default=None)

@@ -1,9 +1,12 @@
-"""The names of the solver's methods, for whoever checks a name before a solver starts. Imports nothing."""
+"""The names of the solver's methods, for whoever checks a name before a solver starts."""
 
 from __future__ import annotations
 
+from optpipe.options import ENGINES
+
 HEURISTICS = ("naive", "zb-auto", "adaoffload")  # each fits wherever any schedule does; the most promising last
-MILP = "milp"
-ENGINES = ("cyclic", "lns", "cpsat", MILP)
+MILP = ENGINES[-1]
 ROBUST = "robust"  # an engine, too, which `auto` starts where op times vary
 METHODS = ("auto", *HEURISTICS, *ENGINES)
+
+__all__ = ["ENGINES", "HEURISTICS", "METHODS", "ROBUST"]

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from optpipe import Problem, comparison
+from optpipe import Problem, Result, Schedule, comparison
+from optpipe.options import CompareOptions, Placements, SearchOptions
 from optpipe.show.pareto import Point, chart, frontier
 from optpipe_cli import main as cli
 from optpipe_cli.bench.pareto import table, verdicts
-from optpipe_cli.compare import names
+from optpipe_cli.options import methods_in
 from optpipe_solver import systems
 from optpipe_solver.heuristics import generate
 
@@ -78,8 +79,8 @@ def test_as_json_with_pictures(run, tmp_path):
     [
         (("nothing.json",), "error: nothing.json: No such file or directory"),
         ((PROBLEM, "--methods", "gpipe,2f2b"), "error: method = '2f2b': the methods are auto, naive, "),
-        ((PROBLEM, "--methods", ""), "error: methods: '' is not the name of a method"),
-        ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: compare: time_limit = -1.0: "),
+        ((PROBLEM, "--methods", ""), "error: --methods[0] = '': a method such as 1f1b or "),
+        ((PROBLEM, "--methods", "auto", "--time-limit", "-1"), "error: --time-limit = -1.0: "),
         ((PROBLEM, "--methods", "gpipe", "--pictures", f"{PROBLEM}/x"), f"error: {PROBLEM}/x: cannot be created: "),
     ],
 )
@@ -99,7 +100,7 @@ def test_a_users_mistake_is_one_sentence(run, words, told):
     ],
 )
 def test_parameters_of_one_method_stand_between_commas_too(methods, apart):
-    assert names(methods) == apart
+    assert methods_in(methods) == apart
 
 
 def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypatch, capsys):
@@ -136,15 +137,19 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypa
     assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
 
 
+def row(method: str, schedule: Schedule, placements: Placements = "all", reason: str | None = None) -> comparison.Row:
+    return comparison.Row(method, placements, Result.of(schedule, SearchOptions()), reason)
+
+
+def compared(problem: Problem, *rows: comparison.Row) -> comparison.Comparison:
+    return comparison.Comparison.of(problem, CompareOptions(), rows)
+
+
 def test_pareto_as_a_table(capsys):
     problem = Problem.load(PROBLEM)
     naive, steady = generate("naive", problem), systems.generate("1f1b", problem)
-    tight = comparison.Comparison.of(
-        problem, [comparison.Row("1f1b", schedule=steady, reason="needs more"), comparison.Row("naive", schedule=naive)]
-    )
-    ample = comparison.Comparison.of(
-        problem, [comparison.Row("1f1b", schedule=steady), comparison.Row("naive", schedule=naive)]
-    )
+    tight = compared(problem, row("1f1b", steady, reason="needs more"), row("naive", naive))
+    ample = compared(problem, row("1f1b", steady), row("naive", naive))
     Console(width=100).print(table({"ample": ample, "0.5 M": tight}, {"ample": 40 * 10**9, "0.5 M": 10 * 10**9}))
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["method", "ample:", "40", "GB", "peak", "0.5", "M:", "10", "GB", "peak"],
@@ -171,8 +176,7 @@ def test_a_budget_is_a_share_or_ample(monkeypatch, capsys, budgets, told):
 def test_being_behind_is_reported():
     problem = Problem.load(PROBLEM)
     late, soon = (systems.generate(name, problem, "all") for name in ("gpipe", "zb-h2"))
-    rows = [comparison.Row("auto", free, late) for free in ("all", "keep")]
-    found = comparison.Comparison.of(problem, [*rows, comparison.Row("zb-h2", schedule=soon)])
+    found = compared(problem, row("auto", late, "all"), row("auto", late, "keep"), row("zb-h2", soon))
     (first, behind), (second, again) = verdicts("1 M", found)
     assert behind
     assert again

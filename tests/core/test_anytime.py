@@ -37,7 +37,7 @@ def problem():
 
 
 def test_results_get_better_until_proven(problem):
-    results = list(improve(problem, method="good", time_limit=LIMIT_S))
+    results = list(improve(problem, method="good", time_limit_s=LIMIT_S))
     assert [result.method for result in results] == ["slow", "fast", "fast"]
     assert [result.status for result in results] == ["feasible", "feasible", "optimal"]
     slow, fast = one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms
@@ -48,16 +48,16 @@ def test_results_get_better_until_proven(problem):
 
 
 def test_a_schedule_that_is_no_better_is_not_shown(problem):
-    assert [result.method for result in improve(problem, method="worse", time_limit=LIMIT_S)] == ["fast", "fast"]
+    assert [result.method for result in improve(problem, method="worse", time_limit_s=LIMIT_S)] == ["fast", "fast"]
 
 
 def test_infeasible_says_why(problem):
-    result = solve(problem, method="infeasible", time_limit=LIMIT_S)
+    result = solve(problem, method="infeasible", time_limit_s=LIMIT_S)
     assert (result.status, result.schedule, result.reason) == ("infeasible", None, "device 0 needs 2 bytes and has 1")
 
 
 def test_an_invalid_schedule_is_never_seen(problem):
-    results = list(improve(problem, method="invalid", time_limit=LIMIT_S))
+    results = list(improve(problem, method="invalid", time_limit_s=LIMIT_S))
     assert {result.method for result in results} == {"slow"}
     assert any("a schedule of liar was rejected" in note for note in results[-1].notes)
     assert "still here" in results[-1].notes
@@ -67,33 +67,33 @@ def test_an_invalid_schedule_is_never_seen(problem):
     ("method", "note"), [("crash", "something broke"), ("garbage", "the solver's answer"), ("half a frame", "ended")]
 )
 def test_a_broken_solver_leaves_the_best_so_far(problem, method, note):
-    result = solve(problem, method=method, time_limit=LIMIT_S)
+    result = solve(problem, method=method, time_limit_s=LIMIT_S)
     assert (result.status, result.method) == ("feasible", "slow")
     assert note in result.notes[-1]
 
 
 def test_a_solver_that_closes_its_output_and_does_not_end_leaves_the_best_so_far(problem, monkeypatch):
     monkeypatch.setattr(child, "ENDING_S", 0.1)
-    result = solve(problem, method="close", time_limit=LIMIT_S)
+    result = solve(problem, method="close", time_limit_s=LIMIT_S)
     assert (result.status, result.method) == ("feasible", "slow")
     assert result.notes == ("support.scripted_solver closed its output and did not end",)
 
 
 def test_a_line_that_is_too_long_is_not_read(problem, monkeypatch):
     monkeypatch.setattr(child, "LONGEST_LINE", 60)
-    result = solve(problem, method="sleep", time_limit=LIMIT_S)
+    result = solve(problem, method="sleep", time_limit_s=LIMIT_S)
     assert (result.status, result.reason) == ("unknown", "support.scripted_solver wrote a line of more than 60 bytes")
 
 
 def test_a_solver_that_crashes_at_once_is_the_reason(problem):
-    result = solve(problem, method="crash at once", time_limit=LIMIT_S)
+    result = solve(problem, method="crash at once", time_limit_s=LIMIT_S)
     assert (result.status, result.schedule) == ("unknown", None)
     assert "exit code 7" in result.reason
 
 
 def test_a_refused_request_raises_input_error(problem):
     with pytest.raises(InputError, match="method = 'unknown': the methods are good and worse"):
-        solve(problem, method="unknown", time_limit=LIMIT_S)
+        solve(problem, method="unknown", time_limit_s=LIMIT_S)
 
 
 def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeypatch):
@@ -106,7 +106,7 @@ def test_the_time_limit_is_enforced_on_a_solver_that_forgets_it(problem, monkeyp
 
     monkeypatch.setattr(threading, "Timer", FromTheFirstResult)
     monkeypatch.setattr(anytime, "GRACE_S", 0.1)
-    search = improve(problem, method="sleep", time_limit=0.1)
+    search = improve(problem, method="sleep", time_limit_s=0.1)
     assert next(search).method == "slow"
     began = time.monotonic()
     started.set()
@@ -118,7 +118,7 @@ def test_a_solver_that_is_gone_is_not_killed_again(problem, monkeypatch):
     """By then its process group's number may belong to another process."""
     killed, kill = [], os.killpg
     monkeypatch.setattr(os, "killpg", lambda *what: (killed.append(what), kill(*what)))
-    search = improve(problem, method="good", time_limit=LIMIT_S)
+    search = improve(problem, method="good", time_limit_s=LIMIT_S)
     list(search)
     search.cancel()
     search._child.close()
@@ -126,7 +126,7 @@ def test_a_solver_that_is_gone_is_not_killed_again(problem, monkeypatch):
 
 
 def test_cancel_keeps_the_best_so_far(problem):
-    search = improve(problem, method="sleep", time_limit=LIMIT_S)
+    search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
     assert next(search).method == "slow"
     threading.Timer(0.1, search.cancel).start()
     began = time.monotonic()
@@ -137,7 +137,7 @@ def test_cancel_keeps_the_best_so_far(problem):
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_dropped_search_leaves_no_process(problem, started):
-    search = improve(problem, method="sleep", time_limit=LIMIT_S)
+    search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
     if started:
         next(search)
     pid = search._child._process.pid
@@ -147,7 +147,7 @@ def test_a_dropped_search_leaves_no_process(problem, started):
 
 
 def test_a_search_in_a_reference_cycle_leaves_no_process_and_no_open_file(problem):
-    search = improve(problem, method="sleep", time_limit=LIMIT_S)
+    search = improve(problem, method="sleep", time_limit_s=LIMIT_S)
     next(search)
     search._deadline.cancel()  # the timer's thread holds the child
     search._deadline.join()
@@ -176,7 +176,7 @@ def test_a_solver_that_cannot_be_started_leaves_no_open_file(problem, monkeypatc
 def test_the_solver_dies_with_its_parent(problem, tmp_path):
     script = (
         "import sys, time; from optpipe import Problem, improve, anytime; anytime.SOLVER = 'support.scripted_solver'\n"
-        f"search = improve(Problem.load({str(tmp_path / 'p.json')!r}), method='sleep', time_limit={LIMIT_S})\n"
+        f"search = improve(Problem.load({str(tmp_path / 'p.json')!r}), method='sleep', time_limit_s={LIMIT_S})\n"
         "next(search); print(search._child._process.pid, flush=True); time.sleep(60)"
     )
     problem.save(tmp_path / "p.json")
@@ -193,14 +193,14 @@ def test_the_solver_dies_with_its_parent(problem, tmp_path):
 
 
 def test_a_warm_start_reaches_the_solver(problem):
-    assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit=LIMIT_S).method == "echo"
+    assert solve(problem, method="echo", warm_start=one_at_a_time(problem), time_limit_s=LIMIT_S).method == "echo"
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("time_limit", 0.0),
-        ("time_limit", float("nan")),
+        ("time_limit_s", 0.0),
+        ("time_limit_s", float("nan")),
         ("threads", -1),
         ("threads", 0),
         ("seed", -1),

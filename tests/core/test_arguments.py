@@ -17,15 +17,10 @@ PROBLEM = chain()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"time_limit": 0}, "improve: time_limit = 0: input should be greater than 0"),
-        (
-            {"time_limit": "soon"},
-            "improve: time_limit = 'soon': input should be a valid number, unable to parse string as a number",
-        ),
-        (
-            {"time_limit": "time_limit_s"},
-            "improve: time_limit = 'time_limit_s': input should be a valid number, unable to parse string as",
-        ),
+        ({"time_limit_s": 0}, "improve: time_limit_s = 0: input should be greater than 0"),
+        ({"time_limit_s": "soon"}, "improve: time_limit_s = 'soon': input should be a valid number"),
+        ({"time_limit": 5}, "improve: time_limit is not an option; did you mean time_limit_s?"),
+        ({"color": 5}, "improve: color is not an option; expected objective, time_limit_s, "),
         ({"threads": 0}, "improve: threads = 0: input should be greater than or equal to 1"),
         (
             {"warm_start": "s.json"},

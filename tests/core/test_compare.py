@@ -12,7 +12,9 @@ from support.problems import pipeline, stage
 
 import optpipe
 from optpipe import InputError, Problem, check, comparison
+from optpipe.anytime import Result
 from optpipe.model.placement import rechunk
+from optpipe.options import CompareOptions
 from optpipe_solver.portfolio.compare_methods import EVERY
 
 TESTS = Path(__file__).parents[1]
@@ -27,7 +29,7 @@ def problem(memory: int = 15, **fields: object) -> Problem:
 
 @pytest.fixture(scope="module")
 def found() -> optpipe.Comparison:
-    return optpipe.compare(problem(), time_limit=12)  # a busy machine finds a schedule by then, too
+    return optpipe.compare(problem(), time_limit_s=12)  # a busy machine finds a schedule by then, too
 
 
 def test_every_method_has_one_row_and_the_solver_has_two(found):
@@ -114,10 +116,11 @@ def test_memory_that_is_too_small_is_the_reason_of_every_row():
     ("methods", "told"),
     [
         (["2f2b"], r"method = '2f2b': the methods are auto, naive, "),
-        (["gpipe", "lns"], r"method = 'lns': those to compare are auto, naive, "),
+        (["gpipe", "robust"], r"method = 'robust': the methods are auto, naive, "),
         (["gis:size=5"], r"method = 'gis:size=5': gis has no parameter size \(its parameters: group\)"),
-        (["gpipe 1f1b"], r"methods: 'gpipe 1f1b' is not the name of a method"),
-        ([""], r"methods: '' is not the name of a method"),
+        (["gpipe 1f1b"], r"compare: methods\[0\] = 'gpipe 1f1b': a method such as 1f1b or gis:group=5 was expected"),
+        ([""], r"compare: methods\[0\] = '': a method such as 1f1b"),
+        ([], r"compare: methods = a list of 0: tuple should have at least 1 item"),
     ],
 )
 def test_an_unknown_method_is_one_sentence(methods, told):
@@ -165,3 +168,27 @@ def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():
             "none",
         ]
     assert all(a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(small, rows).rows))
+
+
+def test_engines_run_where_they_are_named(monkeypatch):
+    """Each search has the options; with all placements there are two of each."""
+    asked = []
+
+    def solve(problem: Problem, **options: object) -> Result:
+        asked.append(options)
+        return Result.of(one_by_one(problem), CompareOptions(jitter=0.1), 1.0)
+
+    monkeypatch.setattr(comparison, "solve", solve)
+    options = {"threads": 3, "seed": 4, "solver": "highs", "memory_mib": 512, "jitter": 0.1, "time_limit_s": 5.0}
+    found = optpipe.compare(chain(m=3), ["milp", "auto"], **options)
+    assert [(each["method"], each["placements"]) for each in asked] == [
+        (method, placements) for method in ("auto", "milp") for placements in ("keep", "all")
+    ]
+    assert all(options.items() <= each.items() for each in asked)
+    assert {row.method for row in found.rows} == {"auto", "milp"}
+    assert all(row.value_ms == row.percentile_ms > row.makespan_ms for row in found.rows)
+
+
+def test_what_is_compared_is_the_objective():
+    rows = optpipe.compare(problem(memory=100), ["gpipe", "1f1b", "zb-h1"], placements="keep", objective="span").rows
+    assert [row.value_ms for row in rows] == sorted(row.span_ms for row in rows)

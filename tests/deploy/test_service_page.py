@@ -107,7 +107,7 @@ def test_its_commands_run(ran: Path) -> None:
     assert '"valid":true' in said
     assert read("simulated.json")["makespan_ms"] == best
     assert read("hit.json")["hit"]["makespan_ms"] > 0  # its job was deleted, what was found is known
-    assert '"found_by":"zb-h1"' in said
+    assert '"method":"milp","placements":"keep"' in said
     assert re.search(r"^[0-9a-f]{16} +me +submit read", said, re.MULTILINE) or "submit read" in said
     assert "optpipe_solve_seconds" in (ran / "worker.txt").read_text()
 
@@ -146,6 +146,9 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "time for a request to arrive, and for a client to read a reply": f"{connections.ARRIVES_S:g} s",
         "stages, micro-batches": f"{bodies.MOST_STAGES}, {bodies.MOST_MICROBATCHES}",
         "time_limit_s": f"{bodies.LONGEST_SOLVE_S:g} s",
+        "threads` and `memory_mib` of a search": (
+            "what its worker has (`--threads`, `--memory-mib`), or for `/v1/compare` the API"
+        ),
         "waiting jobs of a tenant": f"{settings.queue} (`--queue`)",
         "event streams of one process": f"{settings.streams} (`--streams`)",
         "other connections": f"{connections.OTHERS}; a new one replaces an idle one",
@@ -153,7 +156,10 @@ def test_the_table_of_limits_matches_the_code() -> None:
         "wait": f"{routes.LONGEST_WAIT_S} s",
         "lines in one page of `/log": f"{results.MOST_LINES}",
         "ops in `/timeline` and `/trace": f"{results.MOST_DRAWN:,}",
-        "time_limit_s` of `/v1/compare": f"{tools.LONGEST_COMPARED_S:g} s",
+        "time_limit_s` of `/v1/compare": (
+            f"{tools.LONGEST_COMPARED_S:g} s for each search: with placements `all` two, for `auto` and for each "
+            "engine named"
+        ),
         "the first schedule of a submission": f"{settings.first_schedule_s:g} s, then the job is accepted without one",
     }
     assert connections.ARRIVES_S == connections.READ_S

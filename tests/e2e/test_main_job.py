@@ -18,7 +18,7 @@ from optpipe_runtime.demo.train import DemoResult, DemoSettings
 SMALL = DemoSettings(
     budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     microbatches=4,
-    solve_s=8.0,
+    options={"time_limit_s": 8.0},
     block=3,
     rounds=1,
     most_live_steps=10**6,  # the live phase ends with the search
@@ -65,7 +65,13 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(demo, "_service", doomed)
     plan = DemoSettings(
-        microbatches=4, first_s=3.0, solve_s=60.0, block=3, rounds=1, most_live_steps=30, size=SMALL.size
+        microbatches=4,
+        first_s=3.0,
+        options={"time_limit_s": 60.0},
+        block=3,
+        rounds=1,
+        most_live_steps=30,
+        size=SMALL.size,
     )
     outcome = demo.run(plan, tmp_path)
     told = DemoResult.load(tmp_path / "told.json")
@@ -89,7 +95,9 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
             return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).json()
 
     def searching():
-        return [job for job in (ask("/v1/jobs?state=running") or {"jobs": []})["jobs"] if job["method"] == "auto"]
+        return [
+            job for job in (ask("/v1/jobs?state=running") or {"jobs": []})["jobs"] if job["options"]["method"] == "auto"
+        ]
 
     with contextlib.ExitStack() as services:
         url, pid = services.enter_context(demo._service(tmp_path, environment, port))
@@ -114,7 +122,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
         log, adoptions = (ask(f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
     told = DemoResult.load(tmp_path / "told.json")
-    assert [(job["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
+    assert [(job["options"]["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
         "nothing was submitted again"
     )
     assert jobs[0]["attempt"] == 2, log

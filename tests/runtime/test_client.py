@@ -71,12 +71,12 @@ def test_an_infeasible_problem_is_logged_once(settings: Settings, caplog: pytest
 
 
 def test_a_refused_problem_is_not_sent_again(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    with running(settings) as (url, _), ScheduleClient(url, chain(), method="x" * 101, **QUICK) as client:
+    with running(settings) as (url, _), ScheduleClient(url, chain(), time_limit_s=3601.0, **QUICK) as client:
         until(lambda: client.ended)
         assert client.poll() is None
         assert jobs_at(url) == []
     assert len(warnings(caplog)) == 1
-    assert "refuses this problem: job: method" in warnings(caplog)[0]
+    assert "refuses this problem: job: time_limit_s = 3601.0" in warnings(caplog)[0]
 
 
 def test_a_key_gives_access(settings: Settings) -> None:

@@ -230,6 +230,6 @@ def test_an_unknown_option_is_refused_at_once() -> None:
     nothing: Any = None
     with pytest.raises(
         InputError,
-        match=r"^methud: is not an argument of Follower or of ScheduleClient, which takes method, objective, ",
+        match=r"^Follower: methud is not an option; did you mean method\?$",
     ):
         Follower(nothing, NOWHERE, methud="auto")

@@ -142,18 +142,19 @@ def test_a_full_queue_refuses(serving: Serving, settings: Settings, fake_solver:
 
 def test_solved_schedules_are_found_again(client: httpx.Client) -> None:
     solved = until_cached(client, submit(client))
-    again = submit(client, method="silent")
+    again = submit(client, method="auto")
     assert (again["best"]["seq"], again["best"]["source"]) == (1, "cache")
     assert again["best"]["schedule"]["devices"] == solved["best"]["schedule"]["devices"]
-    near = submit(client, chain(scale=3.0), method="silent")
+    near = submit(client, chain(scale=3.0), method="auto")
     assert near["best"]["source"] == "cache"
     assert near["best"]["makespan_ms"] == pytest.approx(3 * solved["best"]["makespan_ms"])
 
 
 def test_a_proven_schedule_is_not_searched_again(client: httpx.Client) -> None:
     until_cached(client, submit(client, method="prove"))
-    job = submit(client, method="crash")
+    job = submit(client, method="auto")
     assert (job["state"], job["status"], job["best"]["source"]) == ("done", "optimal", "cache")
+    assert submit(client, method="plain")["best"]["source"] == "heuristic", "a method that is named is asked itself"
 
 
 def test_a_warm_start_that_fits_is_the_first_schedule(client: httpx.Client) -> None:
@@ -166,6 +167,6 @@ def test_a_warm_start_that_fits_is_the_first_schedule(client: httpx.Client) -> N
 
 def test_span_is_an_objective_of_its_own(client: httpx.Client) -> None:
     job = until_over(client, submit(client, method="prove", objective="span"))
-    assert job["objective"] == "span"
+    assert job["options"]["objective"] == "span"
     assert job["best"]["span_ms"] == gpipe(chain()).span_ms
     assert submit(client, method="plain")["best"]["source"] == "heuristic"

@@ -130,7 +130,7 @@ def test_more_time(client: httpx.Client) -> None:
     )
     assert extend(3601, etag(job)).status_code == 422
     more = extend(90.0, etag(job))
-    assert (more.status_code, more.json()["time_limit_s"]) == (200, 90.0)
+    assert (more.status_code, more.json()["options"]["time_limit_s"]) == (200, 90.0)
     assert more.headers["etag"] != etag(job)
     client.post(f"{job['url']}/cancel")
     over = until_over(client, job)
@@ -138,7 +138,7 @@ def test_more_time(client: httpx.Client) -> None:
 
 
 def test_other_costs(client: httpx.Client) -> None:
-    job = until_cached(client, submit(client))
+    job = until_cached(client, submit(client, method="auto"))
     slower = chain(forward=1.5)
     reply = client.post(f"{job['url']}/problem", json={"problem": slower.to_dict()})
     assert reply.status_code == 200, reply.text

@@ -40,7 +40,7 @@ def test_after_costs_have_drifted_the_first_result_is_the_old_schedule_re_timed(
     now = drifted(old.problem, 0.1, seed=1)
     re_timed = Schedule(now, old.programs, old.links)
     assert check(now, re_timed) == []
-    search = optpipe.improve(now, method="adaoffload", time_limit=600.0, warm_start=old)
+    search = optpipe.improve(now, method="adaoffload", time_limit_s=600.0, warm_start=old)
     first = next(search)
     search.cancel()
     *_, last = first, *search
@@ -73,7 +73,7 @@ def test_a_better_schedule_for_the_changed_problem_is_still_found():
     problem = Problem.load(EXAMPLES / "slowlink-8x16.json")
     poor = heuristics.generate("naive", problem, "makespan")
     now = drifted(problem, 0.1, seed=2)
-    search = optpipe.improve(now, method="adaoffload", time_limit=600.0, warm_start=poor)
+    search = optpipe.improve(now, method="adaoffload", time_limit_s=600.0, warm_start=poor)
     first, better = next(search), next(search)
     search.cancel()
     assert first.method == "warm start"

@@ -66,9 +66,9 @@ def test_layers_of_another_model_are_no_partition(changes: dict[str, Any], told:
     """Only where they count."""
     problem = layered(**changes)
     with pytest.raises(InputError) as raised:
-        optpipe.solve(problem, placements="all", time_limit=10.0)
+        optpipe.solve(problem, placements="all", time_limit_s=10.0)
     assert str(raised.value).startswith(told)
-    assert optpipe.solve(problem, time_limit=60.0).status == "optimal"
+    assert optpipe.solve(problem, time_limit_s=60.0).status == "optimal"
 
 
 @pytest.mark.parametrize("changes", [{}, {"forward_ms": 1.3}, {"activation_bytes": 1003}])

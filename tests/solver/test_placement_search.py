@@ -76,8 +76,8 @@ def test_every_answer_is_better_than_those_before_and_valid_for_its_placement(pr
 def test_more_chunks_beat_what_one_chunk_can_ever_reach():
     """Memory for one activation and a half: no schedule of one chunk is shorter than 29."""
     problem = pipeline()
-    kept = optpipe.solve(problem, method="adaoffload", time_limit=3.0, threads=1)
-    free = optpipe.solve(problem, method="adaoffload", time_limit=20.0, threads=1, placements="all")
+    kept = optpipe.solve(problem, method="adaoffload", time_limit_s=3.0, threads=1)
+    free = optpipe.solve(problem, method="adaoffload", time_limit_s=20.0, threads=1, placements="all")
     assert free.makespan_ms < 29.0 <= kept.lower_bound_ms
     assert free.schedule.placement.chunks > 1
     assert free.schedule.problem == free.schedule.placement.apply(problem)

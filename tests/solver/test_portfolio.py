@@ -153,7 +153,7 @@ def test_what_an_engine_started_ends_with_it(engines):
 
 @pytest.mark.parametrize("method", ["lns", "auto"])
 def test_cancelled_while_engines_compute_nothing_is_left_but_the_best(method):
-    search = optpipe.improve(Problem.load(EXAMPLES / "fastlink-8x16.json"), method=method, time_limit=60.0, threads=2)
+    search = optpipe.improve(Problem.load(EXAMPLES / "fastlink-8x16.json"), method=method, time_limit_s=60.0, threads=2)
     assert next(search).schedule is not None
     solver = psutil.Process(search._child.pid)
     deadline = time.monotonic() + 60
@@ -285,7 +285,7 @@ def test_a_system_that_is_named_is_all_that_runs(engines):
 )
 def test_a_system_that_is_not_for_the_stages_is_one_sentence(method, told):
     with pytest.raises(InputError) as raised:
-        optpipe.solve(rechunk(pipeline(), 2), method=method, time_limit=20.0)
+        optpipe.solve(rechunk(pipeline(), 2), method=method, time_limit_s=20.0)
     assert str(raised.value).startswith(told)
 
 
@@ -346,18 +346,18 @@ def test_an_unknown_method_is_one_sentence():
 
 def test_through_the_front_door():
     problem = pipeline(microbatches=5)
-    result = optpipe.solve(problem, method="zb-auto", time_limit=20.0)
+    result = optpipe.solve(problem, method="zb-auto", time_limit_s=20.0)
     assert result.schedule is not None
     assert result.method == "zb-auto"
     assert check(problem, result.schedule) == []
     assert result.lower_bound_ms == 33 + 5 * 20 + 3 * 11 + 8  # the last device's wait, its F and B, the way back
     assert result.notes == ()
-    assert optpipe.solve(pipeline(memory=4), time_limit=20.0).status == "infeasible"
+    assert optpipe.solve(pipeline(memory=4), time_limit_s=20.0).status == "infeasible"
 
 
 def test_a_huge_problem_ends_in_time():
     began = time.monotonic()
-    result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit=2.0)
+    result = optpipe.solve(pipeline(devices=64, microbatches=4096), time_limit_s=2.0)
     assert time.monotonic() - began < 60.0  # two seconds, the process's start, and a check of half a million ops
     assert result.status == "feasible" or result.reason == "no schedule was found before the search ended"
     assert not any("exit code" in note for note in result.notes)
@@ -366,7 +366,7 @@ def test_a_huge_problem_ends_in_time():
 @pytest.mark.parametrize("placements", ["keep", "all"])
 def test_work_that_takes_no_time_is_proven_to_take_none(placements):
     problem = problems.pipeline(2, 3, 20, problems.stage((0, 0, 0), (5, 2)))
-    result = optpipe.solve(problem, time_limit=20, placements=placements)
+    result = optpipe.solve(problem, time_limit_s=20, placements=placements)
     assert (result.status, result.makespan_ms, result.lower_bound_ms) == ("optimal", 0.0, 0.0)
 
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 import sys
 
 sys.stdin.readline()
-print('{"problem":"","k":[],"rows":[]}')
+print('{"problem":"","options":{},"k":[],"rows":[]}')

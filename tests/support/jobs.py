@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from optpipe.anytime import Result
+from optpipe.options import SolveOptions
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
 from optpipe_server.database.engine import clock_s
@@ -31,7 +32,8 @@ def start(schedule: Schedule | None = SLOW) -> InitialResult:
 
 def submit(database: Database, tenant: str = A, schedule: Schedule | None = SLOW, **wanted: Any) -> str:
     """Add a waiting job; return its id."""
-    asked = NewJob(**({"problem": PROBLEM} | wanted))
+    priority = wanted.pop("priority", 0)
+    asked = NewJob(wanted.pop("problem", PROBLEM), SolveOptions(**wanted), priority)
     job_id, new = Jobs(database).add(tenant, asked, start(schedule), queue=100)
     assert new
     return job_id

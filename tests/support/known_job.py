@@ -8,7 +8,7 @@ from typing import Any
 
 from optpipe.anytime import Result
 from optpipe.model.problem import Problem
-from optpipe_server.database.jobs import CANCELLED
+from optpipe_server.database.jobs import CANCELLED, options_of
 from optpipe_server.database.leases import MOST_LOSSES, Claim
 from optpipe_server.database.tables import OPEN
 
@@ -74,7 +74,7 @@ class Known:
 
     def is_that_of(self, claim: Claim) -> None:
         assert (claim.attempt, claim.problem, claim.problem_version) == (self.attempt, self.problem, self.version)
-        assert (claim.time_limit_s, claim.spent_s, claim.lower_bound_ms) == (
+        assert (claim.options.time_limit_s, claim.spent_s, claim.lower_bound_ms) == (
             self.time_limit_s,
             self.spent_s,
             self.bound,
@@ -99,7 +99,8 @@ class Known:
             self.crashes,
             self.losses,
         )
-        assert (job.spent_s, job.time_limit_s, job.version) == (self.spent_s, self.time_limit_s, self.changes + 1)
+        assert (job.spent_s, job.version) == (self.spent_s, self.changes + 1)
+        assert options_of(job).time_limit_s == self.time_limit_s
         assert (job.lease_until is None, job.ended_at is None) == (self.state != "running", self.state in OPEN)
         assert [(each.problem_version, each.makespan_ms) for each in incumbents] == self.incumbents
         assert [each.seq for each in incumbents] == [*range(1, job.last_seq + 1)]

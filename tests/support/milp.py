@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from optpipe import Problem, check
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Objective, Request
+from optpipe.evaluate.objective import Objective
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length

@@ -42,7 +42,7 @@ def until_running(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
 def until_cached(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     """Wait until the job's schedule is in the cache, which is moments after its end; return the job."""
     over = until_over(client, job)
-    body = {"problem": over["best"]["schedule"]["problem"], "objective": over["objective"]}
+    body = {"problem": over["best"]["schedule"]["problem"], "objective": over["options"]["objective"]}
     until = time.monotonic() + 60
     while not ((hit := client.post("/v1/cache/lookup", json=body).json()["hit"]) and hit["exact"]):
         assert time.monotonic() < until

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import select
 
 from optpipe import Problem, check
+from optpipe.options import SolveOptions
 from optpipe.process import process_tree
 from optpipe.process.protocol import Programs
 from optpipe_server.database import Database, InitialResult, Jobs, NewJob
@@ -64,9 +65,11 @@ class Work:
         *,
         time_limit_s: float = 50.0,
         start: InitialResult | None = None,
-        **fields: Any,
+        priority: int = 0,
+        **options: Any,
     ) -> str:
-        job = NewJob(posed or problem(), method=method, time_limit_s=time_limit_s, **fields)
+        asked = SolveOptions(method=method, time_limit_s=time_limit_s, **options)
+        job = NewJob(posed or problem(), asked, priority)
         return self.jobs.add(LOCAL, job, start or InitialResult(), queue=1000)[0]
 
     def job(self, job_id: str) -> Any:

@@ -12,7 +12,7 @@ from optpipe_cli.bench.protocol import protocol
 from optpipe_cli.bench.runtime import runtime
 from optpipe_cli.bench.service import service
 from optpipe_cli.bench.solver import jitter, solver
+from optpipe_cli.options import register
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-for command in (milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first):
-    app.command()(command)
+register(app, milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first)

@@ -11,6 +11,7 @@ import typer
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
 from optpipe_cli.compare import WIDTH, title, waiting, watched
+from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from optpipe.comparison import Comparison, Row
     from optpipe.model.problem import Problem
+    from optpipe.options import CompareOptions
     from optpipe.show.pareto import Point
 
 AMPLE = "ample"
@@ -26,22 +28,20 @@ Found = dict[str, "Comparison"]  # by budget
 Verdict = tuple[str, bool]  # what to say, and whether the solver is behind
 
 
+@with_options("CompareOptions", only=("time_limit_s", "threads", "memory_mib", "seed", "solver"))
 def pareto(
     problem: Annotated[Path, typer.Argument(help="A problem file. Its own memory budgets are ignored.")],
+    options: CompareOptions,
     budgets: Annotated[
         str, typer.Option(help="Shares of M, the memory of 1F1B's fullest device; ample: memory for every activation.")
     ] = "ample,0.5,0.2",
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds for each of two searches at each budget.", min=0.01)
-    ] = 10.0,
-    threads: Annotated[int | None, typer.Option(help="Threads of the solver. Default: all cores.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture, memory against makespan, here.")] = None,
     json: Json = False,
 ) -> None:
     """Compare all methods at several memory budgets.
 
-    Then compare the solver with each published schedule on the frontier, at its memory. Exit code 1 if the solver is
-    behind.
+    There are two searches at each budget. Then compare the solver with each published schedule on the frontier, at its
+    memory. Exit code 1 if the solver is behind.
     """
     from optpipe.model.problem import Problem, write_file
     from optpipe.show.svg import bytes_text
@@ -49,11 +49,8 @@ def pareto(
     require_writable(svg)
     what = Problem.load(problem)
     sizes = _sizes(what, budgets)
-    found = {
-        name: watched(_with_memory(what, size), None, time_limit, threads, "all", quiet=json)
-        for name, size in sizes.items()
-    }
-    between = _between(what, found, time_limit, threads, quiet=json)
+    found = {name: watched(_with_memory(what, size), options, quiet=json) for name, size in sizes.items()}
+    between = _between(what, found, options, quiet=json)
     told = [verdict for name in found for verdict in verdicts(name, found[name])]
     told += [_verdict(f"{bytes_text(point.bytes)}, any stages", row, point) for point, row in between.items()]
     if svg:
@@ -116,7 +113,7 @@ def _with_memory(problem: Problem, size: int) -> Problem:
     )
 
 
-def _between(problem: Problem, found: Found, time_limit: float, threads: int | None, quiet: bool) -> dict[Point, Row]:
+def _between(problem: Problem, found: Found, options: CompareOptions, quiet: bool) -> dict[Point, Row]:
     """The solver's schedules on any stages, with the memory of each schedule on the published frontier that is none of
     the budgets."""
     from optpipe.anytime import solve
@@ -128,10 +125,8 @@ def _between(problem: Problem, found: Found, time_limit: float, threads: int | N
     rows = {}
     for point in corners:
         with waiting(f"searching at the memory of {point.name}", quiet):
-            result = solve(_with_memory(problem, point.bytes), time_limit=time_limit, threads=threads, placements="all")
-        rows[point] = Row(
-            SOLVER, "all", result.schedule, result.lower_bound_ms, None if result.schedule else result.reason
-        )
+            result = solve(_with_memory(problem, point.bytes), **options.search())
+        rows[point] = Row(SOLVER, "all", result, None if result.schedule else result.reason)
     return rows
 
 

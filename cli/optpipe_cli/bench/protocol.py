@@ -6,34 +6,32 @@ import json as json_
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from optpipe_cli.gain import gain_of, rounds
 from optpipe_cli.launch import torchrun
+from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, print_json
 
 if TYPE_CHECKING:
+    from optpipe.options import SolveOptions
     from optpipe_runtime.bench.protocol import ProtocolSettings
 
 RANKS = 2
 
 
-def protocol(
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds of MILP beside the training; the paper has 300, on 16 GPUs 1000.", min=1.0)
-    ] = 300.0,
-    solver: Annotated[str, typer.Option(help="Of the MILP: auto, highs, gurobi, pulp, or one of PuLP's.")] = "auto",
-    json: Json = False,
-) -> None:
-    """Train by PipeOffload, solve the MILP beside it, swap in each better schedule, and measure what it gains."""
+@with_options("SolveOptions", only=("time_limit_s", "solver"), time_limit_s=300.0)
+def protocol(options: SolveOptions, json: Json = False) -> None:
+    """Train by PipeOffload, solve the MILP beside it for 300 s (the paper: 1000 s on 16 GPUs), swap in each better
+    schedule, and measure what it gains."""
     from optpipe_cli.extras import need
 
     need("runtime")
     from optpipe_runtime.bench.protocol import ProtocolSettings
 
-    content = run(ProtocolSettings(milp_s=time_limit, solver=solver))
+    content = run(ProtocolSettings(milp_s=options.time_limit_s, solver=options.solver))
     if json:
         print_json(content)
     else:

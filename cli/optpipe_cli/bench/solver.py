@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
     from optpipe.anytime import Result
     from optpipe.model.problem import Problem
+    from optpipe.options import SolveOptions
 
 MOMENTS = (1.0, 10.0)  # s
 OTHER_NOISE = 12_345  # seed of the noise that judges both schedules; neither search has used it
 
 
+@with_options("SolveOptions")
 def solver(
     problems: Annotated[list[Path], typer.Argument(help="Problem files.")],
-    time_limit: Annotated[float, typer.Option(help="Seconds for each.", min=0.01)] = 60.0,
-    threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.")] = None,
+    options: SolveOptions,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of each search's progress here.")] = None,
     json: Json = False,
 ) -> None:
@@ -31,12 +33,12 @@ def solver(
 
     require_writable(svg)
     loaded = [Problem.load(path) for path in problems]
-    rows, searches = [], []
+    rows, searches, time_limit = [], [], options.time_limit_s
     if not json:
         moments = "".join(f"{f'{moment:g} s':>10}" for moment in (*_moments(time_limit), time_limit))
         typer.echo(f"{'problem':18}{'first: s':>9}{'ms':>10}{moments}{'bound':>10}{'gap':>7}  by")
     for problem in loaded:
-        result = solve(problem, time_limit=time_limit, threads=threads)
+        result = solve(problem, **options.arguments())
         rows.append(row := _row(problem, result, _moments(time_limit)))
         steps = [(step.time_s, step.value_ms, step.method) for step in result.history]
         searches.append(Progress(problem.name, steps, result.lower_bound_ms or 0.0, result.time_s))
@@ -62,7 +64,7 @@ def _row(problem: Problem, result: Result, moments: list[float]) -> dict[str, An
         "first_s": found[0][0] if found else None,
         "first_ms": found[0][1] if found else None,
         **after,
-        "best_ms": result.makespan_ms,
+        "best_ms": result.value_ms,
         "bound_ms": result.lower_bound_ms,
         "gap": result.gap,
         "status": result.status,
@@ -80,15 +82,13 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['problem'][:17]:18}{'–' if first is None else f'{first:.2f}':>9}{shown}{end}"
 
 
+@with_options("SolveOptions", jitter=0.05)
 def jitter(
     problems: Annotated[list[Path], typer.Argument(help="Problem files.")],
-    jitter: Annotated[
-        float, typer.Option(help="Standard deviation of op times, as a share.", min=0.001, max=1.0)
-    ] = 0.05,
-    time_limit: Annotated[float, typer.Option(help="Seconds for each of two searches.", min=0.01)] = 60.0,
+    options: SolveOptions,
     json: Json = False,
 ) -> None:
-    """Measure what `solve --jitter` gains, under other noise than the search's."""
+    """Measure by two searches what `solve --jitter` gains, under other noise than the search's."""
     from optpipe.anytime import solve
     from optpipe.evaluate.jitter import percentile_ms
     from optpipe.model.problem import Problem
@@ -100,10 +100,15 @@ def jitter(
         typer.echo(f"{'problem':18}{'ms':>10}{'95%':>10}{'ms':>10}{'95%':>10}{'gain':>8}{'of noise':>10}")
     for problem in loaded:
         row: dict[str, Any] = {"problem": problem.name}
-        for name, noise in (("nominal", 0.0), ("robust", jitter)):
-            schedule = solve(problem, time_limit=time_limit, jitter=noise).schedule
-            row[f"{name}_ms"] = schedule.makespan_ms if schedule else None
-            row[f"{name}_percentile_ms"] = percentile_ms(schedule, jitter, seed=OTHER_NOISE) if schedule else None
+        for name, noise in (("nominal", 0.0), ("robust", options.jitter)):
+            asked = options.model_copy(update={"jitter": noise})
+            result = solve(problem, **asked.arguments())
+            row[f"{name}_ms"] = result.objective_ms
+            row[f"{name}_percentile_ms"] = (
+                percentile_ms(result.schedule, options.jitter, options.objective, OTHER_NOISE)
+                if result.schedule
+                else None
+            )
         rows.append(row)
         if not json:
             typer.echo(_gain(row))

@@ -143,7 +143,7 @@ def _measured(
     with pipe:
         profiled = pipe.profile(*data(0), activation_budget_bytes=2**50)
         pipe.problem = profiled if case.memory is None else profiled.with_memory_for(case.memory)
-        found = solve(pipe.problem, method=case.method, time_limit=task.solve_s) if dist.get_rank() == 0 else None
+        found = solve(pipe.problem, method=case.method, time_limit_s=task.solve_s) if dist.get_rank() == 0 else None
         if not pipe.gather(found is not None and found.schedule is not None)[0]:
             if found:
                 log.warning("%s is left out: %s", case.method, found.reason)

@@ -53,7 +53,7 @@ def in_a_row(times: paced.Times = TIMES, steps: int = STEPS) -> InARow:
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     with Pipeline({rank: stage}, range(ranks), paced.loss, MICROBATCHES) as pipe:
         problem = pipe.profile(x, x, activation_budget_bytes=2**50)
-        pipe.load(solve(problem, method=METHOD, time_limit=10).schedule if rank == 0 else None)
+        pipe.load(solve(problem, method=METHOD, time_limit_s=10).schedule if rank == 0 else None)
         assert pipe.schedule is not None
         span_ms, makespan_ms = pipe.schedule.span_ms, pipe.schedule.makespan_ms
 

@@ -72,7 +72,7 @@ class _Search:
             training.pipe.problem,
             method="milp",
             solver=settings.solver,
-            time_limit=settings.milp_s,
+            time_limit_s=settings.milp_s,
             threads=settings.threads,
         )
         self._thread = threading.Thread(target=self._follow, args=(search,), daemon=True)
@@ -105,7 +105,7 @@ def run(settings: ProtocolSettings) -> dict[str, Any]:
         problem = training.profile()
         start: Schedule | None = None
         if training.rank == 0:
-            start = solve(problem, method=FIRST, time_limit=settings.training.first_s).schedule
+            start = solve(problem, method=FIRST, time_limit_s=settings.training.first_s).schedule
             start = start or one_at_a_time(problem)
         training.pipe.load(start)
         training.step(live=False)

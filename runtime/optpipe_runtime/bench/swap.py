@@ -88,7 +88,7 @@ def run() -> SwapCost:
     x = torch.zeros(MICROBATCHES * paced.SHAPE[0], *paced.SHAPE[1:])
     with Pipeline({rank: paced.Stage(TIMES)}, range(ranks), paced.loss, MICROBATCHES) as pipe:
         problem = pipe.profile(x, x, activation_budget_bytes=2**50)
-        pipe.load(solve(problem, method="zb-h1", time_limit=10).schedule if rank == 0 else None)
+        pipe.load(solve(problem, method="zb-h1", time_limit_s=10).schedule if rank == 0 else None)
         return swap_cost(pipe, x, x)
 
 

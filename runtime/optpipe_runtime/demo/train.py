@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe import Problem, Schedule, ScheduleFile, certify
+from optpipe.options import SolveArguments
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 from optpipe_runtime.follow import one_at_a_time
@@ -35,7 +36,7 @@ class DemoSettings:
     microbatches: int = 4
     budget: float = 1.8
     first_s: float = 20.0  # how long to wait for a first schedule of the service
-    solve_s: float = 20.0
+    options: SolveArguments = field(default_factory=lambda: SolveArguments(time_limit_s=20.0))  # of the search
     block: int = 5  # steps that a schedule runs before another is swapped in
     rounds: int = 10  # of the quiet phase
     turn: int = 2  # measured steps of each of the two schedules in a round
@@ -153,9 +154,7 @@ def train(plan: DemoSettings, url: str) -> DemoResult:
         problem = training.profile()
         start = _start(url, problem, plan.first_s) if training.rank == 0 else None
         training.pipe.load(start)
-        client = (
-            ScheduleClient(url, problem, time_limit_s=plan.solve_s, warm_start=start) if training.rank == 0 else None
-        )
+        client = ScheduleClient(url, problem, warm_start=start, **plan.options) if training.rank == 0 else None
         try:
             offers = _live(training, client)
             alternate(training)

@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from optpipe.errors import input_error
+from optpipe.model.placement import Placement
 from optpipe_runtime.service.errors import InvalidAnswerError
 
 
@@ -41,6 +42,7 @@ class _Schedule(BaseModel):
     devices: Annotated[list[_Device], FailFast()]
     links: dict[str, Annotated[list[str], FailFast()]] | None = None
     method: str = ""
+    placement: Placement | None = None  # where the search may choose the stages
 
 
 class IncumbentAnswer(BaseModel):

@@ -21,10 +21,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
-from optpipe.evaluate.objective import Objective
+from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe.options import SolveArguments, SolveOptions, TimeLimit
 from optpipe.schedule import Schedule
 from optpipe_runtime.service.connection import ServiceConnection, api_key, base_url
 from optpipe_runtime.service.errors import InvalidAnswerError, RefusedError, UnauthorizedError, UnavailableError
@@ -35,6 +36,18 @@ log = logging.getLogger("optpipe.client")
 
 TELL_S = 3.0  # how long `close` waits until the service has been told of adoptions
 CLOSE_S = 6.0  # how long `close` waits for the thread, which is a daemon
+
+
+class ClientOptions(SolveOptions):
+    """What a client asks of its searches, which run beside a training."""
+
+    time_limit_s: TimeLimit = 600.0
+
+    def for_training(self) -> ClientOptions:
+        """The same, for a training, whose stages are what they are. Raises InputError if other stages may be chosen."""
+        if self.placements == "all":
+            raise InputError("placements = 'all': a training has its stages already, 'keep' was expected")
+        return self
 
 
 @dataclass(frozen=True)
@@ -71,8 +84,6 @@ class ScheduleClient:
         The address of the service.
     problem
         What to find schedules for.
-    method, objective, time_limit_s
-        Of the search; see `optpipe solve`.
     warm_start
         The schedule that the training runs now: the search starts there, and only better schedules are offered.
     key
@@ -82,11 +93,14 @@ class ScheduleClient:
     backoff_s
         After a failure the next try waits from the first number of seconds, doubled each time, up to the second, with
         jitter, and at least as long as the service asks for.
+    options
+        `ClientOptions`, of the search. Threads and memory are at most those of the service's worker.
 
     Raises
     ------
     InputError
-        If the url or the key cannot be one. Whatever goes wrong later is logged.
+        If the url or the key cannot be one, or an option is unknown or out of range. Whatever goes wrong later is
+        logged.
     """
 
     def __init__(
@@ -94,24 +108,22 @@ class ScheduleClient:
         url: str,
         problem: Problem,
         *,
-        method: str = "auto",
-        objective: Objective = "makespan",
-        time_limit_s: float = 600.0,
         warm_start: Schedule | None = None,
         key: str | None = None,
         connect_timeout_s: float = 2.0,
         read_timeout_s: float = 45.0,
         backoff_s: tuple[float, float] = (0.5, 30.0),
+        **options: Unpack[SolveArguments],
     ) -> None:
         url = base_url(url)
         self._backoff_s, self._outages = backoff_s, Outages(url)
         self._connection = ServiceConnection(url, api_key(key), connect_timeout_s, read_timeout_s)
-        request = {"method": method, "time_limit_s": time_limit_s}
-        backoff = Backoff(*backoff_s)
-        self._search = RemoteSearch(url, self._connection, request, objective, self._outages, backoff, self._found)
+        asked, backoff = ClientOptions.of("ScheduleClient", options), Backoff(*backoff_s)
+        self._search = RemoteSearch(url, self._connection, asked, self._outages, backoff, self._found)
         self._version = 0
-        self._newest: deque[Offer] = deque(maxlen=1)
+        self._newest: deque[tuple[int, Offer]] = deque(maxlen=1)  # with the number of the problem that it is for
         self._asked = self._searched = 0  # how many problems the caller has given, and how many searches are over
+        self._following = 0  # the number of the problem that is searched
         self._searching: asyncio.Task[None] | None = None
         self._one_search = asyncio.Lock()
         # By job and number of the incumbent: what the service has not been told yet.
@@ -127,10 +139,10 @@ class ScheduleClient:
     def poll(self) -> Offer | None:
         """The newest better schedule for the current problem, once; None if there is none. Never blocks."""
         try:
-            offer = self._newest.popleft()
+            number, offer = self._newest.popleft()
         except IndexError:
             return None
-        return offer if offer.schedule.problem is self._current else None
+        return offer if number == self._asked else None
 
     def update(self, problem: Problem, warm_start: Schedule | None) -> None:
         """Changes the problem, for example its times. Never blocks.
@@ -138,7 +150,6 @@ class ScheduleClient:
         The search goes on from the best schedule that the service has, or, if there must be a new search, from
         `warm_start`. Only schedules better than `warm_start`, which runs, are offered.
         """
-        self._current = problem
         self._asked += 1
         self._in_thread(self._begin, self._asked, problem, warm_start)
 
@@ -197,6 +208,7 @@ class ScheduleClient:
 
     async def _follow(self, number: int, problem: Problem, warm_start: Schedule | None) -> None:
         async with self._one_search:
+            self._following = number
             try:
                 await self._search.follow(problem, warm_start)
             except Exception:
@@ -205,7 +217,7 @@ class ScheduleClient:
 
     def _found(self, schedule: Schedule, job: str, seq: int) -> None:
         self._version += 1
-        self._newest.append(Offer(self._version, schedule, job, seq))
+        self._newest.append((self._following, Offer(self._version, schedule, job, seq)))
 
     def _adopt(self, incumbent: tuple[str, int], content: dict[str, Any]) -> None:
         self._adoptions[incumbent] = content

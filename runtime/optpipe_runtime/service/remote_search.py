@@ -9,12 +9,14 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+from optpipe.anytime import Result
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
+from optpipe.options import Placements, SolveOptions
 from optpipe.schedule import Schedule, ScheduleFile, check
 from optpipe_runtime.service.answers import IncumbentAnswer, IncumbentEvent, JobAnswer, JobState, parse
 from optpipe_runtime.service.connection import LONGEST_REQUEST, ServiceConnection
@@ -24,6 +26,7 @@ from optpipe_runtime.service.outages import Backoff, Outages
 log = logging.getLogger("optpipe.client")
 
 OPEN = ("queued", "running")
+MOST_TIMES_STAGES = 16  # a placement that is read has at most so many times the stages of the problem
 
 
 class RemoteSearch:
@@ -34,22 +37,21 @@ class RemoteSearch:
         self,
         url: str,
         connection: ServiceConnection,
-        request: dict[str, Any],
-        objective: Objective,
+        options: SolveOptions,
         outages: Outages,
         backoff: Backoff,
         found: Callable[[Schedule, str, int], None],
     ) -> None:
         self._url, self._connection = url, connection
         self._outages, self._backoff, self._found = outages, backoff, found
-        self._request, self._objective = {**request, "objective": objective}, objective
+        self._options = options
         self._job: str | None = None
         self._seen = 0  # the number of the last incumbent of the job
         self._problem_version = 1  # of the job
 
     async def follow(self, problem: Problem, running: Schedule | None) -> None:
         """Searches until the service has ended the search for this problem, or refuses it."""
-        self._problem, self._longest = problem, longest_answer(problem)
+        self._problem, self._longest = problem, longest_answer(problem, self._options.placements)
         self._best, self._best_ms = running, math.inf
         self._posed = False  # whether the job has this problem
         self._submission: tuple[str, bytes] | None = None
@@ -78,9 +80,10 @@ class RemoteSearch:
 
     def _compare_with(self, running: Schedule) -> None:
         """Schedules must be better than the running one, if that is still valid: the problem may have changed."""
-        here = Schedule(self._problem, running.programs, running.links, running.method)
-        if not check(self._problem, here):
-            self._best_ms = self._length_ms(here)
+        placed = running.placement.apply(self._problem) if running.placement else self._problem
+        here = replace(running, problem=placed)
+        if not check(placed, here):
+            self._best_ms = self._value_ms(here)
 
     async def _go_on(self) -> None:
         """Submits a job if there is none, then takes incumbents as they come, to the end of the search."""
@@ -111,7 +114,10 @@ class RemoteSearch:
         """Submits a job. Until there is an answer the request keeps its idempotency key, so the service makes one job,
         however often it is sent."""
         if self._submission is None:
-            request: dict[str, Any] = {"problem": self._problem.to_dict(), **self._request}
+            request: dict[str, Any] = {
+                "problem": self._problem.to_dict(),
+                **self._options.model_dump(mode="json", exclude_none=True),
+            }
             body = json.dumps(request).encode()
             if self._best is not None:
                 start = ScheduleFile.of(self._best).model_dump(mode="json", exclude_none=True, exclude={"ops"})
@@ -158,27 +164,33 @@ class RemoteSearch:
             raise
         self._seen = event.seq
         self._outages.end("wrong")
-        if self._length_ms(schedule) < self._best_ms:
-            self._best, self._best_ms = schedule, self._length_ms(schedule)
+        value_ms = self._value_ms(schedule)
+        if value_ms < self._best_ms:
+            self._best, self._best_ms = schedule, value_ms
             self._found(schedule, job, event.seq)
         return True
 
     def _verified(self, incumbent: IncumbentAnswer) -> Schedule:
         """The schedule, checked on this client's own problem. Raises `InvalidAnswerError` if it is not valid."""
-        told = incumbent.schedule
+        told, problem = incumbent.schedule, self._problem
+        if told.placement and self._options.placements == "keep":
+            raise InvalidAnswerError("a schedule for other stages than the problem's")
         try:
-            schedule = Schedule.parse(
-                self._problem, (device.program for device in told.devices), told.links, told.method
-            )
-            wrong = check(self._problem, schedule)
+            placed = told.placement.apply(problem) if told.placement else problem
+            programs = (device.program for device in told.devices)
+            schedule = Schedule.parse(placed, programs, told.links, told.method, told.placement)
+            wrong = check(placed, schedule)
         except InputError as error:
             wrong = [str(error)]
         if wrong:
             raise InvalidAnswerError(f"an invalid schedule: {wrong[0]}")
         return schedule
 
-    def _length_ms(self, schedule: Schedule) -> float:
-        return schedule.makespan_ms if self._objective == "makespan" else schedule.span_ms
+    def _value_ms(self, schedule: Schedule) -> float:
+        """What the search minimizes, computed here."""
+        value_ms = Result.of(schedule, self._options).value_ms
+        assert value_ms is not None, "a schedule has a value"
+        return value_ms
 
     def _log_end(self, end: JobState) -> None:
         if end.state == "done":
@@ -187,8 +199,10 @@ class RemoteSearch:
             log.warning("the solver service at %s ended its search as %s: %s", self._url, end.state, end.reason)
 
 
-def longest_answer(problem: Problem) -> int:
+def longest_answer(problem: Problem, placements: Placements = "keep") -> int:
     """An upper bound on the bytes of a schedule document of this problem. Reading a longer answer could hold the
     interpreter for longer than a step may wait."""
+    if placements == "all":
+        return MOST_TIMES_STAGES * longest_answer(problem)
     ops = problem.microbatches * sum(12 + 2 * stage.offload_parts for stage in problem.stages)
     return 2**14 + 2 * len(json.dumps(problem.to_dict())) + 2 * 16 * ops  # in programs, and again in links' orders

@@ -30,6 +30,7 @@ def incumbent_values(result: Result, source: Source) -> dict[str, Any]:
         "method": result.method or schedule.method,
         "makespan_ms": schedule.makespan_ms,
         "span_ms": schedule.span_ms,
+        "value_ms": result.value_ms,
         "programs": Programs.of(schedule).model_dump_json(),
     }
 
@@ -42,7 +43,7 @@ def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], a
     began with.
     """
     last = best_ms(db, job)
-    if last is not None and row[f"{job.objective}_ms"] >= last:
+    if last is not None and row["value_ms"] >= last:
         return
     of_job = {"job": job.id, "seq": job.last_seq + 1, "problem_version": job.problem_version, "attempt": attempt}
     db.execute(insert(incumbents), {**of_job, **row, "found_at": now()})
@@ -50,13 +51,13 @@ def append(db: Connection, job: Row[Any], result: Result, row: dict[str, Any], a
 
 
 def best_ms(db: Connection, job: Row[Any]) -> float | None:
-    """Return how long the job's best schedule for its current problem is; None if it has none."""
+    """Return the value of the job's best schedule for its current problem; None if it has none."""
     last = (
         incumbents.c.job == job.id,
         incumbents.c.seq == job.last_seq,
         incumbents.c.problem_version == job.problem_version,
     )
-    return db.execute(select(incumbents.c[f"{job.objective}_ms"]).where(*last)).scalar_one_or_none()
+    return db.execute(select(incumbents.c.value_ms).where(*last)).scalar_one_or_none()
 
 
 def update_job(db: Connection, job: Row[Any], **values: Any) -> None:

@@ -11,8 +11,8 @@ from uuid import uuid4
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from optpipe.anytime import Result
-from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
+from optpipe.options import SolveOptions
 from optpipe_server.database.engine import Database, now
 from optpipe_server.database.incumbents import (
     add_log_line,
@@ -55,10 +55,7 @@ class NewJob:
     """What a submission asks for."""
 
     problem: Problem
-    method: str = "auto"
-    objective: Objective = "makespan"
-    time_limit_s: float = 60.0
-    gap: float = 0.0
+    options: SolveOptions = field(default_factory=SolveOptions)
     priority: int = 0
 
 
@@ -143,10 +140,7 @@ class Jobs:
                 reason=_reason(initial),
                 problem_name=storable_text(job.problem.name),
                 problem_sha256=job.problem.sha256,
-                method=job.method,
-                objective=job.objective,
-                time_limit_s=job.time_limit_s,
-                gap_limit=job.gap,
+                options=job.options.model_dump_json(),
                 priority=job.priority,
                 last_seq=1 if first else 0,
                 created_at=at,
@@ -161,7 +155,7 @@ class Jobs:
                     db.execute(
                         insert(idempotency), {"tenant": tenant, "key": key, "body_sha256": body_sha256, "job": job_id}
                     )
-                add_log_line(db, job_id, 0, f"submitted: {job.method}, {job.objective}, {job.time_limit_s:g} s")
+                add_log_line(db, job_id, 0, f"submitted: {_asked(job.options)}")
                 if first is not None:
                     db.execute(
                         insert(incumbents),
@@ -270,11 +264,13 @@ class Jobs:
                 raise StaleError
             if job.state not in OPEN:
                 raise ConflictError(f"The job is over ({job.state}); submit it again.")
-            if time_limit_s <= job.time_limit_s:
+            options = options_of(job)
+            if time_limit_s <= options.time_limit_s:
                 raise ConflictError(
-                    f"time_limit_s = {time_limit_s:g}: the job has {job.time_limit_s:g} s already; expected more."
+                    f"time_limit_s = {time_limit_s:g}: the job has {options.time_limit_s:g} s already; expected more."
                 )
-            update_job(db, job, time_limit_s=time_limit_s)
+            longer = options.model_copy(update={"time_limit_s": time_limit_s})
+            update_job(db, job, options=longer.model_dump_json())
             add_log_line(db, job_id, job.attempt, f"its time limit is {time_limit_s:g} s now")
 
     def change_problem(
@@ -372,6 +368,18 @@ class Jobs:
 
 CANCELLED = "the job was cancelled"
 CANCELLED_DETAIL = "The job is cancelled; submit the problem as another job."
+
+
+def options_of(job: Row[Any]) -> SolveOptions:
+    """Return the options that a job was submitted with."""
+    return SolveOptions.model_validate_json(job.options)
+
+
+def _asked(options: SolveOptions) -> str:
+    """What was asked for, in short: the method, the objective, the time, and what differs from the defaults."""
+    others = options.model_dump(exclude_defaults=True, exclude={"method", "objective", "time_limit_s"})
+    told = [f"{name} = {value}" for name, value in others.items()]
+    return ", ".join((options.method, options.objective, f"{options.time_limit_s:g} s", *told))
 
 
 def is_cancelled(job: Row[Any]) -> bool:

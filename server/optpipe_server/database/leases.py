@@ -15,8 +15,9 @@ from sqlalchemy import Connection, Row, case, select, update
 
 from optpipe.anytime import Result
 from optpipe.errors import InputError
-from optpipe.evaluate.objective import Objective, raises
+from optpipe.evaluate.objective import raises
 from optpipe.model.problem import Problem
+from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule
 from optpipe_server.database.engine import Database, clock_s, now
@@ -30,7 +31,7 @@ from optpipe_server.database.incumbents import (
     storable_text,
     update_job,
 )
-from optpipe_server.database.jobs import CANCELLED
+from optpipe_server.database.jobs import CANCELLED, options_of
 from optpipe_server.database.tables import Level, State, jobs
 
 FOUND = ("feasible", "optimal")  # the status of a job that has a schedule
@@ -54,10 +55,7 @@ class Claim:
     attempt: int
     problem: Problem
     problem_version: int
-    method: str
-    objective: Objective
-    gap: float  # the search ends when it is reached
-    time_limit_s: float
+    options: SolveOptions
     spent_s: float
     best: Schedule | None  # re-timed for `problem`; verified on it only if `best_version` is its version
     best_version: int  # version of the problem that `best` was found for
@@ -173,7 +171,9 @@ class Leases:
         """
         with self._locked(claim) as (db, job):
             more_time = (
-                job.time_limit_s > claim.time_limit_s and state in ("done", "failed") and result.status != "optimal"
+                options_of(job).time_limit_s > claim.options.time_limit_s
+                and state in ("done", "failed")
+                and result.status != "optimal"
             )
             if job.problem_version != claim.problem_version or (more_time and not job.cancel_requested):
                 return False
@@ -191,7 +191,7 @@ class Leases:
                 "worker": None,
                 "lease_until": None,
             }
-            stands = best is not None and (result.objective_ms is None or raises(result.objective_ms, best))
+            stands = best is not None and (result.value_ms is None or raises(result.value_ms, best))
             update_job(db, job, **over, **({} if stands else best_values(result, job.lower_bound_ms)))
             add_log_line(db, claim.job_id, claim.attempt, f"ended: {state}" + (f", {reason}" if reason else ""))
             return True
@@ -273,10 +273,7 @@ def _claim(job: Row[Any], attempt: int, problem_text: str, last: Row[Any] | None
         attempt=attempt,
         problem=problem,
         problem_version=job.problem_version,
-        method=job.method,
-        objective=job.objective,
-        gap=job.gap_limit,
-        time_limit_s=job.time_limit_s,
+        options=options_of(job),
         spent_s=job.spent_s,
         best=_read(last, problem) if last else None,
         best_version=last.problem_version if last else 0,

@@ -40,10 +40,7 @@ jobs = Table(
     Column("problem_version", Integer, nullable=False, default=1),  # the current row of `problems`
     Column("problem_name", Text, nullable=False),
     Column("problem_sha256", String(64), nullable=False),
-    Column("method", Text, nullable=False),
-    Column("objective", String(16), nullable=False),
-    Column("time_limit_s", Float, nullable=False),
-    Column("gap_limit", Float, nullable=False),  # the search ends when it is reached
+    Column("options", Text, nullable=False),  # `optpipe.options.SolveOptions` as JSON
     Column("priority", Integer, nullable=False),
     Column("cancel_requested", Boolean, nullable=False, default=False),
     # What is known of the current problem.
@@ -89,6 +86,7 @@ incumbents = Table(
     Column("method", Text, nullable=False),
     Column("makespan_ms", Float, nullable=False),
     Column("span_ms", Float, nullable=False),
+    Column("value_ms", Float, nullable=False),  # what the search minimizes: one of them, or its percentile
     Column("found_at", String(40), nullable=False),
     Column("programs", Text, nullable=False),  # `optpipe.process.child.Programs` as JSON
 )

@@ -11,9 +11,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from optpipe.errors import input_error
-from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
 from optpipe.model.records import Ms, Record
+from optpipe.options import SolveOptions, TimeLimit
 from optpipe.schedule import ScheduleFile
 from optpipe_server.http.replies import ReplyError
 
@@ -21,7 +21,7 @@ LONGEST_SOLVE_S = 3600.0
 MOST_STAGES = 256
 MOST_MICROBATCHES = 4096
 
-TimeLimit = Annotated[float, Field(strict=True, gt=0, le=LONGEST_SOLVE_S, allow_inf_nan=False)]
+JobTimeLimit = Annotated[TimeLimit, Field(le=LONGEST_SOLVE_S)]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -41,15 +41,10 @@ class ProblemBody(Record):
         return self
 
 
-class Submission(ProblemBody):
+class Submission(ProblemBody, SolveOptions):
     """`POST /v1/jobs`. `warm_start` is a schedule document, also one for costs that have changed since."""
 
-    method: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00]*$")] = "auto"
-    time_limit_s: TimeLimit = 60.0
-    gap: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = (
-        0.0  # the search ends when it is reached
-    )
-    objective: Objective = "makespan"
+    time_limit_s: JobTimeLimit = 60.0
     priority: Annotated[int, Field(strict=True, ge=-100, le=100)] = 0  # the highest comes first
     warm_start: ScheduleFile | None = None
 
@@ -57,7 +52,7 @@ class Submission(ProblemBody):
 class ExtensionBody(Record):
     """`PATCH /v1/jobs/{id}`."""
 
-    time_limit_s: TimeLimit
+    time_limit_s: JobTimeLimit
 
 
 class AdoptionBody(Record):

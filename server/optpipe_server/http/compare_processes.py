@@ -8,18 +8,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 
 import anyio
 import anyio.to_thread
 import structlog
 from fastapi import Request
 
-from optpipe.model.problem import Problem
-from optpipe.process import process_tree, protocol
+from optpipe.comparison import searches
+from optpipe.process import process_tree
+from optpipe.process.protocol import CompareRequest
 from optpipe_server.http.context import disconnected
 from optpipe_server.http.replies import ReplyError
-from optpipe_server.settings import Settings
+from optpipe_server.settings import Settings, within
 
 log = structlog.get_logger("optpipe.server")
 
@@ -34,8 +34,10 @@ class CompareProcesses:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._running = settings, 0
 
-    async def run(self, request: Request, problem: Problem, methods: Sequence[str], time_limit_s: float) -> str:
+    async def run(self, request: Request, compare: CompareRequest) -> str:
         """Return the JSON of `optpipe compare --json`; the process ends if the client disconnects.
+
+        A search gets no more threads and memory than the service has for one.
 
         Raises
         ------
@@ -43,23 +45,21 @@ class CompareProcesses:
             422 if a method is unknown; 503 if too many comparisons run, or the process failed or took too long.
         """
         if self._running >= AT_ONCE:
-            raise ReplyError(503, f"{AT_ONCE} comparisons run already.", {"Retry-After": str(round(time_limit_s) + 1)})
+            wait_s = round(compare.time_limit_s) + 1
+            raise ReplyError(503, f"{AT_ONCE} comparisons run already.", {"Retry-After": str(wait_s)})
         self._running += 1
         try:
-            solver_request = protocol.Request(
-                problem=problem,
-                method=" ".join(methods),
-                time_limit_s=time_limit_s,
-                threads=self._settings.threads_per_solve,
-                placements="all",
-                memory_mib=self._settings.memory_mib,
-            )
-            return await _run_process(request, solver_request, 2 * time_limit_s + EXTRA_S)
+            limits = {
+                "threads": within(compare.threads, self._settings.threads_per_solve),
+                "memory_mib": within(compare.memory_mib, self._settings.memory_mib),
+            }
+            limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
+            return await _run_process(request, compare.model_copy(update=limits), limit_s)
         finally:
             self._running -= 1
 
 
-async def _run_process(request: Request, solver_request: protocol.Request, limit_s: float) -> str:
+async def _run_process(request: Request, compare: CompareRequest, limit_s: float) -> str:
     mark = process_tree.new_mark()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", MODULE),
@@ -69,7 +69,7 @@ async def _run_process(request: Request, solver_request: protocol.Request, limit
         env=process_tree.environment(mark),
         start_new_session=True,
     )
-    answered = asyncio.create_task(_communicate(process, solver_request))
+    answered = asyncio.create_task(_communicate(process, compare))
     gone = asyncio.create_task(disconnected(request.receive))
     try:
         done, _ = await asyncio.wait({answered, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -90,13 +90,13 @@ async def _run_process(request: Request, solver_request: protocol.Request, limit
             await process.wait()
 
 
-async def _communicate(process: asyncio.subprocess.Process, solver_request: protocol.Request) -> tuple[bytes, bytes]:
+async def _communicate(process: asyncio.subprocess.Process, compare: CompareRequest) -> tuple[bytes, bytes]:
     """Send the request; return stdout and stderr. The input stays open, because the process ends when it closes."""
     assert process.stdin
     assert process.stdout
     assert process.stderr
     with contextlib.suppress(ConnectionError):  # it ended before it read the request, as its output tells
-        process.stdin.write(solver_request.model_dump_json(exclude_none=True).encode() + b"\n")
+        process.stdin.write(compare.model_dump_json(exclude_none=True).encode() + b"\n")
         await process.stdin.drain()
     output, errors = await asyncio.gather(process.stdout.read(), process.stderr.read())
     return output, errors

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from optpipe.options import CompareOptions, SolveOptions
+
 ID, SHA256 = "0" * 32, "0" * 64
 URL = f"/v1/jobs/{ID}"
 AT = "2030-01-01T12:00:00.000+00:00"
@@ -24,14 +26,9 @@ PROBLEM: dict[str, Any] = {
     "devices": [{"activation_budget_bytes": 2000}, {"activation_budget_bytes": 2000}],
     "stages": [{**_STAGE, "device": 0}, {**_STAGE, "device": 1}],
 }
-SUBMISSION = {
-    "problem": PROBLEM,
-    "method": "auto",
-    "time_limit_s": 60.0,
-    "gap": 0.01,
-    "objective": "makespan",
-    "priority": 0,
-}
+_OPTIONS = SolveOptions(gap=0.01)
+SUBMISSION = {"problem": PROBLEM, **_OPTIONS.model_dump(exclude_none=True), "priority": 0}
+COMPARE = {"problem": PROBLEM, **CompareOptions(time_limit_s=5.0, methods=("1f1b", "auto")).model_dump(mode="json")}
 SCHEDULE = {
     "format": "optpipe.schedule/2",
     "problem": PROBLEM,
@@ -47,6 +44,7 @@ INCUMBENT = {
     "method": "1f1b",
     "makespan_ms": 9.0,
     "span_ms": 9.0,
+    "value_ms": 9.0,
     "problem_version": 1,
     "problem_sha256": SHA256,
     "attempt": 0,
@@ -64,10 +62,7 @@ SUMMARY = {
     "problem_name": "",
     "problem_sha256": SHA256,
     "problem_version": 1,
-    "method": "auto",
-    "objective": "makespan",
-    "time_limit_s": 60.0,
-    "gap_limit": 0.01,
+    "options": _OPTIONS.model_dump(),
     "priority": 0,
     "status": "feasible",
     "lower_bound_ms": 8.0,

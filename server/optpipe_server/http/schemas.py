@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from optpipe.evaluate.objective import Objective
 from optpipe.model.records import Record
+from optpipe.options import SolveOptions
 from optpipe.schedule import ScheduleFile, Status, TimedOp
 from optpipe_server.database.tables import Level, Source, State
 
@@ -32,6 +32,7 @@ class Incumbent(Record):
     method: str
     makespan_ms: float
     span_ms: float
+    value_ms: float  # what the search minimizes: the objective, or its 95th percentile where there is jitter
     problem_version: int
     problem_sha256: Hash
     attempt: int  # of the job; 0 if before any worker
@@ -75,10 +76,7 @@ class JobSummary(Record):
     problem_name: str
     problem_sha256: Hash
     problem_version: int  # 1 as submitted, one more with every change
-    method: str
-    objective: Objective
-    time_limit_s: float
-    gap_limit: float  # the search ends when it is reached
+    options: SolveOptions  # as submitted; a worker gives a search fewer threads or less memory if it has no more
     priority: int
     status: Status  # of the best schedule
     lower_bound_ms: float | None

@@ -14,11 +14,19 @@ from sqlalchemy import Row
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe.options import SolveOptions
 from optpipe.process.protocol import Programs
-from optpipe.schedule import Schedule, ScheduleFile
+from optpipe.schedule import Schedule
 from optpipe_cache.features import structure
 from optpipe_server.database import Database, Jobs, NewJob
-from optpipe_server.database.jobs import CANCELLED_DETAIL, ConflictError, QueueFullError, StaleError, is_cancelled
+from optpipe_server.database.jobs import (
+    CANCELLED_DETAIL,
+    ConflictError,
+    QueueFullError,
+    StaleError,
+    is_cancelled,
+    options_of,
+)
 from optpipe_server.database.keys import Keys
 from optpipe_server.first_schedules import FirstSchedules
 from optpipe_server.http.bodies import Model, Submission, parse
@@ -104,18 +112,9 @@ class Service:
             429 if the queue is full, 422 if the key was used with another body.
         """
         began = time.monotonic()
-        job = NewJob(
-            problem=submission.problem,
-            method=submission.method,
-            objective=submission.objective,
-            time_limit_s=submission.time_limit_s,
-            gap=submission.gap,
-            priority=submission.priority,
-        )
+        job = NewJob(submission.problem, SolveOptions(**submission.arguments()), submission.priority)
         initial = await self._find_first(
-            lambda: self.first_schedules.find(
-                tenant, job.problem, job.method, job.objective, _given(submission.warm_start, job.problem)
-            )
+            lambda: self.first_schedules.find(tenant, job.problem, job.options, _given(submission))
         )
         try:
             job_id, new = await self.query(
@@ -166,7 +165,7 @@ class Service:
         """Return False if an incumbent has come in since, from which the new problem would have to start."""
         job, best = await self.query(lambda: self._best_for(tenant, job_id, problem))
         initial = await self._find_first(
-            lambda: self.first_schedules.find_after_change(tenant, problem, job.method, job.objective, best)
+            lambda: self.first_schedules.find_after_change(tenant, problem, options_of(job), best)
         )
         try:
             await self.query(
@@ -202,12 +201,15 @@ class Service:
         return ReplyError(429, f"{self.settings.queue} jobs are waiting already.", RETRY_SOON)
 
 
-def _given(file: ScheduleFile | None, problem: Problem) -> Schedule | None:
-    """The client's own schedule, read for the problem."""
+def _given(submission: Submission) -> Schedule | None:
+    """The client's own schedule, read for the problem, or for its placement if the job may choose one."""
+    file, problem = submission.warm_start, submission.problem
     if file is None:
         return None
     try:
-        return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method)
+        placement = file.placement if submission.placements == "all" else None
+        problem = placement.apply(problem) if placement else problem
+        return Schedule.parse(problem, (device.program for device in file.devices), file.links, file.method, placement)
     except InputError as error:
         raise InputError(f"job: warm_start: {error}") from None
 

@@ -9,9 +9,10 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from optpipe.errors import InputError, ScheduleError
-from optpipe.evaluate.objective import Objective
 from optpipe.model.problem import Problem
-from optpipe.model.records import Items, Record
+from optpipe.model.records import Record
+from optpipe.options import CompareOptions, ObjectiveOption, TimeLimit
+from optpipe.process.protocol import CompareRequest
 from optpipe.schedule import Schedule, ScheduleFile, TimedOp, certify, check, timed_ops
 from optpipe_cache import Hit
 from optpipe_server.first_schedules import LARGE, size
@@ -46,22 +47,16 @@ class ScheduleBody(ProblemBody):
         )
 
 
-class CompareBody(ProblemBody):
+class CompareBody(ProblemBody, CompareOptions):
     """`POST /v1/compare`."""
 
-    methods: (
-        Annotated[Items[Annotated[str, Field(pattern=r"^[a-z0-9:=,-]{1,100}$")]], Field(min_length=1, max_length=100)]
-        | None
-    ) = None
-    time_limit_s: Annotated[float, Field(strict=True, gt=0, le=LONGEST_COMPARED_S, allow_inf_nan=False)] = (
-        10.0  # of each search
-    )
+    time_limit_s: Annotated[TimeLimit, Field(le=LONGEST_COMPARED_S)] = 10.0
 
 
 class LookupBody(ProblemBody):
     """`POST /v1/cache/lookup`."""
 
-    objective: Objective = "makespan"
+    objective: ObjectiveOption = "makespan"
 
 
 class CheckReply(Record):
@@ -92,6 +87,7 @@ class CompareRow(Record):
     fits: bool
     makespan_ms: float | None
     span_ms: float | None
+    percentile_ms: float | None  # of the objective, where there is jitter
     bubble: float | None
     lower_bound_ms: float | None
     gap: float | None
@@ -105,6 +101,7 @@ class CompareReply(Record):
     """The rows that fit, the shortest first, then the others: what `optpipe compare --json` prints."""
 
     problem: str
+    options: CompareOptions  # with the threads and the memory that each search had
     k: list[float | None]
     rows: list[CompareRow]
 
@@ -150,6 +147,7 @@ _ROW = {
     "fits": True,
     "makespan_ms": 9.0,
     "span_ms": 9.0,
+    "percentile_ms": None,
     "bubble": 0.33,
     "lower_bound_ms": 8.0,
     "gap": 0.11,
@@ -158,6 +156,7 @@ _ROW = {
     "host_peak_bytes": [0, 0],
     "reason": None,
 }
+_COMPARED = {"problem": "", "options": CompareOptions().model_dump(), "k": [0.5], "rows": [_ROW]}
 _KNOWN = {
     "exact": False,
     "distance": 0.05,
@@ -212,19 +211,19 @@ def _simulated(sent: ScheduleBody) -> dict[str, Any]:
 
 @router.post(
     "/compare",
-    openapi_extra=body(CompareBody, {"problem": examples.PROBLEM, "time_limit_s": 5.0}),
-    responses=responses(200, CompareReply, {"problem": "", "k": [0.5], "rows": [_ROW]}, 422),
+    openapi_extra=body(CompareBody, examples.COMPARE),
+    responses=responses(200, CompareReply, _COMPARED, 422),
 )
 async def compare_methods(
     request: Request, context: Context, processes: Annotated[CompareProcesses, Depends(_compare_processes)]
 ) -> Response:
     """Compare every published schedule, every heuristic and the solver's answer, or the methods given, on one problem.
 
-    It takes up to twice the time limit and some seconds, and ends if the client disconnects.
+    It takes up to the time limit for each search and some seconds, and ends if the client disconnects.
     """
     sent = await request.body()
     compare = await context.service.checks.run(lambda: _comparable(parse(CompareBody, sent, "compare")))
-    return _json(await processes.run(request, compare.problem, compare.methods or (), compare.time_limit_s))
+    return _json(await processes.run(request, CompareRequest.model_validate(dict(compare))))
 
 
 def _comparable(compare: CompareBody) -> CompareBody:

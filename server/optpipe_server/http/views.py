@@ -10,16 +10,20 @@ from typing import Any
 from sqlalchemy import Row
 
 from optpipe.evaluate.memory import Certificate
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Programs
+from optpipe.schedule import ScheduleFile
 from optpipe_server.database.tables import OPEN
 
 # fmt: off
 _JOB_FIELDS = (
-    "id", "version", "state", "reason", "problem_name", "problem_sha256", "problem_version", "method", "objective",
-    "time_limit_s", "gap_limit", "priority", "status", "lower_bound_ms", "gap", "attempt", "crashes", "created_at",
+    "id", "version", "state", "reason", "problem_name", "problem_sha256", "problem_version", "priority",
+    "status", "lower_bound_ms", "gap", "attempt", "crashes", "created_at",
     "started_at", "ended_at",
 )
 _INCUMBENT_FIELDS = (
-    "seq", "source", "method", "makespan_ms", "span_ms", "problem_version", "problem_sha256", "attempt", "found_at",
+    "seq", "source", "method", "makespan_ms", "span_ms", "value_ms", "problem_version", "problem_sha256",
+    "attempt", "found_at",
 )
 # fmt: on
 
@@ -60,7 +64,8 @@ def job_view(job: Row[Any]) -> dict[str, Any]:
     `spent_s` is null while the job runs, because it grows then without a new version.
     """
     shown = {name: getattr(job, name) for name in _JOB_FIELDS}
-    return {**shown, "spent_s": None if job.state == "running" else job.spent_s, "url": job_url(job.id)}
+    spent_s = None if job.state == "running" else job.spent_s
+    return {**shown, "options": json.loads(job.options), "spent_s": spent_s, "url": job_url(job.id)}
 
 
 def job_text(job: Row[Any], best: str | None) -> str:
@@ -77,6 +82,8 @@ def incumbent_view(incumbent: Row[Any]) -> dict[str, Any]:
 def incumbent_text(incumbent: Row[Any]) -> str:
     """An incumbent with its schedule as a document of `optpipe.schedule/2`, without the times of ops."""
     written = json.loads(incumbent.programs)
+    if written["placement"]:
+        return f'{text(incumbent_view(incumbent))[:-1]},"schedule":{_placed(incumbent)}}}'
     devices = ",".join(_object({"program": _words(ops)}) for ops in written["programs"])
     links = {link: _words(ops) for link, ops in written["links"].items()}
     parts = {
@@ -90,6 +97,13 @@ def incumbent_text(incumbent: Row[Any]) -> str:
         **({"links": _object(links)} if links else {}),
     }
     return f'{text(incumbent_view(incumbent))[:-1]},"schedule":{_object(parts)}}}'
+
+
+def _placed(incumbent: Row[Any]) -> str:
+    """The document of a schedule for other stages than the job's problem has."""
+    problem = Problem.from_json(incumbent.problem)
+    schedule = Programs.model_validate_json(incumbent.programs).schedule(problem, incumbent.method)
+    return ScheduleFile.of(schedule).model_copy(update={"ops": None}).to_json()
 
 
 def _words(ops: str) -> str:

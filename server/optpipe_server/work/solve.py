@@ -27,6 +27,7 @@ from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.leases import Claim, LostError, RequestedChanges
 from optpipe_server.database.tables import State
+from optpipe_server.settings import within
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work.memory_limit import MemoryLimit, Unlimited, memory_limit, solver_memory_mib
 from optpipe_server.work.retry import DATABASE_AWAY, retry_while_away
@@ -71,9 +72,9 @@ class Solve:
 
     def _continue_from(self, claim: Claim) -> None:
         """Set the state in which the job goes on."""
-        self._best = Result("unknown", objective=claim.objective, lower_bound_ms=claim.lower_bound_ms)
+        self._best = Result("unknown", objective=claim.options.objective, lower_bound_ms=claim.lower_bound_ms)
         if claim.best is not None and claim.best_version == claim.problem_version:
-            self._best = merged(self._best, replace(self._best, schedule=claim.best, method=claim.best.method))
+            self._best = merged(self._best, Result.of(claim.best, claim.options))
         self._before_s, self._began = claim.spent_s, _NOT_RUNNING
         self._log = log.bind(job=claim.job_id, attempt=claim.attempt)
         with self._lock:
@@ -138,9 +139,10 @@ class Solve:
 
     def _search_once(self) -> Result:
         """Run one search and commit every better schedule as it comes; return its last result."""
-        claim, last = self._held, Result("unknown", objective=self._held.objective)
-        if claim.time_limit_s <= claim.spent_s or self._settled():
+        claim, last = self._held, Result("unknown", objective=self._held.options.objective)
+        if claim.options.time_limit_s <= claim.spent_s or self._settled():
             return last
+        self._tell_limits(claim)
         noted = 0
         try:
             for last in self._begin(claim):
@@ -165,22 +167,17 @@ class Solve:
         with self._lock:
             if self._why is not None or self._environment.stopping.is_set():
                 return iter(())
-            remaining_s = claim.time_limit_s - claim.spent_s
-            self._memory_limit = memory_limit(self._environment.memory_mib, self._environment.groups)
+            remaining_s = claim.options.time_limit_s - claim.spent_s
+            memory_mib = within(claim.options.memory_mib, self._environment.memory_mib)
+            self._memory_limit = memory_limit(memory_mib, self._environment.groups)
             self._began = time.monotonic()
             self.until = self._began + remaining_s + LATE_S
-            self._search = improve(
-                claim.problem,
-                method=claim.method,
-                time_limit=remaining_s,
-                threads=self._threads,
-                objective=claim.objective,
-                warm_start=claim.best,
-                seed=claim.attempt - 1,
-                memory_mib=solver_memory_mib(self._environment.memory_mib),
-                gap=claim.gap,
-                admit=self._admit,
-            )
+            asked = claim.options.arguments()
+            asked["time_limit_s"] = remaining_s
+            asked["threads"] = self._threads
+            asked["memory_mib"] = solver_memory_mib(memory_mib)
+            asked["seed"] = (claim.options.seed + claim.attempt - 1) % 2**31
+            self._search = improve(claim.problem, warm_start=claim.best, admit=self._admit, **asked)
             return self._search
 
     def _admit(self, pid: int) -> None:
@@ -212,9 +209,7 @@ class Solve:
         if self._best.schedule is not before.schedule:
             if self._retry(partial(self._leases.append, claim, self._best)):
                 metrics.INCUMBENTS.inc()
-                self._log.info(
-                    "incumbent", method=self._best.method, value_ms=self._best.objective_ms, gap=self._best.gap
-                )
+                self._log.info("incumbent", method=self._best.method, value_ms=self._best.value_ms, gap=self._best.gap)
             else:
                 self.end("changed")
         if self._settled():
@@ -224,9 +219,17 @@ class Solve:
         self._retry(partial(self._leases.note, claim, text, "warning"))
 
     def _settled(self) -> bool:
-        """Return whether the gap is small enough to end the search."""
-        gap = self._best.gap
-        return gap is not None and gap <= self._held.gap
+        """Return whether the best schedule is proven, or its gap small enough to end the search."""
+        gap, enough = self._best.gap, self._held.options.gap
+        return self._best.status == "optimal" or (enough > 0 and gap is not None and gap <= enough)
+
+    def _tell_limits(self, claim: Claim) -> None:
+        """Log what this worker does not have for the search."""
+        asked, memory_mib = claim.options, self._environment.memory_mib
+        if asked.threads is not None and asked.threads > self._threads:
+            self._note(claim, f"threads = {asked.threads}: the search gets {self._threads} on this worker")
+        if asked.memory_mib is not None and memory_mib is not None and asked.memory_mib > memory_mib:
+            self._note(claim, f"memory_mib = {asked.memory_mib}: the search gets {memory_mib} on this worker")
 
     def _continues(self, last: Result) -> bool:
         """Decide what becomes of the job after a search; False if this worker is done with it."""
@@ -271,7 +274,7 @@ class Solve:
         if not self._retry(partial(self._leases.finish, claim, state, best, self.spent_s)):
             self._continue_from(self._retry(partial(self._leases.reload, claim, self.spent_s)))
             return True
-        self._log.info("ended", state=state, value_ms=best.objective_ms, gap=best.gap, spent_s=round(self.spent_s, 3))
+        self._log.info("ended", state=state, value_ms=best.value_ms, gap=best.gap, spent_s=round(self.spent_s, 3))
         metrics.SOLVES.labels(state).observe(self.spent_s)
         if best.gap is not None:
             metrics.GAP.observe(best.gap)
@@ -284,7 +287,7 @@ class Solve:
         try:
             status: Found = "optimal" if best.status == "optimal" else "feasible"
             self._environment.caches.of(claim.tenant).add(
-                best.schedule, status, best.lower_bound_ms, claim.objective, verified=True
+                best.schedule, status, best.lower_bound_ms, claim.options.objective, verified=True
             )
         except (OptPipeError, *DATABASE_AWAY) as error:
             self._log.warning("its schedule was not cached", error=str(error))

@@ -136,7 +136,7 @@ class Supervisor:
             self._solve(claim)
 
     def _solve(self, claim: Claim) -> None:
-        threads = self._threads.take()
+        threads = self._threads.take(claim.options.threads)
         solve = Solve(self._environment, claim, threads)
 
         def over() -> None:

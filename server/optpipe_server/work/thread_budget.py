@@ -15,11 +15,11 @@ class ThreadBudget:
         self._left, self._slots = total, slots
         self._lock = threading.Lock()
 
-    def take(self) -> int:
-        """Return the threads for one more search."""
+    def take(self, most: int | None = None) -> int:
+        """Return the threads for one more search, which can use `most`."""
         with self._lock:
             self._slots -= 1
-            taken = max(1, self._left - self._slots)
+            taken = max(1, min(self._left - self._slots, self._left if most is None else most))
             self._left -= taken
             return taken
 

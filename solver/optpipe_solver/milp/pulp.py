@@ -12,7 +12,7 @@ import numpy as np
 import pulp
 
 from optpipe.model.arrays import Floats
-from optpipe.process.protocol import usual_name
+from optpipe.options import usual_name
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Outcome, Task, UnavailableError, cut_at_root
 

@@ -1,24 +1,25 @@
 """Comparison: the schedule of every published system and every heuristic, whether it fits or not.
 
-Reads one request, whose method names those that are asked for, separated by spaces, or is `auto` for all. For each of
-them it writes the bound for its stages and its schedule or, if it does not apply to the problem, a note that says why.
+Reads one request. For each method that is asked for it writes the bound for its stages and its schedule or, if it does
+not apply to the problem, a note that says why.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.process.protocol import (
     Bound,
+    CompareRequest,
     End,
     Frame,
     Incumbent,
     Note,
     Programs,
     Refused,
-    Request,
-    read_request,
+    read_compare_request,
     write_frame,
 )
 from optpipe.schedule import Schedule
@@ -32,9 +33,9 @@ EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
 
 
 def main() -> None:
-    request = read_request()
+    request = read_compare_request()
     try:
-        names = named(request.method)
+        names = named(request.methods)
     except InputError as error:
         write_frame(Refused(reason=str(error)))
         return
@@ -45,17 +46,14 @@ def main() -> None:
     write_frame(End())
 
 
-def named(methods: str) -> tuple[str, ...]:
-    """Return the methods to compare. Raises InputError for a name that is neither a system's nor a heuristic's."""
-    if methods == "auto":
-        return EVERY
-    for name in methods.split():
-        if name not in HEURISTICS and not is_system(name):
-            raise InputError(f"method = {name!r}: those to compare are auto, {', '.join(EVERY)}")
-    return tuple(methods.split())
+def named(methods: Sequence[str] | None) -> Sequence[str]:
+    """Return the methods to compare. Raises InputError for a name that is no method's."""
+    for name in methods or ():
+        is_system(name)
+    return methods or EVERY
 
 
-def frames_of(name: str, request: Request, bounds_ms: dict[str, float]) -> list[Frame]:
+def frames_of(name: str, request: CompareRequest, bounds_ms: dict[str, float]) -> list[Frame]:
     """Return the frames about one method. `bounds_ms` keeps the bounds of the placed problems seen so far."""
     try:
         schedule = _schedule(name, request)
@@ -74,7 +72,7 @@ def frames_of(name: str, request: Request, bounds_ms: dict[str, float]) -> list[
     ]
 
 
-def _schedule(name: str, request: Request) -> Schedule:
+def _schedule(name: str, request: CompareRequest) -> Schedule:
     """A heuristic stays on the problem's own stages and within memory; a system does not ask for either."""
     if name not in HEURISTICS:
         return systems.generate(name, request.problem, request.placements)

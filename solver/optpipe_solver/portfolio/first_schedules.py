@@ -16,8 +16,9 @@ from optpipe.errors import InputError, input_error
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.process.heap import settle
-from optpipe.process.protocol import End, Note, Refused, Request, requests, write_frame
+from optpipe.process.protocol import Bound, End, Infeasible, Note, Refused, Request, requests, write_frame
 from optpipe_solver import plan
+from optpipe_solver.portfolio.placement_search import PlacementSearch
 from optpipe_solver.portfolio.portfolio import Portfolio
 from optpipe_solver.portfolio.search_state import Emit
 
@@ -45,7 +46,7 @@ def answer(request: Request, emit: Emit) -> None:
     large = ops / plan.OPS_PER_S > plan.FIRST_LIST_S
     enough = time.monotonic() + (min(request.time_limit_s, plan.FIRST_LIST_S) if large else 0.0)
     try:
-        search = Portfolio(request.model_copy(update={"time_limit_s": 2 * plan.FIRST_LIST_S}), emit)
+        search = _search(request.model_copy(update={"time_limit_s": 2 * plan.FIRST_LIST_S}), emit)
     except InputError as error:
         emit(Refused(reason=str(error)))
         return
@@ -60,6 +61,23 @@ def answer(request: Request, emit: Emit) -> None:
     except Exception as error:  # one request's fault does not end the process
         emit(Note(text=f"no first schedule: {type(error).__name__}: {error}"))
     emit(End())
+
+
+def _search(request: Request, emit: Emit) -> Portfolio:
+    """The beginning of the search.
+
+    Where any stages are allowed, a system that is named runs on its own; everything else begins on the stages as given,
+    whose bounds and infeasibility do not hold for all.
+    """
+    if request.placements == "keep":
+        return Portfolio(request, emit)
+    any_stages = PlacementSearch(request, emit)
+    if any_stages.named:
+        return any_stages.first
+    start = request.warm_start
+    if start is not None and start.placement is not None:
+        request = request.model_copy(update={"warm_start": None})
+    return Portfolio(request, lambda frame: None if isinstance(frame, Bound | Infeasible) else emit(frame))
 
 
 def _small() -> Problem:

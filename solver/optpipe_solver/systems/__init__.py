@@ -11,7 +11,7 @@ from typing import Any
 
 from optpipe.errors import InputError, did_you_mean
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Placements
+from optpipe.options import Placements
 from optpipe.schedule import Schedule
 from optpipe_solver.systems import (
     adaoffload,

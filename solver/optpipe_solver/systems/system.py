@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from optpipe.errors import InputError
 from optpipe.model.placement import MOST_CHUNKS, NAMES, WAYS, Placement, Shape
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Placements
+from optpipe.options import Placements
 from optpipe.schedule import Schedule
 
 

@@ -7,8 +7,9 @@ from support.chain import chain, gpipe, one_by_one
 from support.jobs import FAST, PROBLEM, SLOW, A, found, row, start, submit
 
 from optpipe.anytime import Result
+from optpipe.options import SolveOptions
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob
-from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
+from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of
 
 SLOWER = chain(scale=2.0)  # the same stages with drifted costs
 
@@ -19,19 +20,29 @@ def jobs(database: Database) -> Jobs:
 
 
 def test_a_job_is_what_was_submitted(jobs: Jobs) -> None:
-    asked = NewJob(PROBLEM.replace(name="mine"), "cpsat", "span", 30.0, 0.01, 3)
+    options = SolveOptions(
+        method="cpsat",
+        objective="span",
+        time_limit_s=30.0,
+        gap=0.01,
+        threads=3,
+        memory_mib=512,
+        seed=5,
+        solver="pulp:CBC",
+        placements="all",
+        jitter=0.05,
+    )
+    asked = NewJob(PROBLEM.replace(name="mine"), options, 3)
     job_id, new = jobs.add(A, asked, start(), queue=1)
     job = jobs.job(A, job_id)
     assert new
     assert job is not None
     assert (job.state, job.problem_name, job.problem_sha256) == ("queued", "mine", PROBLEM.sha256)
-    assert (job.method, job.objective, job.time_limit_s, job.gap_limit, job.priority) == (
-        "cpsat",
-        "span",
-        30.0,
-        0.01,
-        3,
-    )
+    assert (options_of(job), job.priority) == (options, 3)
+    assert [line.text for line in jobs.log(job_id, 0, 9)] == [
+        "submitted: cpsat, span, 30 s, gap = 0.01, threads = 3, memory_mib = 512, seed = 5, solver = pulp:CBC, "
+        "placements = all, jitter = 0.05"
+    ]
     assert (job.status, job.lower_bound_ms, job.last_seq) == ("feasible", 1.0, 1)
     assert job.gap == pytest.approx(1 - 1.0 / SLOW.makespan_ms)
     assert PROBLEM.replace(name="mine").model_validate_json(job.problem) == PROBLEM.replace(name="mine")
@@ -183,7 +194,7 @@ def test_extend(jobs: Jobs, database: Database) -> None:
     with pytest.raises(ConflictError, match="has 10 s already"):
         jobs.extend(A, job_id, 10.0, version)
     jobs.extend(A, job_id, 20.0, version)
-    assert (row(database, job_id).time_limit_s, row(database, job_id).version) == (20.0, version + 1)
+    assert (options_of(row(database, job_id)).time_limit_s, row(database, job_id).version) == (20.0, version + 1)
     jobs.cancel(A, job_id)
     with pytest.raises(ConflictError, match="The job is over \\(cancelled\\)"):
         jobs.extend(A, job_id, 30.0, version + 2)
@@ -210,7 +221,7 @@ def test_more_time_continues_a_running_job(jobs: Jobs, database: Database) -> No
     jobs.extend(A, job_id, 20.0, row(database, job_id).version)
     assert not leases.finish(claim, "done", found(SLOW), 10.0), "there is time left"
     again = leases.reload(claim, 10.0)
-    assert (again.time_limit_s, again.spent_s, again.attempt) == (20.0, 10.0, 1)
+    assert (again.options.time_limit_s, again.spent_s, again.attempt) == (20.0, 10.0, 1)
     assert leases.finish(again, "done", found(SLOW), 20.0)
     assert row(database, job_id).spent_s == 20.0
 

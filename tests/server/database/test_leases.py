@@ -12,6 +12,7 @@ from support.chain import chain
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, submit
 
 from optpipe.anytime import Result
+from optpipe.options import SolveOptions
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, reap
 from optpipe_server.database.engine import clock_s
 from optpipe_server.database.leases import LONGEST_S, MOST_LOSSES, Claim, LostError
@@ -44,13 +45,8 @@ def test_a_claim_has_all_that_a_search_needs(database: Database) -> None:
         PROBLEM,
         1,
     )
-    assert (claim.method, claim.objective, claim.gap, claim.time_limit_s, claim.spent_s) == (
-        "cpsat",
-        "span",
-        0.01,
-        30.0,
-        0.0,
-    )
+    options = SolveOptions(method="cpsat", objective="span", gap=0.01, time_limit_s=30.0)
+    assert (claim.options, claim.spent_s) == (options, 0.0)
     assert (claim.best, claim.best_version, claim.lower_bound_ms, claim.crashes) == (SLOW, 1, 1.0, 0)
     job = row(database, job_id)
     assert (job.state, job.worker, job.attempt, job.started_at is not None) == ("running", "w", 1, True)

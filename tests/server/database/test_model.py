@@ -27,6 +27,7 @@ from support.postgres import Postgres
 
 from optpipe.anytime import Result
 from optpipe.model.problem import Problem
+from optpipe.options import SolveOptions
 from optpipe.schedule import Schedule
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
 from optpipe_server.database.jobs import CANCELLED, ConflictError, QueueFullError, StaleError
@@ -91,7 +92,7 @@ class Model(RuleBasedStateMachine):
         self, tenant: str, problem: Problem, given: tuple[int, float] | None, priority: int, key: str | None
     ) -> object:
         start = self.start(problem, given)
-        asked = NewJob(problem, time_limit_s=10.0, priority=priority)
+        asked = NewJob(problem, SolveOptions(time_limit_s=10.0), priority)
         there = next(
             (job_id for job_id, job in self.known.items() if key and (job.tenant, job.key) == (tenant, key)), None
         )
@@ -229,7 +230,7 @@ class Model(RuleBasedStateMachine):
             return
         assert job is not None
         more = (
-            job.time_limit_s > claim.time_limit_s
+            job.time_limit_s > claim.options.time_limit_s
             and state in ("done", "failed")
             and told.status != "optimal"
             and not job.cancel

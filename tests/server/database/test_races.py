@@ -15,7 +15,7 @@ from support.chain import chain, gpipe, one_by_one
 from support.jobs import FAST, PROBLEM, SLOW, A, expire, found, row, start, submit
 
 from optpipe_server.database import Database, InitialResult, Jobs, Leases, NewJob, reap
-from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError
+from optpipe_server.database.jobs import ConflictError, QueueFullError, StaleError, options_of
 from optpipe_server.database.leases import LostError
 
 SLOWER = chain(scale=2.0)
@@ -166,7 +166,7 @@ def test_everything_at_once(database: Database, rounds: int) -> None:
                         best = chance.choice([InitialResult(), InitialResult(found(one_by_one(posed)), "carried")])
                         jobs.change_problem(A, job.id, posed, best, seen=job.last_seq, queue=9)
                     case 1:
-                        jobs.extend(A, job.id, job.time_limit_s + 1, job.version)
+                        jobs.extend(A, job.id, options_of(job).time_limit_s + 1, job.version)
                     case 2:
                         jobs.adopt(A, job.id, max(1, job.last_seq), chance.randrange(9), None)
                     case 3:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ import optpipe_server.first_schedule_process
 import optpipe_server.first_schedules
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
+from optpipe.options import SolveOptions
 from optpipe.schedule import Schedule, check
 from optpipe_server.database import Database, InitialResult
 from optpipe_server.first_schedules import FirstSchedules
@@ -41,14 +43,14 @@ class TenantView:
         self.first_schedules, self.cache, self.tenant, self._log = finder, caches.of(tenant), tenant, log
 
     def start(
-        self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None
+        self, problem: Problem = TIGHT, method: str = "good", warm_start: Schedule | None = None, **options: Any
     ) -> InitialResult:
-        start = self.first_schedules.find(self.tenant, problem, method, "makespan", warm_start)
+        start = self.first_schedules.find(self.tenant, problem, SolveOptions(method=method, **options), warm_start)
         assert start.best.schedule is None or check(problem, start.best.schedule) == []
         return start
 
     def find_after_change(self, problem: Problem, best: Schedule | None) -> InitialResult:
-        return self.first_schedules.find_after_change(self.tenant, problem, "good", "makespan", best)
+        return self.first_schedules.find_after_change(self.tenant, problem, SolveOptions(method="good"), best)
 
     def requests(self) -> list[tuple[int, str]]:
         """The pid and the method of every request that a process has read."""
@@ -155,20 +157,20 @@ def test_a_proven_cached_answer_needs_no_process(view):
 
 def test_a_cached_schedule_without_proof_is_the_initial_result(view):
     view.cache.add(gpipe(AMPLE), "feasible", 1.0)
-    start = view.start(AMPLE)
+    start = view.start(AMPLE, "auto")
     assert (start.source, start.state, start.best.lower_bound_ms) == ("cache", "queued", 1.0)
 
 
 def test_a_cached_schedule_of_a_similar_problem_is_the_initial_result(view):
     view.cache.add(gpipe(AMPLE), "optimal", gpipe(AMPLE).makespan_ms)
-    start = view.start(chain(memory=2, forward=1.01))
+    start = view.start(chain(memory=2, forward=1.01), "auto")
     assert (start.source, start.state, start.best.lower_bound_ms) == ("cache", "queued", None)
 
 
 def test_an_unusable_cache_is_ignored(tmp_path):
     with odd(tmp_path) as views:
         (tmp_path / "cache.sqlite").write_bytes(b"no database" * 100)
-        start = views().first_schedules.find(LOCAL, TIGHT, "good", "makespan", None)
+        start = views().first_schedules.find(LOCAL, TIGHT, SolveOptions(method="good"), None)
     assert start.best.schedule
 
 
@@ -178,7 +180,42 @@ def test_the_best_of_all_sources_wins(view):
     assert view.start(TIGHT, warm_start=gpipe(AMPLE)).source == "heuristic"  # does not fit
     assert view.start(AMPLE, warm_start=one_by_one(chain(m=3))).source == "heuristic"  # of another problem
     view.cache.add(gpipe(AMPLE), "feasible")
-    assert view.start(AMPLE, warm_start=one_by_one(AMPLE)).source == "cache"
+    assert view.start(AMPLE, "auto", warm_start=one_by_one(AMPLE)).source == "cache"
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "state"),
+    [
+        ({}, "cache", "done"),
+        ({"seed": 5, "threads": 3, "solver": "highs", "gap": 0.1, "memory_mib": 512}, "cache", "done"),
+        ({"objective": "span"}, "heuristic", "queued"),
+        ({"method": "good"}, "heuristic", "queued"),
+        ({"placements": "all"}, "cache", "queued"),  # a place to start from; other stages may be faster
+        ({"jitter": 0.1}, "cache", "queued"),  # likewise: another schedule may suffer less from noise
+    ],
+)
+def test_a_cached_optimum_answers_only_what_it_is_the_optimum_of(view, options, source, state):
+    view.cache.add(gpipe(AMPLE), "optimal", gpipe(AMPLE).makespan_ms)
+    start = view.start(AMPLE, **{"method": "auto", **options})
+    assert (start.source, start.state) == (source, state)
+    assert (start.best.percentile_ms is not None) == ("jitter" in options)
+    if "placements" in options:
+        assert start.best.lower_bound_ms is None
+
+
+def test_with_all_placements_a_system_runs_on_its_own_stages_and_nothing_bounds_the_others(real):
+    tight = chain(memory=1)
+    start = real.start(tight, "zb-v", placements="all")
+    assert start.best.schedule is None or start.best.schedule.placement is not None
+    with pytest.raises(InputError, match="needs "):
+        real.start(tight, "zb-v")
+    start = real.start(tight, "auto", placements="all")
+    assert (start.state, start.best.lower_bound_ms) == ("queued", None)
+    impossible = tight.replace(
+        devices=[device.model_copy(update={"activation_budget_bytes": 1}) for device in tight.devices]
+    )
+    assert real.start(impossible, "auto").state == "infeasible"
+    assert real.start(impossible, "auto", placements="all").state == "queued"
 
 
 def test_drifted_costs_carry_the_best_over(view):

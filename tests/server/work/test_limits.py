@@ -99,6 +99,8 @@ def test_threads_are_shared_among_searches() -> None:
     first = threads.take()
     assert (first, threads.take(), threads.take()) == (6, 1, 1)
     threads.give_back(first)
+    assert threads.take(most=2) == 2
+    threads.give_back(2)
     assert threads.take() == 6
     few = ThreadBudget(2, 4)
     assert [few.take() for _ in range(4)] == [1, 1, 1, 1]

@@ -16,7 +16,7 @@ from support.work import LIMIT_S, Work, problem, sound, until
 from optpipe import Result, anytime
 from optpipe_server import metrics
 from optpipe_server.database import InitialResult, Leases
-from optpipe_server.database.jobs import StaleError
+from optpipe_server.database.jobs import StaleError, options_of
 from optpipe_server.settings import LOCAL
 
 
@@ -67,7 +67,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
     drifting, extended = work.submit("steps"), work.submit("hang", time_limit_s=1.0)
     with work.supervisor():
         until(lambda: work.job(extended).state == "running")
-        while work.job(extended).time_limit_s < 40.0:
+        while options_of(work.job(extended)).time_limit_s < 40.0:
             with suppress(StaleError):  # where a schedule is found at that moment
                 work.jobs.extend(LOCAL, extended, 40.0, work.job(extended).version)
         work.found(drifting)
@@ -189,6 +189,20 @@ def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
         local.ended(alone)
     nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert f"threads 6, memory 700, nice {nice}, 20 s" in local.lines(alone)
+
+
+def test_a_job_has_no_more_than_its_worker(local: Work) -> None:
+    less, more = local.submit("tells", threads=2, memory_mib=400), local.submit("tells", threads=64, memory_mib=4000)
+    with local.supervisor(solves=1, threads=8, memory_mib=800):
+        local.ended(less)
+        local.ended(more)
+    assert any(line.startswith("threads 2, memory 350, ") for line in local.lines(less))
+    assert any(line.startswith("threads 8, memory 700, ") for line in local.lines(more))
+    assert [line for line in local.lines(more) if "the search gets" in line] == [
+        "threads = 64: the search gets 8 on this worker",
+        "memory_mib = 4000: the search gets 800 on this worker",
+    ]
+    assert not any("the search gets" in line for line in local.lines(less))
 
 
 def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,125 @@
+"""The options of a search on the command line, made from their one list, `optpipe.options`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from optpipe.options import Option, SearchOptions
+
+Command = Callable[..., None]
+KINDS = {"number": float, "integer": int, "string": str, "array": str}
+
+
+def with_options(record: str, only: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """Give a command an option for each field of a record of `optpipe.options`, which it takes as `options`.
+
+    They are made when the command runs or shows its help: `optpipe --help` does not wait for pydantic.
+
+    Parameters
+    ----------
+    only
+        The fields that the command has options for; all by default.
+    defaults
+        Those of the command where they differ from the record's.
+    """
+
+    def decorate(function: Command) -> Command:
+        class WithOptions(TyperCommand):
+            @cached_property
+            def _whole(self) -> Any:
+                from optpipe import options
+
+                app = typer.Typer(add_completion=False)
+                app.command(self.name)(_flagged(function, getattr(options, record), only, defaults))
+                return typer.main.get_command(app)
+
+            def get_params(self, ctx: Any) -> Any:
+                return self._whole.get_params(ctx)
+
+            def invoke(self, ctx: Any) -> Any:
+                return self._whole.invoke(ctx)
+
+        def command() -> None:
+            """Stands for the function until its options are made."""
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__dict__["command_class"] = WithOptions
+        return command
+
+    return decorate
+
+
+def register(app: typer.Typer, *commands: Command) -> None:
+    """Add commands, with options or without."""
+    for command in commands:
+        app.command(cls=getattr(command, "command_class", None))(command)
+
+
+def flag(name: str) -> str:
+    """The flag of an option: `--time-limit` of `time_limit_s`."""
+    return f"--{name.removesuffix('_s').replace('_', '-')}"
+
+
+def methods_in(text: str) -> list[str]:
+    """Split at commas, except those between the parameters of one method."""
+    return [name.strip() for name in re.split(r",(?![a-z][a-z_]*=)", text)]
+
+
+def _flagged(
+    function: Command, record: type[SearchOptions], only: Collection[str], defaults: dict[str, Any]
+) -> Command:
+    """The function with a parameter for each option in the place of `options`."""
+    from optpipe.options import listed
+
+    options = {
+        option.name: _parameter(option, defaults) for option in listed(record) if not only or option.name in only
+    }
+
+    def run(**given: Any) -> None:
+        values = {name: given.pop(name) for name in options}
+        function(options=_checked(record, values), **given)
+
+    own = [
+        parameter.replace(annotation=eval(parameter.annotation, function.__globals__))
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "options"
+    ]
+    arguments = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
+    rest = [parameter for parameter in own if parameter not in arguments]
+    signature = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*arguments, *options.values(), *rest)]
+    run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    run.__annotations__, run.__doc__ = {}, function.__doc__
+    return run
+
+
+def _parameter(option: Option, defaults: dict[str, Any]) -> inspect.Parameter:
+    default = defaults.get(option.name, option.default)
+    kind: Any = KINDS[option.kind]
+    shown = typer.Option(flag(option.name), help=option.help, metavar="|".join(option.choices) or None)
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind | None if default is None else kind, shown],
+    )
+
+
+def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOptions:
+    """The record. An error names the flag that the user knows."""
+    from optpipe.errors import InputError
+
+    if given.get("methods") is not None:
+        given["methods"] = methods_in(given["methods"])
+    try:
+        return record.of("options", given)
+    except InputError as error:
+        told = re.sub(r"^options: (\w+)", lambda found: flag(found[1]), str(error))
+        raise InputError(told) from None

@@ -1,0 +1,283 @@
+"""Every option of a search arrives through every door with its value; a wrong value is refused in the same words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import httpx
+import pytest
+from support.chain import chain
+from support.following import QUICK, until
+from support.problems import pipeline, stage
+from support.service import running, settings_in, use_fake_solver
+from typer.testing import CliRunner
+
+import optpipe
+import optpipe_cli.demo
+from optpipe import InputError, Result, ScheduleFile, anytime, check, comparison
+from optpipe.options import (
+    CompareOptions,
+    Option,
+    SearchArguments,
+    SearchOptions,
+    SolveArguments,
+    SolveOptions,
+    listed,
+)
+from optpipe.process import child
+from optpipe_cli.main import app
+from optpipe_cli.options import flag
+from optpipe_runtime import follow
+from optpipe_runtime.demo.train import DemoSettings
+from optpipe_runtime.service.client import ScheduleClient
+from optpipe_server import compare_process
+from optpipe_server.http import compare_processes
+
+PROBLEM = chain()
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+NOWHERE = "http://127.0.0.1:1"
+TEXTS = {"method": "cpsat", "solver": "pulp:CBC", "methods": ["1f1b", "milp"]}
+OTHER = {"number": 0.25, "integer": 64}
+WRONG = {"number": -1.0, "integer": -1, "string": "", "array": []}
+
+
+def other(option: Option) -> Any:
+    """A valid value that is not the default."""
+    choices = [choice for choice in option.choices if choice != option.default]
+    value = choices[0] if choices else TEXTS.get(option.name, OTHER.get(option.kind))
+    assert value not in (None, option.default), f"{option.name} needs a value to be tested with"
+    return value
+
+
+def wrong(option: Option) -> Any:
+    return "neither" if option.choices else WRONG[option.kind]
+
+
+SOLVE = {option.name: other(option) for option in listed(SolveOptions)}
+COMPARE = {option.name: other(option) for option in listed(CompareOptions)}
+TRAINING = SOLVE | {"placements": "keep"}
+Requests = list[SearchOptions]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    """What solvers' processes are asked for."""
+    requests: Requests = []
+
+    class Recorded(child.Child):
+        def __init__(self, module: str, request: Any = None, admit: Any = None) -> None:
+            requests.append(request)
+            super().__init__(module, request, admit)
+
+    use_fake_solver(monkeypatch)
+    monkeypatch.delenv("OPTPIPE_KEY", raising=False)
+    monkeypatch.setattr(comparison, "GENERATOR", "support.lying_compare_solver")
+    for module in (anytime, comparison):
+        monkeypatch.setattr(module, "Child", Recorded)
+    return requests
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, value in options.items()}
+    return [word for name, text in texts.items() for word in (flag(name), text)]
+
+
+def run(*command: str, options: dict[str, Any], folder: Path) -> None:
+    PROBLEM.save(folder / "p.json")
+    arguments = [str(folder / "p.json") if word == "PROBLEM" else word for word in command]
+    result = CliRunner().invoke(app, [*arguments, *words(options)])
+    if isinstance(result.exception, InputError):
+        raise result.exception
+
+
+@pytest.fixture(scope="module")
+def shared_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A service that refuses what it is sent."""
+    with running(replace(settings_in(tmp_path_factory.mktemp("service")), solves=0)) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def url(asked: Requests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A service whose comparisons run in this process."""
+
+    async def compared(_request: object, compare: Any, _limit_s: float) -> str:
+        monkeypatch.setattr(compare_process, "read_compare_request", lambda: compare)
+        monkeypatch.setattr(os, "nice", lambda _: 0)
+        monkeypatch.setattr(compare_process, "group_as_nice", lambda _: None)
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            compare_process.main()
+        return told.getvalue()
+
+    monkeypatch.setattr(compare_processes, "_run_process", compared)
+    with running(replace(settings_in(tmp_path), threads=64)) as (url, _):
+        yield url
+
+
+def post(url: str, path: str, options: dict[str, Any]) -> Any:
+    sent = {"problem": PROBLEM.to_dict(), **options}
+    reply = httpx.post(f"{url}/v1/{path}", json=sent, timeout=60, trust_env=False)
+    if reply.status_code == 422:
+        raise InputError(reply.json()["detail"])
+    return reply.raise_for_status().json()
+
+
+def arrived(asked: Requests, options: dict[str, Any]) -> None:
+    """The one search has these options."""
+    (request,) = asked
+    assert {name: value for name, value in request.model_dump().items() if name in options} == options
+
+
+def compared(asked: Requests, options: dict[str, Any]) -> None:
+    """The process that makes schedules, and the search with the engine that is named, have these options."""
+    made, search = (request.model_dump(mode="json") for request in asked)
+    assert (made.pop("methods"), search.pop("method")) == (["1f1b"], "milp")
+    for values in (made, search):
+        assert {name: values.get(name) for name in options if name != "methods"} == {
+            name: value for name, value in options.items() if name != "methods"
+        }
+
+
+def test_arguments_are_typed_as_the_options_are() -> None:
+    for arguments, record in ((SearchArguments, SearchOptions), (SolveArguments, SolveOptions)):
+        types = get_type_hints(record)
+        assert get_type_hints(arguments) == {name: types[name] for name in record.model_fields}
+
+
+SOLVING: dict[str, Callable[..., Any]] = {
+    "optpipe.solve": lambda folder, options: optpipe.solve(PROBLEM, **options),
+    "optpipe solve": lambda folder, options: run("solve", "PROBLEM", "--no-cache", options=options, folder=folder),
+    "optpipe bench solver": lambda folder, options: run("bench", "solver", "PROBLEM", options=options, folder=folder),
+}
+COMPARING: dict[str, Callable[..., Any]] = {
+    "optpipe.compare": lambda folder, options: optpipe.compare(PROBLEM, **options),
+    "optpipe compare": lambda folder, options: run("compare", "PROBLEM", options=options, folder=folder),
+}
+
+
+@pytest.mark.parametrize("door", SOLVING)
+def test_a_search_has_the_options(door: str, asked: Requests, tmp_path: Path) -> None:
+    SOLVING[door](tmp_path, SOLVE)
+    arrived(asked, SOLVE)
+
+
+@pytest.mark.parametrize("door", COMPARING)
+def test_a_comparison_has_the_options(door: str, asked: Requests, tmp_path: Path) -> None:
+    COMPARING[door](tmp_path, COMPARE)
+    compared(asked, COMPARE)
+
+
+def test_a_job_and_a_comparison_of_the_service_have_the_options(url: str, asked: Requests) -> None:
+    job = post(url, "jobs", SOLVE)
+    assert job["options"] == SOLVE
+    until(lambda: asked)
+    arrived(asked, SOLVE)
+    asked.clear()
+    reply = post(url, "compare", COMPARE)
+    assert reply["options"] == COMPARE
+    compared(asked, COMPARE)
+
+
+def test_a_client_of_the_service_has_the_options(url: str, asked: Requests) -> None:
+    with ScheduleClient(url, PROBLEM, **QUICK, **SOLVE) as client:
+        until(lambda: asked)
+        until(lambda: client.ended)
+    arrived(asked, SOLVE)
+
+
+def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The follower hands them to its client; the demo takes them with its settings to the ranks."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(follow, "ScheduleClient", lambda url, problem, **options: given.update(options))
+    pipe: Any = SimpleNamespace(number=0, schedule=None)
+    follow.Follower(pipe, NOWHERE, **TRAINING)._follow(PROBLEM)
+    assert {name: given[name] for name in TRAINING} == TRAINING
+
+    plans: list[DemoSettings] = []
+    monkeypatch.setattr(optpipe_cli.demo, "run", lambda plan, folder: plans.append(plan) or SimpleNamespace(sound=True))
+    run("demo", options=TRAINING, folder=tmp_path)
+    plans[0].save(tmp_path / "plan.json")
+    assert DemoSettings.load(tmp_path / "plan.json").options == TRAINING
+
+
+@pytest.mark.parametrize("options", [{"placements": "all"}, {"jitter": 0.1, "seed": 3}, {"objective": "span"}], ids=str)
+def test_what_counts_is_the_same_in_the_solver_the_service_and_the_client(options: Any, tmp_path: Path) -> None:
+    """By a real solver: schedules for other stages are served whole, and better is what the options say."""
+    problem = pipeline(2, 4, 4000, stage((2, 1, 2), (1000, 500)))
+    chosen = SolveOptions(method="zb-v" if "placements" in options else "1f1b", **options)
+    with running(settings_in(tmp_path)) as (url, _):
+        job = post(url, "jobs", {"problem": problem.to_dict(), **chosen.arguments()})
+        found = ScheduleFile.model_validate(job["best"]["schedule"])
+        schedule = found.schedule()
+        assert check(found.problem, schedule) == []
+        placed = schedule.placement.apply(problem) if schedule.placement else problem
+        assert (found.problem, schedule.placement is not None) == (placed, "placements" in options)
+        assert job["best"]["value_ms"] == Result.of(schedule, chosen).value_ms
+        assert (job["best"]["value_ms"] > job["best"]["makespan_ms"]) == ("jitter" in options)
+        again = httpx.get(f"{url}{job['url']}/timeline", trust_env=False).json()
+        assert again["makespan_ms"] == schedule.makespan_ms
+        carried = post(url, "jobs", {"problem": problem.to_dict(), "warm_start": job["best"]["schedule"], **options})
+        assert carried["best"]["value_ms"] <= job["best"]["value_ms"]
+        with ScheduleClient(url, problem, **QUICK, **chosen.arguments()) as client:
+            offer = until(client.poll)
+        assert offer.schedule.problem == placed
+
+
+def refusals(doors: dict[str, Callable[[dict[str, Any]], Any]], option: Option) -> set[str]:
+    """How the doors refuse a wrong value, without their own names, and the option without its flag."""
+    told = set()
+    for name, door in doors.items():
+        with pytest.raises(InputError) as refused:
+            door({option.name: wrong(option)})
+        text = str(refused.value).replace(flag(option.name), option.name)
+        told.add(re.sub(r"^(improve|compare|job|ScheduleClient|Follower): ", "", text))
+        assert "\n" not in text, name
+    return told
+
+
+@pytest.mark.parametrize("option", listed(SolveOptions), ids=lambda option: option.name)
+def test_a_wrong_value_is_refused_in_the_same_words(
+    option: Option, shared_url: str, asked: Requests, tmp_path: Path
+) -> None:
+    nothing: Any = None
+    doors: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "job": lambda options: post(shared_url, "jobs", options),
+        "ScheduleClient": lambda options: ScheduleClient(NOWHERE, PROBLEM, **options),
+        "Follower": lambda options: follow.Follower(nothing, NOWHERE, **options),
+        "optpipe demo": lambda options: run("demo", options=options, folder=tmp_path),
+        **{name: lambda options, name=name: SOLVING[name](tmp_path, options) for name in SOLVING},  # type: ignore[misc]
+    }
+    if option.name in CompareOptions.model_fields:
+        doors["comparison"] = lambda options: post(shared_url, "compare", options)
+        for name in COMPARING:
+            doors[name] = lambda options, name=name: COMPARING[name](tmp_path, options)  # type: ignore[misc]
+    (told,) = refusals(doors, option)
+    assert told.startswith(f"{option.name} = {wrong(option)!r}: ")
+    assert asked == []
+
+
+def test_a_training_keeps_its_stages(tmp_path: Path) -> None:
+    nothing: Any = None
+    with pytest.raises(
+        InputError, match=r"^placements = 'all': a training has its stages already, 'keep' was expected$"
+    ):
+        follow.Follower(nothing, NOWHERE, placements="all")
+    with pytest.raises(InputError, match=r"^placements = 'all': a training"):
+        run("demo", options={"placements": "all"}, folder=tmp_path)
+
+
+def test_the_page_has_a_table_of_all_options() -> None:
+    lines = []
+    for option in listed(SolveOptions):
+        default = "" if option.default is None else f"`{option.default}`"
+        values = option.values or "a name"
+        lines.append(f"| `{flag(option.name)}` | `{option.name}` | {values} | {default} | {option.help} |\n")
+    assert "".join(lines) in PAGE
