@@ -29,6 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
@@ -105,7 +106,11 @@ class Pipeline:
         For stages of any rank, a function that makes an optimizer on the host, which updates them inside the step
         (docs/training.md).
     group
-        With data parallelism, the process group of this replica of the pipeline. All replicas must be alike.
+        The process group of this pipeline, if there are several: with data parallelism one for each replica, with
+        `inner` one for each inner peer. All must be alike.
+    inner
+        The ranks that compute this rank's stages together with this one, by tensor, context or expert parallelism: a
+        DeviceMesh of any dimensions, or a process group (docs/training.md).
 
     Attributes
     ----------
@@ -132,9 +137,10 @@ class Pipeline:
         links: Sequence[str | None] | None = None,
         host_optimizers: Mapping[int, Factory] | None = None,
         group: dist.ProcessGroup | None = None,
+        inner: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
-        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, group)
+        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, (group, inner))
         self._step_runner = StepRunner(self._rank, self._replicas)
         self._schedules = self._step_runner.schedules
         self.measured: Measured | None = None
@@ -178,8 +184,8 @@ class Pipeline:
         """Scales the gradients of all stages, so that their norm is at most `max_norm`. Call it after `step`.
         Collective.
 
-        It does what `torch.nn.utils.clip_grad_norm_` does for the whole model, with tied copies counted once. That
-        function on each rank's own stages would use another norm on each rank.
+        It does what `torch.nn.utils.clip_grad_norm_` does for the whole model, with tied copies counted once, and what
+        inner peers have in common, too. That function on each rank's own stages would use another norm on each rank.
 
         Returns
         -------
@@ -189,14 +195,18 @@ class Pipeline:
         Raises
         ------
         InputError
-            If there are `host_optimizers`.
+            If there are `host_optimizers`, or if the gradients of a plain parameter differ between inner peers.
         """
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
             raise InputError(
                 "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
                 "gradients is known: clip each stage in a register_step_pre_hook of its optimizer"
             )
-        parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
+        parameters = {
+            f"stage {s}: {name}": parameter
+            for s, stage in self._rank.stages.items()
+            for name, parameter in stage.module.named_parameters()
+        }
         uncounted = (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
         return clip(parameters, uncounted, self._rank.cpu_group, max_norm, norm_type)
 
@@ -241,7 +251,7 @@ class Pipeline:
 
     @_collective
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Collective."""
+        """Every rank's value, by rank; those of the next inner peers' pipelines follow. Collective."""
         return self._rank.cpu_group.gather(value)
 
     @property
@@ -256,8 +266,13 @@ class Pipeline:
 
     @property
     def number(self) -> int:
-        """The number of this rank among those of this pipeline."""
+        """The number of this rank among those of this pipeline. Inner peers have the same."""
         return self._rank.number
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank whose schedules and offers count: rank 0, of the first inner peer's pipeline."""
+        return self._rank.cpu_group.rank == 0
 
     # Schedules
 
@@ -298,7 +313,7 @@ class Pipeline:
         Parameters
         ----------
         schedule
-            On rank 0 the schedule; what other ranks give does not count.
+            On rank 0 the schedule; what other ranks give does not count. Of inner peers the first one's counts.
 
         Raises
         ------
@@ -308,7 +323,8 @@ class Pipeline:
         self._schedules.load(schedule)
 
     def offer(self, schedule: Schedule) -> None:
-        """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread."""
+        """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread. Of inner peers
+        the first one's counts."""
         self._schedules.offer(schedule)
 
     def prepare(self, schedule: Schedule) -> Plan:
@@ -376,7 +392,7 @@ class Pipeline:
             budget_bytes = rank.cpu_group.on_each_rank(available)
             with rank.team.local():
                 self.measured = profile(rank, first_inputs, first_targets, budget_bytes, offload_parts, repeats)
-        if rank.number == 0 and self.measured.launch_bound:
+        if rank.cpu_group.rank == 0 and self.measured.launch_bound:
             log.warning(
                 "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound
             )

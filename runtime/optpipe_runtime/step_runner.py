@@ -29,8 +29,9 @@ class StepRunner:
         self._learner, self.executor = Learner(rank), Executor(rank)
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
-        # A step that updates parameters on the host cannot be undone.
-        self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0])
+        # A step that updates parameters on the host cannot be undone. Nor can one with inner peers: a rank that stops
+        # within an op leaves them in a collective of the user's.
+        self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0]) and len(rank.team.inner) == 1
         self._last_ms: float | None = None  # of the last step here
 
     def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:

@@ -1,8 +1,14 @@
-"""Gradient clipping over all stages: the norm of the whole model's gradient, every parameter counted once."""
+"""Gradient clipping over all stages: the norm of the whole model's gradient, every parameter counted once.
+
+Of inner peers the first one counts. A DTensor has the same norm on all of them, which is that of all its parts, and a
+plain parameter the same gradient. Only one marked as Megatron-LM marks its parts, by the attribute
+`tensor_model_parallel`, is another parameter on each peer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+
+EQUAL = 0.01  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
 
 
 def clip(
-    parameters: Iterable[nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     uncounted: Iterable[nn.Parameter],
     cpu_group: CpuGroup,
     max_norm: float,
@@ -25,14 +34,22 @@ def clip(
     `uncounted` are tied copies that another rank counts. A sharded gradient (DTensor) counts once, over all its ranks.
     As in `torch.nn.utils.clip_grad_norm_`, a gradient that is not finite makes all gradients NaN.
 
-    Returns the norm before clipping.
+    Returns the norm before clipping. Raises `InputError` if a plain parameter has other gradients on inner peers.
     """
-    trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
+    names = {parameter: name for name, parameter in parameters.items() if parameter.grad is not None}
     elsewhere = set(map(id, uncounted))
-    own = [norm_of(kind, norm_type) for kind in _kinds([p for p in trained if id(p) not in elsewhere])]
-    norms = torch.tensor([norm for norms in cpu_group.gather(own) for norm in norms] or [0.0], dtype=torch.float64)
-    total = torch.linalg.vector_norm(norms, norm_type)
-    for kind in _kinds(trained):
+    counted = [parameter for parameter in names if id(parameter) not in elsewhere]
+    parts = [p for p in counted if getattr(p, "tensor_model_parallel", False) and not isinstance(p, DTensor)]
+    whole = [p for p in counted if all(p is not part for part in parts)]
+    norms = [[norm_of(kind, norm_type) for kind in _kinds(some)] for some in (whole, parts)]
+    plain = [p for p in whole if cpu_group.peers > 1 and not isinstance(p, DTensor)]
+    by_peer = cpu_group.gather_by_peer((*norms, {names[p]: norm_of([p], norm_type) for p in plain}))
+    for on_peers in zip(*by_peer, strict=True):
+        _require_equal([single for *_, single in on_peers])
+    found = [norm for of_whole, *_ in by_peer[0] for norm in of_whole]
+    found += [norm for ranks in by_peer for _, of_parts, _ in ranks for norm in of_parts]
+    total = torch.linalg.vector_norm(torch.tensor(found or [0.0], dtype=torch.float64), norm_type)
+    for kind in _kinds(list(names)):
         double = any(parameter.dtype == torch.float64 for parameter in kind)
         clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32))
     return float(total)
@@ -42,6 +59,18 @@ def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
     """The norm of the gradients of parameters that `_kinds` puts together."""
     norm: Tensor = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _require_equal(on_peers: Sequence[Mapping[str, float]]) -> None:
+    """Raises `InputError` unless inner peers have the same norms, by name."""
+    for name in dict.fromkeys(name for norms in on_peers for name in norms):
+        norms = [found.get(name, 0.0) for found in on_peers]
+        if all(map(math.isfinite, norms)) and max(norms) - min(norms) > EQUAL * max(norms):
+            raise InputError(
+                f"{name} has gradients of norms {', '.join(f'{norm:.3g}' for norm in norms)} on its inner peers: "
+                "average them over the peers, or, if each has a part of the parameter, make it a DTensor or set its "
+                "attribute tensor_model_parallel to True"
+            )
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
