@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 
-EQUAL = 0.01  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
+EQUAL = 1e-3  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
 
 
 def clip(
@@ -43,9 +43,10 @@ def clip(
     whole = [p for p in counted if all(p is not part for part in parts)]
     norms = [[norm_of(kind, norm_type) for kind in _kinds(some)] for some in (whole, parts)]
     plain = [p for p in whole if cpu_group.peers > 1 and not isinstance(p, DTensor)]
-    by_peer = cpu_group.gather_by_peer((*norms, {names[p]: norm_of([p], norm_type) for p in plain}))
+    each = {names[p]: (norm_of([p], norm_type), max(EQUAL, 2 * torch.finfo(p.dtype).eps)) for p in plain}
+    by_peer = cpu_group.gather_by_peer((*norms, each))
     for on_peers in zip(*by_peer, strict=True):
-        _require_equal([single for *_, single in on_peers])
+        _require_equal([each for *_, each in on_peers])
     found = [norm for of_whole, *_ in by_peer[0] for norm in of_whole]
     found += [norm for ranks in by_peer for _, of_parts, _ in ranks for norm in of_parts]
     total = torch.linalg.vector_norm(torch.tensor(found or [0.0], dtype=torch.float64), norm_type)
@@ -61,11 +62,11 @@ def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _require_equal(on_peers: Sequence[Mapping[str, float]]) -> None:
-    """Raises `InputError` unless inner peers have the same norms, by name."""
-    for name in dict.fromkeys(name for norms in on_peers for name in norms):
-        norms = [found.get(name, 0.0) for found in on_peers]
-        if all(map(math.isfinite, norms)) and max(norms) - min(norms) > EQUAL * max(norms):
+def _require_equal(on_peers: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    """Raises `InputError` unless inner peers have the same norms, given by name with a tolerance."""
+    for name in dict.fromkeys(name for each in on_peers for name in each):
+        norms, tolerances = zip(*(each.get(name, (0.0, EQUAL)) for each in on_peers), strict=True)
+        if all(map(math.isfinite, norms)) and max(norms) - min(norms) > max(tolerances) * max(norms):
             raise InputError(
                 f"{name} has gradients of norms {', '.join(f'{norm:.3g}' for norm in norms)} on its inner peers: "
                 "average them over the peers, or, if each has a part of the parameter, make it a DTensor or set its "

@@ -134,6 +134,8 @@ class Team:
         except OptPipeError:
             raise
         except BaseException as error:
+            if len(self.inner) > 1 and _disconnected(error):
+                raise OptPipeError(self.fail(self.describe(error), LostError("an inner peer"))) from error
             self.fail(self.describe(error))
             raise
 
@@ -327,6 +329,11 @@ class Transfer:
 
     def forget(self) -> None:
         self._work = None
+
+
+def _disconnected(error: BaseException) -> bool:
+    """Whether a collective of the user's, inside a stage, has lost a rank."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
 
 
 def _message(error: BaseException) -> str:

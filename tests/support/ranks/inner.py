@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,9 +22,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn
+from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, problem
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.replicas import gradients
 
 HEADS = 4
@@ -105,7 +109,6 @@ class Seen(NamedTuple):
     losses: list[float] | None
     gradients: Gradients
     norm: float
-    version: int
     host_peak_bytes: int
     excess: Any
 
@@ -127,6 +130,174 @@ def plain(microbatches: int, steps: int) -> list[Seen]:
             torch.autograd.backward(loss / microbatches)
             losses.append(loss.item())
         found = gradients(dict(enumerate(modules)))
-        seen.append(Seen(losses, found, nn.utils.clip_grad_norm_(every, 1.0).item(), 0, 0, None))
+        seen.append(Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None))
         optimizer.step()
     return seen
+
+
+class Trained(NamedTuple):
+    problem: str
+    steps: list[Seen]
+    versions: list[int]
+    schedule: str
+    at_b: frozenset[str]
+
+
+def trained(microbatches: int, programs: Sequence[Sequence[Sequence[str]]], better: int) -> Trained:
+    """Profiles, takes a step with each of the programs on the same parameters, then trains until an offer of
+    `programs[better]` is swapped in. The second inner peer loads and offers other schedules than the first one."""
+    stage, peer, m = dist.get_rank() // 2, dist.get_rank() % 2, microbatches
+    module = parallel(make_stages()[stage], mesh()["tensor"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    steps, versions = [], []
+    with Pipeline(
+        {stage: module}, [0, 1], loss_fn, m, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+    ) as pipe:
+        measured = pipe.profile(*batch(0, m), activation_budget_bytes=10**9, repeats=1)
+        schedules = [Schedule.parse(measured, program, method=f"schedule {k}") for k, program in enumerate(programs)]
+        for k in range(len(schedules)):
+            optimizer.zero_grad()
+            pipe.load(schedules[k - peer])
+            report = pipe.step(*batch(0, m))
+            found = gradients({stage: module})
+            norm = pipe.clip_grad_norm_(0.1)
+            steps.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+        if pipe.number == 0:
+            pipe.offer(schedules[better - peer])
+        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
+            optimizer.step()
+            optimizer.zero_grad()
+            report = pipe.step(*batch(step + 1, m))
+            found = gradients({stage: module})
+            norm = pipe.clip_grad_norm_(0.1)
+            steps.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+            versions.append(report.version)
+            if report.version > len(schedules):
+                break
+        assert pipe.schedule is not None
+        return Trained(measured.to_json(), steps, versions, pipe.schedule.method or "", pipe.at_b[stage])
+
+
+class Marked(nn.Module):
+    """Holds a process group, as modules of other libraries do."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.weight, self.group = nn.Parameter(torch.ones(4)), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def refused() -> list[str]:
+    """What is told to who names the wrong ranks as inner peers, or none."""
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    pipe, tensor = mesh()["pipe"], mesh()["tensor"]
+    told = []
+
+    def attempt(module: nn.Module, group: Any, inner: Any, limit: int | None = None) -> None:
+        try:
+            with Pipeline({stage: module}, [0, 1], loss_fn, 4, limit, group=group, inner=inner) as pipeline:
+                pipeline.load(Schedule.parse(problem((0, 1), 4), ONE_F_ONE_B))
+                pipeline.step(*batch(0, 4))
+                pipeline.load(Schedule.parse(problem((0, 1), 4), OFFLOADED))
+        except (InputError, ScheduleError) as error:
+            told.append(str(error))
+
+    attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), None)
+    attempt(Marked(tensor), pipe.get_group(), None)
+    attempt(nn.SyncBatchNorm(4), pipe.get_group(), tensor)
+    attempt(Marked(None), pipe.get_group(), "tensor")
+    attempt(Marked(None), pipe.get_group(), pipe)
+    attempt(Marked(None), None, tensor)
+    limit = 1000 if (stage, peer) == (1, 1) else None
+    attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), tensor, limit)
+    return told
+
+
+class Sliced(nn.Module):
+    """A linear layer of which each rank of a group has some of the outputs, as Megatron-LM divides it, by plain
+    parameters."""
+
+    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, marked: bool) -> None:
+        super().__init__()
+        self.group, (size, rank) = group, (group.size(), group.rank())
+        self.weight = nn.Parameter(whole.weight.detach().chunk(size)[rank].clone())
+        self.weight.tensor_model_parallel = marked  # type: ignore[attr-defined]
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = AllReduceBackward.apply(x, self.group)  # type: ignore[no-untyped-call]
+        y: Tensor = Gather.apply(functional.linear(x, self.weight), self.group)  # type: ignore[no-untyped-call]
+        return y + self.bias
+
+
+class AllReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dy = dy.contiguous()
+        dist.all_reduce(dy, group=ctx.group)
+        return dy, None
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(y) for _ in range(group.size())]
+        dist.all_gather(parts, y.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
+
+
+def plain_parts(marked: bool) -> tuple[Any, float]:
+    """A step on stages of plain parameters, of which each peer has a part: the norm that clipping saw, or why it did
+    not; and that of one process."""
+    stage, m = dist.get_rank() // 2, 4
+    torch.manual_seed(0)
+    whole = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    inputs, targets = torch.randn(2, 2 * m, 8)
+    pipe, tensor = mesh()["pipe"], mesh()["tensor"].get_group()
+    module = Sliced(whole[stage], tensor, marked)
+    with Pipeline({stage: module}, [0, 1], functional.mse_loss, m, group=pipe.get_group(), inner=tensor) as pipeline:
+        pipeline.load(Schedule.parse(problem((0, 1), m), SPLIT))
+        pipeline.step(inputs, targets)
+        try:
+            found: Any = pipeline.clip_grad_norm_(0.1)
+        except InputError as error:
+            found = str(error)
+    functional.mse_loss(whole[1](whole[0](inputs)), targets).backward()  # type: ignore[no-untyped-call]
+    return found, nn.utils.clip_grad_norm_([p for layer in whole for p in layer.parameters()], 0.1).item()
+
+
+def killed() -> str:
+    """The second peer of the first stage is killed within a forward, while the others wait for it: what they are
+    told."""
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    module = parallel(make_stages()[stage], mesh()["tensor"])
+    running = False
+
+    def dies(*_: Any) -> None:
+        if running and (stage, peer) == (0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module.register_forward_pre_hook(dies)
+    try:
+        with Pipeline(
+            {stage: module}, [0, 1], loss_fn, 4, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+        ) as pipe:
+            pipe.load(Schedule.parse(problem((0, 1), 4), SPLIT))
+            pipe.step(*batch(0, 4))
+            running = True
+            pipe.step(*batch(0, 4))
+    except OptPipeError as error:
+        return str(error)
+    return "it ran"

@@ -1,0 +1,83 @@
+"""Stages that several ranks compute together, by torch's own parallel layers, against the same model in one process.
+
+Sums over the ranks of a group come in another order than in one process, so losses and gradients are compared with a
+tolerance. Between two schedules of the same pipeline the arithmetic is the same, and gradients are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.ranks import inner
+from support.ranks.cases import Gradients
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks.worker import Ranks
+
+
+def close(found: Gradients, expected: Gradients) -> None:
+    """To float32's precision, in proportion to the largest gradient of all: a key's bias has none but rounding."""
+    assert found.keys() == expected.keys()
+    largest = max(float(abs(grad).max()) for grad in expected.values())
+    for name, grad in found.items():
+        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6 * largest, err_msg=name)
+
+
+def test_tensor_parallel_stages_train_as_one_process(four_ranks: Ranks) -> None:
+    """By every kind of schedule, through a swap, with norms over all parts; one schedule for all peers, although each
+    peer loads and offers its own."""
+    programs = [ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED]
+    ranks = four_ranks(inner.trained, microbatches=4, programs=programs, better=2)
+    trained = len(ranks[0].versions)
+    expected = inner.plain(4, 1 + trained)
+    assert len({seen.problem for seen in ranks}) == 1
+    assert all(seen.versions == ranks[0].versions and seen.schedule == "schedule 2" for seen in ranks)
+    for k in range(4):
+        for first, other in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
+            for name, grad in first.steps[k].gradients.items():
+                np.testing.assert_array_equal(grad, ranks[0 if first is ranks[0] else 2].steps[0].gradients[name])
+                np.testing.assert_array_equal(grad, other.steps[k].gradients[name])
+    for plain, k in zip(expected, (0, *range(4, 4 + trained)), strict=True):
+        close(ranks[0].steps[k].gradients | ranks[2].steps[k].gradients, plain.gradients)
+        for seen in ranks:
+            assert seen.steps[k].norm == pytest.approx(plain.norm, rel=1e-5)
+        assert ranks[2].steps[k].losses == pytest.approx(plain.losses, rel=1e-5)
+    for seen in ranks:
+        assert all(step.excess is None for step in seen.steps)
+        assert [bool(step.host_peak_bytes) for step in seen.steps[:4]] == [False, False, True, False]
+        assert seen.at_b <= {
+            f"{layer}.{name}"
+            for layer in ("0.norm1", "0.norm2", "1", "1.norm1", "1.norm2")
+            for name in ("weight", "bias")
+        }
+
+
+def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: Ranks) -> None:
+    """As is what names the wrong ranks. If one peer refuses a schedule, all refuse it."""
+    inside = "communicates inside an op with ranks"
+    for rank, told in enumerate(four_ranks(inner.refused)):
+        peers = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert len(told) == 7
+        assert f"{inside} {peers}, which all must run one schedule: give the Pipeline, as inner, " in told[0]
+        assert told[1].startswith(f"stage {rank // 2}: Marked {inside} {peers}, which all")
+        assert told[2].startswith(
+            f"stage {rank // 2}: SyncBatchNorm {inside} [0, 1, 2, 3], of which inner has {peers}:"
+        )
+        assert told[3].startswith("inner: rank 0 gave a str: must be a DeviceMesh or a torch.distributed.ProcessGroup")
+        assert told[4].startswith("inner: rank 0 has peers [0, 2], in pipelines [[0, 2]]: give `group` one rank of ")
+        assert told[5].startswith("inner: rank 0 has peers [0, 1], in pipelines [[0, 1, 2, 3]]: give `group` one rank ")
+        assert told[6].startswith("rank 1 (inner peer 1): host_memory_bytes = 1000: 0 bytes are allocated and ")
+
+
+def test_the_norm_counts_plain_parameters_once_or_as_parts(four_ranks: Ranks) -> None:
+    """Parts must be marked: else their gradients differ between peers, and clipping is refused."""
+    for found, expected in four_ranks(inner.plain_parts, marked=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    for complaint, _ in four_ranks(inner.plain_parts, marked=False):
+        assert complaint.startswith("stage 0: weight has gradients of norms 0.271, 0.265 on its inner peers: average ")
+
+
+def test_a_killed_peer_ends_the_pipeline_on_all_ranks(four_ranks: Ranks) -> None:
+    """Also where its peer waits for it in a collective of the stage's own. All name the same rank."""
+    told = four_ranks.survivors(inner.killed, dying=1)
+    assert len(set(told)) == 1
+    assert told[0].startswith("rank 0 (inner peer 1) did not answer any more; rank ")
