@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.ranks import inner
+from support.ranks import inner, inner_kinds
 from support.ranks.cases import Gradients
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
 from support.ranks.worker import Ranks
@@ -81,3 +81,38 @@ def test_a_killed_peer_ends_the_pipeline_on_all_ranks(four_ranks: Ranks) -> None
     told = four_ranks.survivors(inner.killed, dying=1)
     assert len(set(told)) == 1
     assert told[0].startswith("rank 0 (inner peer 1) did not answer any more; rank ")
+
+
+@pytest.mark.parametrize("kind", inner_kinds.KINDS)
+def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
+    """Of a context-parallel attention, and of experts, whose activations differ from micro-batch to micro-batch: what a
+    step holds more than the profile found is reported, and changes no gradient."""
+    programs = [SPLIT, OFFLOADED, RECOMPUTED]
+    ranks = four_ranks(inner_kinds.trained, kind=kind, microbatches=4, programs=programs)
+    expected = inner_kinds.plain(kind, 4)
+    for k in range(len(programs)):
+        first, last = ranks[0][k], ranks[2][k]
+        close(first.gradients | last.gradients, expected.gradients)
+        assert np.mean([last.losses, ranks[3][k].losses], axis=0) == pytest.approx(expected.losses, rel=1e-5)
+        for seen in ranks:
+            assert seen[k].norm == pytest.approx(expected.norm, rel=1e-5)
+            for name, grad in seen[k].gradients.items():
+                np.testing.assert_array_equal(grad, seen[0].gradients[name], err_msg=name)
+    assert all(seen[1].host_peak_bytes for seen in ranks)
+    assert any(step.excess for seen in ranks for step in seen) == (kind == "experts")
+
+
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("replicate", marks=pytest.mark.soak)])
+def test_replicas_of_tensor_parallel_stages(eight_ranks: Ranks, how: str) -> None:
+    """Two replicas, two stages, two ranks a stage. The replicas run different schedules."""
+    programs = [[SPLIT, OFFLOADED], [RECOMPUTED, SPLIT]]
+    ranks = eight_ranks(inner.replicated, microbatches=4, programs=programs, how=how)
+    for step, expected in enumerate(inner.plain(8, 2)):
+        for replica in (ranks[:4], ranks[4:]):
+            for first, last in ((replica[0], replica[2]), (replica[1], replica[3])):
+                close(first[step].gradients | last[step].gradients, expected.gradients)
+        assert [*ranks[2][step].losses, *ranks[6][step].losses] == pytest.approx(expected.losses, rel=1e-5)
+        for seen in ranks:
+            assert seen[step].norm == pytest.approx(expected.norm, rel=1e-5)
+            assert seen[step].excess is None
+    assert [bool(seen[1].host_peak_bytes) for seen in ranks] == [True] * 4 + [False] * 4
