@@ -99,7 +99,7 @@ def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
             for name, grad in seen[k].gradients.items():
                 np.testing.assert_array_equal(grad, seen[0].gradients[name], err_msg=name)
     assert all(seen[1].host_peak_bytes for seen in ranks)
-    assert any(step.excess for seen in ranks for step in seen) == (kind == "experts")
+    assert bool(ranks[0][0].excess) == (kind == "experts")  # the first stage's first expert gets more than ever before
 
 
 @pytest.mark.parametrize("how", ["fsdp", pytest.param("replicate", marks=pytest.mark.soak)])

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
-from support.ranks.cases import LENGTH, WIDTH, WORDS, batch, loss_fn
+from support.ranks.cases import WIDTH, WORDS, batch, loss_fn
 from support.ranks.inner import Seen, mesh
 from support.ranks.replicas import gradients
 
@@ -88,11 +88,24 @@ def make_stages(kind: str, ranks: DeviceMesh | None = None) -> list[nn.Module]:
     return [first, nn.Sequential(KINDS[kind](ranks), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))]
 
 
+def uneven(kind: str, microbatches: int) -> tuple[Tensor, Tensor]:
+    """A batch. In the first stage with experts each gets half of the tokens of the first micro-batch, and the first one
+    all of the last."""
+    inputs, targets = batch(0, microbatches)
+    if kind == "experts":
+        embedding, experts = make_stages(kind)[0].children()
+        words = experts.get_submodule("router")(embedding.weight).argmax(-1)
+        of_first, of_second = ((words == e).nonzero().flatten().tolist() for e in range(RANKS))
+        inputs[:RANKS, ::2], inputs[:RANKS, 1::2] = of_first[0], of_second[0]
+        inputs[-RANKS:] = of_first[0]
+    return inputs, targets
+
+
 def plain(kind: str, microbatches: int) -> Seen:
     """A step of the whole model in one process."""
     torch.set_num_threads(1)
     modules, losses = make_stages(kind), []
-    for x, y in zip(*(given.chunk(microbatches) for given in batch(0, microbatches)), strict=True):
+    for x, y in zip(*(given.chunk(microbatches) for given in uneven(kind, microbatches)), strict=True):
         for module in modules:
             x = module(x)
         loss = loss_fn(x, y)
@@ -109,7 +122,7 @@ def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[s
     module = make_stages(kind, ranks)[stage]
     apart = {p for p in module.parameters() if isinstance(p, DTensor)}
     fully_shard(module, mesh=ranks, ignored_params=apart)
-    given: list[Any] = [part.chunk(2, dim=1)[peer].contiguous() for part in batch(0, microbatches)]
+    given: list[Any] = [part.chunk(2, dim=1)[peer].contiguous() for part in uneven(kind, microbatches)]
     seen = []
     with Pipeline(
         {stage: module}, [0, 1], loss_fn, microbatches, group=mesh()["pipe"].get_group(), inner=ranks
@@ -122,5 +135,4 @@ def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[s
             found = gradients({stage: module})
             norm = pipe.clip_grad_norm_(0.1)
             seen.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
-    assert LENGTH % RANKS == 0
     return seen
