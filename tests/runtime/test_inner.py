@@ -116,3 +116,20 @@ def test_replicas_of_tensor_parallel_stages(eight_ranks: Ranks, how: str) -> Non
             assert seen[step].norm == pytest.approx(expected.norm, rel=1e-5)
             assert seen[step].excess is None
     assert [bool(seen[1].host_peak_bytes) for seen in ranks] == [True] * 4 + [False] * 4
+
+
+def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:
+    for found, norm, gradients, expected in four_ranks(inner.tied, programs=SPLIT):
+        close(found, gradients)
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_mesh_of_two_dimensions(four_ranks: Ranks) -> None:
+    (expected,) = inner.plain(4, 1)
+    programs = [
+        [f"{s}{kind}{j}" for j in range(4) for s, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B"), (1, "W"), (0, "W"))]
+    ]
+    for seen in four_ranks(inner.of_two_dimensions, programs=programs):
+        close(seen.gradients, expected.gradients)
+        assert seen.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert seen.norm == pytest.approx(expected.norm, rel=1e-5)

@@ -330,3 +330,39 @@ def replicated(microbatches: int, programs: Sequence[Sequence[Sequence[Sequence[
             seen.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
             optimizer.step()
     return seen
+
+
+def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients, float]:
+    """A step of stages whose head is the embedding, by tensor parallelism, and of the same model in one process:
+    gradients, and the norm that clipping saw."""
+    stage, m = dist.get_rank() // 2, 4
+    modules, whole = make_stages(), make_stages()
+    module = parallel(modules[stage], mesh()["tensor"])
+    copy = module.get_submodule("0" if stage == 0 else "2").weight
+    assert isinstance(copy, nn.Parameter)
+    with Pipeline(
+        {stage: module}, [0, 1], loss_fn, m, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+    ) as pipe:
+        pipe.tie(copy)
+        pipe.load(Schedule.parse(problem((0, 1), m), programs))
+        pipe.step(*batch(0, m))
+        found = gradients({stage: module})
+        norm = pipe.clip_grad_norm_(0.1)
+    whole[1].get_submodule("2").weight = whole[0].get_submodule("0").weight
+    for x, y in zip(*(given.chunk(m) for given in batch(0, m)), strict=True):
+        torch.autograd.backward(loss_fn(whole[1](whole[0](x)), y) / m)
+    expected = gradients({stage: whole[stage]})
+    every = dict.fromkeys(p for one in whole for p in one.parameters())
+    return found, norm, expected, nn.utils.clip_grad_norm_(list(every), 0.1).item()
+
+
+def of_two_dimensions(programs: Sequence[Sequence[str]]) -> Seen:
+    """A step of two stages on four ranks, which are inner peers: tensor parallelism over one dimension of their mesh,
+    and the same over the other."""
+    ranks, m = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "copy", "tensor")), 4
+    modules = {s: parallel(module, ranks["tensor"]) for s, module in enumerate(make_stages())}
+    with Pipeline(modules, [0, 0], loss_fn, m, group=ranks["pipe"].get_group(), inner=ranks["copy", "tensor"]) as pipe:
+        pipe.load(Schedule.parse(problem((0, 0), m), programs))
+        report = pipe.step(*batch(0, m))
+        found = gradients(modules)
+        return Seen(report.losses, found, pipe.clip_grad_norm_(0.1), report.host_peak_bytes, None)
