@@ -14,10 +14,10 @@ from optpipe_runtime.ranks.clipping import clip
 class Alone:
     """A group of one rank."""
 
-    peers = 1
+    peer, peers = 0, 1
 
-    def gather_by_peer(self, value: Any) -> list[list[Any]]:
-        return [[value]]
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -39,21 +39,30 @@ def clip(
     names = {parameter: name for name, parameter in parameters.items() if parameter.grad is not None}
     elsewhere = set(map(id, uncounted))
     counted = [parameter for parameter in names if id(parameter) not in elsewhere]
-    parts = [p for p in counted if getattr(p, "tensor_model_parallel", False) and not isinstance(p, DTensor)]
-    whole = [p for p in counted if all(p is not part for part in parts)]
-    norms = [[norm_of(kind, norm_type) for kind in _kinds(some)] for some in (whole, parts)]
-    plain = [p for p in whole if cpu_group.peers > 1 and not isinstance(p, DTensor)]
-    each = {names[p]: (norm_of([p], norm_type), max(EQUAL, 2 * torch.finfo(p.dtype).eps)) for p in plain}
-    by_peer = cpu_group.gather_by_peer((*norms, each))
-    for on_peers in zip(*by_peer, strict=True):
-        _require_equal([each for *_, each in on_peers])
-    found = [norm for of_whole, *_ in by_peer[0] for norm in of_whole]
-    found += [norm for ranks in by_peer for _, of_parts, _ in ranks for norm in of_parts]
-    total = torch.linalg.vector_norm(torch.tensor(found or [0.0], dtype=torch.float64), norm_type)
+    if cpu_group.peers > 1:
+        plain = [p for p in counted if not isinstance(p, DTensor) and not _is_part(p)]
+        each = {names[p]: (norm_of([p], norm_type), max(EQUAL, 2 * torch.finfo(p.dtype).eps)) for p in plain}
+        for on_peers in zip(*cpu_group.gather_by_peer(each), strict=True):
+            _require_equal(on_peers)
+    own = [norm for norms in cpu_group.gather(own_norms(counted, norm_type, cpu_group.peer)) for norm in norms]
+    total = torch.linalg.vector_norm(torch.tensor(own or [0.0], dtype=torch.float64), norm_type)
     for kind in _kinds(list(names)):
         double = any(parameter.dtype == torch.float64 for parameter in kind)
         clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32))
     return float(total)
+
+
+def own_norms(parameters: Sequence[nn.Parameter], norm_type: float, peer: int) -> list[float]:
+    """The norms that this rank counts, of gradients here. Every inner peer takes part, because a DTensor's norm is
+    computed by all of its ranks."""
+    whole, parts = ([p for p in parameters if _is_part(p) == part] for part in (False, True))
+    norms = [[norm_of(kind, norm_type) for kind in _kinds(some)] for some in (whole, parts)]
+    return norms[1] if peer else [*norms[0], *norms[1]]
+
+
+def _is_part(parameter: nn.Parameter) -> bool:
+    """Whether each inner peer has another part of a plain parameter."""
+    return bool(getattr(parameter, "tensor_model_parallel", False)) and not isinstance(parameter, DTensor)
 
 
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:

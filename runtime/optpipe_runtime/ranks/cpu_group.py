@@ -21,13 +21,13 @@ class CpuGroup:
     """A process group on CPU of all ranks of a team, one pipeline after the other.
 
     `rank` is this rank's number in it: 0 is rank 0 of the first pipeline. `peers` is how many inner peers compute each
-    stage. Every method but `enter` and `name_of` is collective.
+    stage, of which this rank is number `peer`. Every method but `enter` and `name_of` is collective.
     """
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._group = team.whole()
-        self.rank, self.peers = self._group.number, len(team.inner)
+        self.rank, self.peer, self.peers = self._group.number, team.peer, len(team.inner)
         self._method = ""
 
     def name_of(self, rank: int) -> str:
