@@ -133,3 +133,11 @@ def test_a_mesh_of_two_dimensions(four_ranks: Ranks) -> None:
         close(seen.gradients, expected.gradients)
         assert seen.losses == pytest.approx(expected.losses, rel=1e-5)
         assert seen.norm == pytest.approx(expected.norm, rel=1e-5)
+
+
+def test_a_profile_counts_local_parts_of_the_fullest_peer(four_ranks: Ranks) -> None:
+    """Saved are the input, gathered to (2, 16, 32), and before and after GELU 65 of 129 columns, or 64."""
+    inputs, most, least = (2 * 16 * columns * 4 for columns in (32, 65, 64))
+    for found, at_b, _ in four_ranks(inner.measured):
+        assert found == [inputs + 2 * most, inputs + 2 * least, 10**8]
+        assert at_b == frozenset()

@@ -366,3 +366,26 @@ def of_two_dimensions(programs: Sequence[Sequence[str]]) -> Seen:
         report = pipe.step(*batch(0, m))
         found = gradients(modules)
         return Seen(report.losses, found, pipe.clip_grad_norm_(0.1), report.host_peak_bytes, None)
+
+
+def measured() -> tuple[list[int], frozenset[str], int]:
+    """What a profile finds, and what does not wait for W, if the first peer has one more of 129 columns, and the second
+    one a smaller budget: bytes of each stage's activation, of what an offload frees, and each device's budget."""
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    whole = nn.Sequential(nn.Linear(WIDTH, 129, bias=False), nn.GELU(), nn.Linear(129, WIDTH, bias=False))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # so that GELU keeps a DTensor
+        "2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    module = parallelize_module(whole, mesh()["tensor"], plan)
+    given = torch.ones(2, 8, 8, WIDTH)
+    with Pipeline(
+        {stage: module}, [0, 1], functional.mse_loss, 4, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+    ) as pipe:
+        problem = pipe.profile(*given, activation_budget_bytes=10 ** (9 - peer), repeats=1)
+        first, device = problem.stages[0], problem.devices[0]
+        pipe.load(Schedule.parse(problem, OFFLOADED))
+        excess = pipe.step(*given).excess
+        assert excess is None, excess
+        found = [first.activation_bytes, first.offload_bytes or 0, device.activation_budget_bytes]
+        return found, pipe.at_b[stage], dist.get_rank()
