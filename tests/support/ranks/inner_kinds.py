@@ -1,6 +1,6 @@
 """Other stages that several ranks compute together: attention over parts of a sequence, and experts on different ranks.
-Each rank has half of every sequence. Parameters that all have are sharded over them by `fully_shard`, whose mean over
-the ranks is that over the whole sequence."""
+Each rank has half of every sequence. The gradients of what all have are averaged over them, by DDP or `fully_shard`: a
+mean over the ranks is one over the whole sequence."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
@@ -119,9 +120,12 @@ def plain(kind: str, microbatches: int) -> Seen:
 def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[str]]]) -> list[Seen]:
     """The same step with each of the programs, after a profile."""
     stage, peer, ranks = dist.get_rank() // 2, dist.get_rank() % 2, mesh()["tensor"]
-    module = make_stages(kind, ranks)[stage]
+    module: nn.Module = make_stages(kind, ranks)[stage]
     apart = {p for p in module.parameters() if isinstance(p, DTensor)}
-    fully_shard(module, mesh=ranks, ignored_params=apart)
+    if apart:
+        fully_shard(module, mesh=ranks, ignored_params=apart)
+    else:
+        module = DistributedDataParallel(module, process_group=ranks.get_group())
     given: list[Any] = [part.chunk(2, dim=1)[peer].contiguous() for part in uneven(kind, microbatches)]
     seen = []
     with Pipeline(
