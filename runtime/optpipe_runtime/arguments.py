@@ -52,7 +52,8 @@ def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:
         for name, first in by_rank[0].items():
             if theirs[name] != first:
                 raise InputError(
-                    f"{name} is {first} on rank 0 and {theirs[name]} on rank {rank}: it must be the same on every rank"
+                    f"{name} is {first} on rank {cpu_group.name_of(0)} and {theirs[name]} on rank "
+                    f"{cpu_group.name_of(rank)}: it must be the same on every rank"
                 )
 
 

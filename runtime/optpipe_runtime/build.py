@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from optpipe.errors import InputError
 from optpipe_runtime.arguments import (
@@ -28,6 +29,7 @@ from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.memory.shared_link import channel_tokens, require_queues
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.inner import require_inner
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.team import Team
@@ -44,13 +46,14 @@ def build(
     loss_fn: LossFn,
     host_memory_bytes: int | None,
     host_optimizers: Mapping[int, Factory] | None,
-    group: dist.ProcessGroup | None,
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | DeviceMesh | None],
 ) -> tuple[Rank, Replicas]:
-    """Collective. Raises `InputError` for arguments that are wrong or do not fit together, on every rank."""
+    """Collective. `groups` are those of the pipeline and of the inner peers. Raises `InputError` for arguments that are
+    wrong or do not fit together, on every rank."""
     if not dist.is_initialized():
         raise InputError("Pipeline needs torch.distributed.init_process_group first; start the script with torchrun")
     placement, microbatches, *_, peers, links, full_duplex = layout_arguments
-    team = Team(group)
+    team = Team(*groups)
     cpu_group = CpuGroup(team)
 
     def checked() -> tuple[Layout, torch.device | None, Replicas]:
@@ -61,7 +64,10 @@ def build(
         layout = Layout.make(*layout_arguments[:-1], bool(full_duplex))
         if not callable(loss_fn) and not layout.last.isdisjoint(stages):
             raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
-        return layout, device_of(stages), Replicas(stages, team)
+        replicas = Replicas(stages, team)
+        for s, module in replicas.modules.items():
+            require_inner(s, module, team.inner, replicas.ranks(s))
+        return layout, device_of(stages), replicas
 
     layout, own_device, replicas = cpu_group.on_each_rank(checked)
     device = compute_device(own_device, cpu_group.gather(own_device and own_device.type))

@@ -133,7 +133,7 @@ class Follower:
         self._adoptions.finish()
         if self._client is not None:
             self._client.update(problem, self._pipe.schedule)
-        elif self._pipe.number == 0:
+        elif self._pipe.leads:
             self._client = ScheduleClient(
                 self._url, problem, warm_start=self._pipe.schedule, key=self._key, **self._options.arguments()
             )
@@ -163,7 +163,7 @@ class Follower:
         if far <= self._threshold or not before:  # after two gatherings all these steps come after the change
             return
         self._pipe.problem = measured
-        if self._pipe.number == 0:
+        if self._pipe.leads:
             log.info(
                 "step %d: times have drifted by up to %.0f %% of a stage's work, the search goes on with them",
                 self._count,

@@ -30,6 +30,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe.model.problem import Problem
@@ -109,7 +110,11 @@ class Pipeline:
         For stages of any rank, a function that makes an optimizer on the host, which updates them inside the step
         (docs/training.md).
     group
-        With data parallelism, the process group of this replica of the pipeline. All replicas must be alike.
+        The process group of this pipeline, if there are several: with data parallelism one for each replica, with
+        `inner` one for each inner peer. All must be alike.
+    inner
+        The ranks that compute this rank's stages together with this one, by tensor, context or expert parallelism: a
+        DeviceMesh of any dimensions, or a process group (docs/training.md).
 
     Attributes
     ----------
@@ -136,9 +141,10 @@ class Pipeline:
         links: Sequence[str | None] | None = None,
         host_optimizers: Mapping[int, Factory] | None = None,
         group: dist.ProcessGroup | None = None,
+        inner: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
-        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, group)
+        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, (group, inner))
         self._step_runner = StepRunner(self._rank, self._replicas)
         self._schedules = self._step_runner.schedules
         self.measured: Measured | None = None
@@ -182,8 +188,8 @@ class Pipeline:
         """Scales the gradients of all stages, so that their norm is at most `max_norm`. Call it after `step`.
         Collective.
 
-        It does what `torch.nn.utils.clip_grad_norm_` does for the whole model, with tied copies counted once. That
-        function on each rank's own stages would use another norm on each rank.
+        It does what `torch.nn.utils.clip_grad_norm_` does for the whole model, with tied copies counted once, and what
+        inner peers have in common, too. That function on each rank's own stages would use another norm on each rank.
 
         Returns
         -------
@@ -193,7 +199,7 @@ class Pipeline:
         Raises
         ------
         InputError
-            If there are `host_optimizers`.
+            If there are `host_optimizers`, or if the gradients of a plain parameter differ between inner peers.
         """
         self._require_no_host_optimizers("clip_grad_norm_")
         return clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
@@ -241,9 +247,13 @@ class Pipeline:
             PostValidation(optimizer, max_norm, self._rank.team, self._rank.cpu_group, self._gradients)
         )
 
-    def _gradients(self) -> tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]:
-        """The parameters here, and those of them that another rank counts in a norm."""
-        parameters = (parameter for stage in self._rank.stages.values() for parameter in stage.module.parameters())
+    def _gradients(self) -> tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]:
+        """The parameters here, by name, and those of them that another rank counts in a norm."""
+        parameters = {
+            f"stage {s}: {name}": parameter
+            for s, stage in self._rank.stages.items()
+            for name, parameter in stage.module.named_parameters()
+        }
         return parameters, (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
 
     def _require_no_host_optimizers(self, method: str) -> None:
@@ -297,7 +307,7 @@ class Pipeline:
 
     @_collective
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Collective."""
+        """Every rank's value, by rank; those of the next inner peers' pipelines follow. Collective."""
         return self._rank.cpu_group.gather(value)
 
     @property
@@ -312,8 +322,13 @@ class Pipeline:
 
     @property
     def number(self) -> int:
-        """The number of this rank among those of this pipeline."""
+        """The number of this rank among those of this pipeline. Inner peers have the same."""
         return self._rank.number
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank whose schedules and offers count: rank 0, of the first inner peer's pipeline."""
+        return self._rank.cpu_group.rank == 0
 
     # Schedules
 
@@ -354,7 +369,7 @@ class Pipeline:
         Parameters
         ----------
         schedule
-            On rank 0 the schedule; what other ranks give does not count.
+            On rank 0 the schedule; what other ranks give does not count. Of inner peers the first one's counts.
 
         Raises
         ------
@@ -364,7 +379,8 @@ class Pipeline:
         self._schedules.load(schedule)
 
     def offer(self, schedule: Schedule) -> None:
-        """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread."""
+        """Proposes a schedule for one of the next steps, without waiting. On rank 0, from any thread. Of inner peers
+        the first one's counts."""
         self._schedules.offer(schedule)
 
     def prepare(self, schedule: Schedule) -> Plan:
@@ -432,7 +448,7 @@ class Pipeline:
             budget_bytes = rank.cpu_group.on_each_rank(available)
             with rank.team.local():
                 self.measured = profile(rank, first_inputs, first_targets, budget_bytes, offload_parts, repeats)
-        if rank.number == 0 and self.measured.launch_bound:
+        if rank.cpu_group.rank == 0 and self.measured.launch_bound:
             log.warning(
                 "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound
             )

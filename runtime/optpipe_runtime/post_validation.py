@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from math import isfinite
 from typing import Any
@@ -40,7 +40,7 @@ class PostValidation:
     """One optimizer of this rank, and its counterparts on the other ranks. It acts by hooks of the optimizer, whose
     `step` the user calls on all ranks.
 
-    `gradients_of` are the parameters whose gradients make the norm, `uncounted` those of them that another rank counts.
+    `gradients_of` gives the parameters whose gradients make the norm, by name, and those that another rank counts.
     Without a `max_norm` updates are only checked for numbers that are not finite.
 
     Attributes
@@ -57,7 +57,7 @@ class PostValidation:
         max_norm: float | None,
         team: Team,
         cpu_group: CpuGroup,
-        gradients_of: Callable[[], tuple[Iterable[nn.Parameter], Iterable[nn.Parameter]]],
+        gradients_of: Callable[[], tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]],
     ) -> None:
         self._optimizer, self._max_norm = optimizer, max_norm
         self._team, self._cpu_group, self._gradients_of = team, cpu_group, gradients_of
@@ -110,7 +110,9 @@ class PostValidation:
         with self._team.collective():
             self.taken_back = False  # no rank has begun a step since
             self._count += 1
-            norm = own_norm(*self._gradients_of())
+            if self._cpu_group.peers > 1:  # they need each other for their norms: all must be here
+                self._cpu_group.share(method="optimizer.step").least(0)
+            norm = own_norm(*self._gradients_of(), self._cpu_group)
             update = _Update(self._cpu_group.share(_bits(norm), method="optimizer.step"))
             if not self._waiting:
                 update.save(optimizer)

@@ -47,8 +47,9 @@ class StepRunner:
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self.validations: list[PostValidation] = []
-        # A step that updates parameters on the host cannot be undone.
-        self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0])
+        # A step that updates parameters on the host cannot be undone. Nor can one with inner peers: a rank that stops
+        # within an op, or leaves a step out, leaves them in a collective of the user's.
+        self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0]) and len(rank.team.inner) == 1
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
 

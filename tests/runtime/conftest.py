@@ -1,5 +1,5 @@
-"""Ranks for the tests: processes that run functions of `support.ranks`. Two live for the whole session, three and four
-for a file."""
+"""Ranks for the tests: processes that run functions of `support.ranks`. Two live for the whole session, more for a
+file."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ran
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
     yield from _ranks(4, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[worker.Ranks]:
+    yield from _ranks(8, tmp_path_factory)

@@ -14,6 +14,8 @@ from optpipe_runtime.ranks.clipping import clip
 class Alone:
     """A group of one rank."""
 
+    peer, peers = 0, 1
+
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
@@ -26,7 +28,7 @@ def test_clipping_equals_that_of_torch(dtype: torch.dtype) -> None:
         own.grad = torch.randn_like(own)
         other.grad = own.grad.clone()
     group: Any = Alone()
-    norm = clip(ours.parameters(), (), group, 0.05, 2.0)
+    norm = clip(dict(ours.named_parameters()), (), group, 0.05, 2.0)
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)), rel=1e-6)
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)

@@ -78,7 +78,7 @@ def test_few_steps_are_traced(every: int, traced: list[int]) -> None:
 
     class Pipe:
         problem = plan = schedule = "something"
-        preparing, version, number = True, 0, 1
+        preparing, version, leads = True, 0, False
 
         def __init__(self) -> None:
             self.traced: list[bool] = []

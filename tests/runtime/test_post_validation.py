@@ -106,6 +106,18 @@ def test_with_replicas(four_ranks: Ranks, how: str) -> None:
     assert found[0].runs > waited[0].runs
 
 
+def test_with_inner_peers(four_ranks: Ranks) -> None:
+    """They meet before each step, so none runs again."""
+    turns = [
+        Turn(overflow={3: 0, 7: 1}.get(step), load={5: 1, 8: 2}.get(step), evaluate=step == 6) for step in range(12)
+    ]
+    waited, found = both(four_ranks, turns, Habits("adamw", 0.06, how="inner"))
+    assert 3 < clipped(waited[0].norms, 0.06) < 12
+    told = [any("taken back" in line for line in ran.logged) for ran in found]
+    assert told == [True, False, False, False], "of all ranks one tells"
+    assert [ran.runs for ran in found] == [ran.runs for ran in waited]
+
+
 @pytest.mark.parametrize("validated", [False, True])
 def test_a_rank_begins_a_step_although_another_has_not_ended_the_one_before(ranks: Ranks, validated: bool) -> None:
     """Rank 1 does not end its step until rank 0 has begun the next: would rank 0 wait, this never ended."""

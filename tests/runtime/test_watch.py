@@ -39,6 +39,11 @@ def test_ranks_that_wait_for_an_event_hear_of_a_rank_that_is_killed(ranks: Ranks
     assert ranks.survivors(watching.waiting, 1, bad=1, kill=True, timeout_s=2.0) == [[why, why]]
 
 
+def test_inner_peers_watch_over_each_other(four_ranks: Ranks) -> None:
+    why = "rank 1 (inner peer 0) did not answer any more; rank 0 (inner peer 0) has waited 2 s"
+    assert four_ranks.survivors(watching.waiting, 1, bad=1, kill=True, timeout_s=2.0, inner=True) == [[why, why]] * 3
+
+
 def test_a_rank_that_has_ended_is_not_missed(ranks: Ranks) -> None:
     assert ranks(watching.ending) == [None, None]
 

@@ -98,7 +98,7 @@ class Executor:
         if step.excess is not None and plan.digest not in self._logged:
             self._logged.add(plan.digest)
             op, held, certified = step.excess
-            log.warning("rank %d holds %d bytes after %s, %d are certified", self._rank.number, held, op, certified)
+            log.warning("rank %s holds %d bytes after %s, %d are certified", self._rank.team.name, held, op, certified)
         return StepReport(
             losses=[float(step.losses[j]) for j in sorted(step.losses)] if step.losses else None,
             step_ms=self._clock.ms(begun, ended),
@@ -183,7 +183,7 @@ class Executor:
 
     def _where(self, step: StepRecord, at: Op | str, error: BaseException) -> str:
         """Says at which op the host was, and which op's copy failed, if one did."""
-        where = f"rank {self._rank.number} was at {_named(at) if isinstance(at, Op) else at}"
+        where = f"rank {self._rank.team.name} was at {_named(at) if isinstance(at, Op) else at}"
         if step.awaited is not None:
             kind, s, j = step.awaited
             source = self._layout.before(s, j) if kind == Kind.F else self._layout.after(s, j)

@@ -262,6 +262,8 @@ def on_host(
 
 def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> None:
     """Gradients leave at G, inside the step. So nothing may add to them later."""
+    if len(team.inner) > 1:
+        raise InputError(f"host_optimizers[{s}]: updates on the host take whole parameters, and there are inner peers")
     if isinstance(stages[s], DistributedDataParallel) or team.size < dist.get_world_size():
         raise InputError(
             f"host_optimizers[{s}]: this pipeline has replicas, and gradients are averaged over them after the step, "

@@ -40,7 +40,8 @@ class Learner:
         return self._learned is not None and self._learned[0] == self._signature(inputs, targets)[0]
 
     def learn(self, inputs: Any, targets: Any) -> None:
-        """Collective: learns the shapes of what passes between the stages, and which gradients come back."""
+        """Collective: learns the shapes of what passes between the stages, and which gradients come back. Each inner
+        peer learns its own; what decides about an op's collectives is agreed on."""
         self._learned = None
         layout = self._rank.layout
         for r, route in enumerate(layout.routes):
@@ -53,13 +54,16 @@ class Learner:
                     except InputError as error:
                         found = error  # for all ranks, so that none waits for ever
                     except BaseException as error:
-                        error.add_note(f"rank {self._rank.number} was learning stage {s}, by its first forward")
+                        error.add_note(f"rank {self._rank.team.name} was learning stage {s}, by its first forward")
                         raise
-                found = self._rank.cpu_group.broadcast(found, layout.placement[s])
-                if isinstance(found, InputError):
-                    raise found
-                assert found is not None
-                learned.append(found)
+                stage = self._rank.stages.get(s)
+                answers = self._rank.cpu_group.of_each_peer((found, stage and stage.norms_wait), layout.placement[s])
+                for answer, _ in answers:
+                    if isinstance(answer, InputError):
+                        raise answer
+                if stage is not None:
+                    stage.norms_wait = all(norms_wait for _, norms_wait in answers)
+                learned.append(answers[self._rank.team.peer][0])
             needed = learned[-1].needed
             for s, io in zip(reversed(route), reversed(learned), strict=True):
                 io = replace(io, needed=needed)

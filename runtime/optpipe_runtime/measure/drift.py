@@ -93,11 +93,11 @@ class Profiler:
 
 
 def retimed(problem: Problem, found: list[OpTimes]) -> Problem:
-    """The problem with these times; `found` has one entry for each rank."""
+    """The problem with these times; `found` has one entry for each rank. Of inner peers the slowest counts."""
     own: defaultdict[int, dict[Kind, float]] = defaultdict(dict)
     for times in found:
         for (s, kind), ms in times.items():
-            own[s][kind] = ms
+            own[s][kind] = max(ms, own[s].get(kind, ms))
     return problem.replace(
         stages=[stage.model_copy(update=_fields(stage, own[s])) for s, stage in enumerate(problem.stages)]
     )

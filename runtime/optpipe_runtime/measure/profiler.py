@@ -11,7 +11,8 @@ Times are medians in ms, after a warm-up that also allocates gradients. Bytes ar
 `activation_bytes` after F, `checkpoint_bytes` after an F that a C repeats, `saved_for_weight_bytes` between B and W,
 `offload_bytes` is what drops really freed. Parts of an activation need not be equal, but the problem takes them to be:
 each counts as the smallest, so no rank holds more than certified. For a stage on several routes, a time is the mean
-over the micro-batches, and a size is the one that is safe for all routes."""
+over the micro-batches, and a size is the one that is safe for all routes. Inner peers count as one rank, as slow and as
+full as the slowest and the fullest of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from math import ceil
 from typing import Any
 
@@ -36,6 +37,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import UNDER_WAY, EvictionOrder, Message
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import StageIO, Tensors
 from optpipe_runtime.stage.runner import StageRunner
 
@@ -43,6 +45,7 @@ WARM_UP = 2  # rounds
 MOST_ROUNDS = 1000
 LAUNCHES = 3  # rounds that time the host
 LINK_ROUNDS = 3  # for each of the repeats: messages are short
+LEAST = {"offload_bytes", "evict_bytes"}  # of several measurements the least counts: what certainly leaves
 SIZES = ("activation_bytes", "saved_for_weight_bytes", "checkpoint_bytes", "offload_bytes", "evict_bytes")
 
 
@@ -102,7 +105,8 @@ def profile(
         "peer": layout.peer(rank.number),
         "link": layout.link(rank.number),
     }
-    gathered = rank.cpu_group.gather((device, costs, times, links, _launch_bound(rank, times)))
+    by_peer = rank.cpu_group.gather_by_peer((device, costs, times, links, _launch_bound(rank, times)))
+    gathered = [_slowest(peers) for peers in zip(*by_peer, strict=True)]
     problem = Problem.from_dict(
         {
             **layout.to_dict(),
@@ -128,7 +132,45 @@ def _routes(rank: Rank, s: int) -> list[int]:
     return [r for r in over if r in rank.layout.microbatch_routes] or over[:1]
 
 
-# Measurements. All of these are collective.
+Found = tuple[
+    dict[str, Any],  # of the device
+    Mapping[int, dict[str, Any]],  # costs of each stage
+    Mapping[int, Mapping[str, Spread]],  # times of each stage
+    Mapping[tuple[int, int], Spread],  # times of messages
+    Sequence[tuple[int, str]],  # what is launch-bound
+]
+
+
+def _slowest(peers: Sequence[Found]) -> Found:
+    """What inner peers have found, as one rank: the longest times, the most bytes, but the least of what a device has
+    and of what leaves it."""
+    if len(peers) == 1:
+        return peers[0]
+    devices, costs, times, links, bounds = zip(*peers, strict=True)
+    least = {"activation_budget_bytes", "host_memory_bytes"}
+    device = {name: _of_all(min, devices, name) if name in least else value for name, value in devices[0].items()}
+    return (
+        device,
+        {
+            s: {
+                name: _of_all(min if name in LEAST else max, [found[s] for found in costs], name)
+                for name in costs[0][s]
+                if all(name in found[s] for found in costs)
+            }
+            for s in costs[0]
+        },
+        {s: {name: _of_all(max, [found[s] for found in times], name) for name in times[0][s]} for s in times[0]},
+        {pair: _of_all(max, links, pair) for pair in links[0]},
+        sorted({found for bound in bounds for found in bound}),
+    )
+
+
+def _of_all(pick: Callable[..., Any], found: Sequence[Mapping[Any, Any]], name: Any) -> Any:
+    values = [one[name] for one in found if one.get(name) is not None]
+    return pick(values) if values else None
+
+
+# Measurements. All of these are collective. Inner peers do equally many rounds of what runs their modules.
 
 
 def _together(rank: Rank, once: Callable[[], object], times: Iterable[OpTimer], clock: Clock, repeats: int) -> None:
@@ -142,7 +184,8 @@ def _together(rank: Rank, once: Callable[[], object], times: Iterable[OpTimer], 
         own = time.perf_counter() - start
     for timer in times:
         timer.clear()
-    slowest = -rank.cpu_group.minimum(-int(1e9 * own))[0] / 1e9  # all ranks begin here
+    by_peer = rank.cpu_group.gather_by_peer(own)  # all ranks begin here
+    slowest, own = max(map(max, by_peer)), max(times[rank.number] for times in by_peer)
     for _ in range(min(MOST_ROUNDS, max(repeats, ceil(repeats * slowest / own)))):
         once()
     clock.settle()
@@ -167,9 +210,11 @@ def _try_transfers(rank: Rank, trials: Sequence[Trial], clock: Clock, repeats: i
     """Offloads and reloads the activations of all stages, one after the other; in full duplex one is reloaded while the
     next is offloaded."""
     layout, limit = rank.layout, rank.pool.limit
-    fitting = [trial for trial in trials if limit is None or trial.host_bytes(rank.pool) <= limit]
-    two = 2 * max((trial.host_bytes(rank.pool) for trial in fitting), default=0)
-    both_ways = layout.full_duplex and bool(fitting) and (limit is None or two <= limit)
+    fits = [[limit is None or n * trial.host_bytes(rank.pool) <= limit for n in (1, 2)] for trial in trials]
+    by_peer = rank.cpu_group.gather_by_peer(fits)
+    one, two = ([all(found[rank.number][k][n] for found in by_peer) for k in range(len(trials))] for n in (0, 1))
+    fitting = list(compress(trials, one))
+    both_ways = layout.full_duplex and bool(fitting) and all(compress(two, one))
     moving = [(trial, j) for j, trial in enumerate(fitting * 2 if both_ways and len(fitting) == 1 else fitting)]
     for trial, j in moving:
         trial.forward(j)
@@ -318,8 +363,7 @@ def _times(by_route: Mapping[int, Trial], counts: Mapping[int, int]) -> dict[str
 
 def _costs(times: Mapping[str, Spread], trials: Sequence[Trial], parts: int) -> dict[str, Any]:
     """A stage's cost fields, without those of what it cannot do."""
-    least = {"offload_bytes", "evict_bytes"}
-    sizes = {name: (min if name in least else max)(trial.sizes.get(name, 0) for trial in trials) for name in SIZES}
+    sizes = {name: (min if name in LEAST else max)(trial.sizes.get(name, 0) for trial in trials) for name in SIZES}
     found = {name: spread.ms for name, spread in times.items()} | sizes | {"offload_parts": parts}
     left_out: set[str] = set()
     if not sizes["offload_bytes"]:
@@ -347,7 +391,7 @@ def budget(rank: Rank) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
-    coming = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad and parameter.grad is None)
+    coming = sum(local(p).nbytes for p in parameters if p.requires_grad and p.grad is None)
     coming += messages_reserve(rank.number, rank.layout, rank.io)
     coming += sum(stage.cast_bytes for stage in rank.stages.values())
     return max(0, int(0.9 * (free + cached - coming)))

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.peers import Peers
-from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.io import Spec, Tensors
 from optpipe_runtime.stage.runner import StageRunner
 
 
@@ -118,7 +119,8 @@ class Trial:
         self._gradients = () if io.ends else io.output_gradients
         self._batch = (*self._inputs, *self._targets)
         self.compute_times, self.copy_times, self.eviction_times = OpTimer(clock), OpTimer(clock), OpTimer(clock)
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # where they vary, those that are safe for every round
+        self._generator = torch.Generator(stage.device).manual_seed(stage.index)
         self._made: Tensors = ()
 
     # Compute
@@ -142,11 +144,12 @@ class Trial:
         kept = stage.held_bytes(0)
         with self.compute_times.of("backward_weight_ms"):
             stage.weight(0)
-        self.sizes |= {
+        held = {
             "activation_bytes": max(saved, again),
             "checkpoint_bytes": checkpoint,
             "saved_for_weight_bytes": kept,
         }
+        self.sizes |= {name: max(nbytes, self.sizes.get(name, 0)) for name, nbytes in held.items()}
 
     def outputs(self) -> Tensors:
         """What a forward gives to the next stage, newly computed."""
@@ -177,7 +180,7 @@ class Trial:
             self.stage.drop(microbatch, part)
             freed.append(before - self.stage.held_bytes(microbatch))
         self.copy_times.copies("offload_ms", under_way)
-        self.sizes["offload_bytes"] = self.parts * min(freed)
+        self.sizes["offload_bytes"] = min(self.parts * min(freed), self.sizes.get("offload_bytes", sum(freed)))
 
     def start_back(self, microbatch: int) -> list[Sequence[Handle]]:
         return [self.stage.reload(microbatch, part) for part in range(self.parts)]
@@ -210,11 +213,12 @@ class Trial:
         return freed
 
     def _fresh_inputs(self) -> Tensors:
-        return self._inputs or tuple(_noise(spec.zeros(self.stage.device)) for spec in self.stage.io[self.route].inputs)
+        return self._inputs or tuple(map(self._noise, self.stage.io[self.route].inputs))
 
     def _fresh_gradients(self) -> Tensors:
-        return tuple(_noise(spec.zeros(self.stage.device)) for spec in self._gradients)
+        return tuple(map(self._noise, self._gradients))
 
-
-def _noise(tensor: Tensor) -> Tensor:
-    return tensor.normal_() if tensor.is_floating_point() else tensor
+    def _noise(self, spec: Spec) -> Tensor:
+        """New in every round, and the same on inner peers."""
+        tensor = spec.zeros(self.stage.device)
+        return tensor.normal_(generator=self._generator) if tensor.is_floating_point() else tensor

@@ -3,7 +3,8 @@ and comes back.
 
 `Activation.capture` takes every tensor that autograd saves, as blocks: one block a storage, with views kept as
 metadata. The blocks are the only owners, so dropping one frees its memory. A weak reference shows whether it did; held
-bytes are counted in the same way. Parameters, buffers and the batch are not captured: they stay in memory anyway.
+bytes are counted in the same way. Parameters, buffers and the batch are not captured: they stay in memory anyway. Of a
+DTensor the part on this rank is captured, and the result of a collective when it is there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.storage import StorageRef, storage_key
+from optpipe_runtime.ranks.parts import local
 
 SMALLEST = 4096  # bytes; a smaller block stays, because a copy of its own would cost more than it frees
 
@@ -44,19 +47,23 @@ class Block:
 
 
 class Saved:
-    """A tensor that autograd saved: a view of a block. `changed`: in place, after it was saved."""
+    """A tensor that autograd saved: a view of a block; of a DTensor the local one, and `spec` tells the rest.
+    `changed`: in place, after it was saved."""
 
-    __slots__ = ("block", "changed", "dtype", "offset", "shape", "stride")
+    __slots__ = ("block", "changed", "dtype", "offset", "shape", "spec", "stride")
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block, self.dtype, self.changed = block, tensor.dtype, False
-        self.offset, self.shape, self.stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self.spec = tensor._spec if isinstance(tensor, DTensor) else None
+        own = local(tensor)
+        self.offset, self.shape, self.stride = int(own.storage_offset()), own.shape, own.stride()
 
     def tensor(self) -> Tensor:
         if self.block.storage is None:
             raise OffloadedError(f"a saved tensor of shape {list(self.shape)} was used while it is offloaded")
         require_unchanged(self.changed, self.shape)
-        return _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
+        own = _tensor(self.block.storage, self.dtype, self.block.device, self.offset, self.shape, self.stride)
+        return own if self.spec is None else DTensor(own, self.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class Staying:
@@ -143,6 +150,7 @@ class Activation:
 
     def keep(self, tensor: Tensor) -> Block | None:
         """Holds a tensor's storage. Returns None for a tensor that this store does not own."""
+        tensor = local(tensor)
         plain = (
             type(tensor) in (Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided

@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from optpipe_runtime.ranks.parts import local
+
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's storage while it lives."""
-    return int(tensor.untyped_storage()._cdata)
+    """The identity of the storage of what this rank has of a tensor, while it lives."""
+    return int(local(tensor).untyped_storage()._cdata)
 
 
 class StorageRef:

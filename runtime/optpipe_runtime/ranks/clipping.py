@@ -1,8 +1,14 @@
-"""Gradient clipping over all stages: the norm of the whole model's gradient, every parameter counted once."""
+"""Gradient clipping over all stages: the norm of the whole model's gradient, every parameter counted once.
+
+Of inner peers the first one counts. A DTensor has the same norm on all of them, which is that of all its parts, and a
+plain parameter the same gradient. Only one marked as Megatron-LM marks its parts, by the attribute
+`tensor_model_parallel`, is another parameter on each peer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+
+EQUAL = 1e-3  # how far norms of equal gradients may lie apart, as a share: sums on a GPU come in any order
 
 
 def clip(
-    parameters: Iterable[nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     uncounted: Iterable[nn.Parameter],
     cpu_group: CpuGroup,
     max_norm: float,
@@ -25,19 +34,35 @@ def clip(
     `uncounted` are tied copies that another rank counts. A sharded gradient (DTensor) counts once, over all its ranks.
     As in `torch.nn.utils.clip_grad_norm_`, a gradient that is not finite makes all gradients NaN.
 
-    Returns the norm before clipping.
+    Returns the norm before clipping. Raises `InputError` if a plain parameter has other gradients on inner peers.
     """
-    everything = list(parameters)
-    total = total_norm(cpu_group.gather(own_norm(everything, uncounted, norm_type)), norm_type)
-    scale(everything, total, max_norm)
+    total = total_norm(cpu_group.gather(own_norm(parameters, uncounted, cpu_group, norm_type)), norm_type)
+    scale(parameters.values(), total, max_norm)
     return float(total)
 
 
-def own_norm(parameters: Iterable[nn.Parameter], uncounted: Iterable[nn.Parameter], norm_type: float = 2.0) -> float:
-    """The norm of this rank's gradients, without those that another rank counts."""
+def own_norm(
+    parameters: Mapping[str, nn.Parameter],
+    uncounted: Iterable[nn.Parameter],
+    cpu_group: CpuGroup,
+    norm_type: float = 2.0,
+) -> float:
+    """The norm of the gradients that this rank counts: those here, without those that another rank counts.
+
+    Collective if there are inner peers: a DTensor's norm is computed by all of its ranks, and `InputError` is raised if
+    a plain parameter has other gradients on other peers.
+    """
     elsewhere = set(map(id, uncounted))
-    kinds = _kinds([parameter for parameter in _trained(parameters) if id(parameter) not in elsewhere])
-    norms = [norm_of(kind, norm_type) for kind in kinds]
+    names = {parameter: name for name, parameter in parameters.items() if id(parameter) not in elsewhere}
+    counted = _trained(names)
+    if cpu_group.peers > 1:
+        plain = [p for p in counted if not isinstance(p, DTensor) and not _is_part(p)]
+        each = {names[p]: (norm_of([p], norm_type), max(EQUAL, 2 * torch.finfo(p.dtype).eps)) for p in plain}
+        for on_peers in zip(*cpu_group.gather_by_peer(each), strict=True):
+            _require_equal(on_peers)
+    whole, parts = ([p for p in counted if _is_part(p) == part] for part in (False, True))
+    common, apart = ([norm_of(kind, norm_type) for kind in _kinds(some)] for some in (whole, parts))
+    norms = apart if cpu_group.peer else [*common, *apart]
     return norms[0] if len(norms) == 1 else float(total_norm(norms, norm_type))
 
 
@@ -64,10 +89,27 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
 
 
+def _is_part(parameter: nn.Parameter) -> bool:
+    """Whether each inner peer has another part of a plain parameter."""
+    return bool(getattr(parameter, "tensor_model_parallel", False)) and not isinstance(parameter, DTensor)
+
+
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
     """The norm of the gradients of parameters that `_kinds` puts together."""
     norm: Tensor = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _require_equal(on_peers: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    """Raises `InputError` unless inner peers have the same norms, given by name with a tolerance."""
+    for name in dict.fromkeys(name for each in on_peers for name in each):
+        norms, tolerances = zip(*(each.get(name, (0.0, EQUAL)) for each in on_peers), strict=True)
+        if all(map(math.isfinite, norms)) and max(norms) - min(norms) > max(tolerances) * max(norms):
+            raise InputError(
+                f"{name} has gradients of norms {', '.join(f'{norm:.3g}' for norm in norms)} on its inner peers: "
+                "average them over the peers, or, if each has a part of the parameter, make it a DTensor or set its "
+                "attribute tensor_model_parallel to True"
+            )
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -38,7 +38,7 @@ class Shared:
             if len({row[0] for row in table}) > 1:
                 raise OptPipeError(
                     self._team.fail(
-                        f"rank {self._team.number} has called {self._method}, and another rank something else: all "
+                        f"rank {self._team.name} has called {self._method}, and another rank something else: all "
                         "ranks must call the same methods in the same order"
                     )
                 )
@@ -51,12 +51,21 @@ class Shared:
 
 
 class CpuGroup:
-    """A process group on CPU of all ranks of a team. Every method but `enter` is collective."""
+    """A process group on CPU of all ranks of a team, one pipeline after the other.
+
+    `rank` is this rank's number in it: 0 is rank 0 of the first pipeline. `peers` is how many inner peers compute each
+    stage, of which this rank is number `peer`. Every method but `enter` and `name_of` is collective.
+    """
 
     def __init__(self, team: Team) -> None:
-        self.rank, self._team = team.number, team
-        self._group = team.subgroup(range(team.size), torch.device("cpu"))
+        self._team = team
+        self._group = team.whole()
+        self.rank, self.peer, self.peers = self._group.number, team.peer, len(team.inner)
         self._method = ""
+
+    def name_of(self, rank: int) -> str:
+        """How messages name a rank of this group."""
+        return self._team.name_of(self._team.everyone[rank])
 
     def enter(self, method: str) -> None:
         """Notes the method that this rank runs from now on. `share` finds out whether all ranks run the same one."""
@@ -66,7 +75,7 @@ class CpuGroup:
         """Gives this rank's row to all ranks, without waiting. `method` is what the ranks must have called; by default
         what they have entered."""
         method = method or self._method
-        table = torch.zeros(self._team.size, 1 + MOST_VALUES, dtype=torch.int64)
+        table = torch.zeros(len(self._team.everyone), 1 + MOST_VALUES, dtype=torch.int64)
         # Ranks in different methods have different numbers of values, and must still send equally many bytes.
         table[self.rank, : 1 + len(values)] = torch.tensor([crc32(method.encode()), *values])
         return Shared(self._team, method, table, self._group.all_reduce(table))
@@ -82,6 +91,17 @@ class CpuGroup:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
         return self._group.gather_objects(value)
+
+    def gather_by_peer(self, value: Any) -> list[list[Any]]:
+        """Every rank's value, for each pipeline of the team by the rank's number in it."""
+        values, size = self.gather(value), self._team.size
+        return [values[first : first + size] for first in range(0, len(values), size)]
+
+    def of_each_peer(self, value: Any, number: int) -> list[Any]:
+        """The value of rank `number` of each pipeline of the team, on every rank."""
+        if self.peers == 1:
+            return [self.broadcast(value, number)]
+        return [values[number] for values in self.gather_by_peer(value)]
 
     def on_each_rank(self, make: Callable[[], T]) -> T:
         """What `make` returns here. If it fails on any rank, the others raise an `InputError` that says so."""

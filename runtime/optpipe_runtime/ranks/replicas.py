@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe_runtime.ranks.grid import ranks_of
+from optpipe_runtime.ranks.parts import dimensions
 from optpipe_runtime.ranks.team import Team
 
 log = logging.getLogger("optpipe.runtime")
@@ -56,6 +57,10 @@ class Replicas:
             if any(isinstance(part, FSDPModule) for part in inner.modules()):
                 self._sharded.append(_Sharded(s, inner, team))
             self.modules[s] = inner
+
+    def ranks(self, s: int) -> set[int]:
+        """The ranks over which a stage is `fully_shard`ed; none for other stages."""
+        return {rank for stage in self._sharded if stage.stage == s for rank in stage.ranks}
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -160,10 +165,17 @@ class _Sharded:
     and backwards."""
 
     def __init__(self, s: int, module: nn.Module, team: Team) -> None:
-        sharded = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+        self.stage, self.ranks = s, set[int]()
+        self._whole = False
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        groups = [group for part in self._parts for group in _groups(part)]
+        for mesh in (group.mesh_info.mesh for group in groups):
+            _require_apart(s, "fully_shard", list(ranks_of(mesh)), team, "mesh")
+            self.ranks |= set(ranks_of(mesh))
+        managed = {parameter.sharded_param for group in groups for parameter in group.fsdp_params}
+        sharded: dict[str, Any] = {name: p for name, p in module.named_parameters() if p in managed}
         for parameter in sharded.values():
             mesh = parameter.device_mesh
-            _require_apart(s, "fully_shard", mesh.mesh.flatten().tolist(), team, "mesh")
             if parameter.device.type != mesh.device_type:
                 raise InputError(
                     f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on "
@@ -177,9 +189,11 @@ class _Sharded:
                 len(apart) - 1,
             )
         # With `replicate` nothing is sharded.
-        self._shards = any(place.is_shard() for p in sharded.values() for place in p.placements)
-        self._whole = False
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._shards = any(
+            place.is_shard() and ranks <= self.ranks
+            for parameter in sharded.values()
+            for place, ranks in zip(parameter.placements, dimensions(parameter), strict=True)
+        )
         inside = {id(below) for part in self._parts for below in part.modules() if below is not part}
         self._roots = [part for part in self._parts if id(part) not in inside]
 

@@ -1,4 +1,5 @@
-"""`Team`: the ranks of one pipeline, numbered from 0. With data parallelism each replica of the pipeline is a team.
+"""`Team`: the ranks that train one model: those of a pipeline, numbered from 0, and their inner peers. With data
+parallelism each replica is a team.
 
 A team fails as one. A rank that fails writes the reason to the store of torch.distributed and closes its connections.
 Whoever waits for it gets an error at once, reads the reason, and closes its own connections. So within moments no rank
@@ -26,9 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from optpipe.errors import InputError, OptPipeError
+from optpipe.errors import OptPipeError
+from optpipe_runtime.ranks.grid import find_grid
 from optpipe_runtime.ranks.watch import GRACE_S, Watch, all_at_once
 
 ANSWER_S = 2.0  # a rank that has not written to the store by then is reported as gone
@@ -40,7 +43,8 @@ _ended: list[Team] = []  # teams whose connections are still to be closed
 class LostError(OptPipeError):
     """A rank did not answer: its connection is closed, or it was silent for as long as the user's timeout.
 
-    `absent` are the ranks of the team to which this rank has lost its connection, as far as it knows.
+    `absent` are the ranks of the team to which this rank has lost its connection, as far as it knows, by their numbers
+    in the default group.
     """
 
     def __init__(self, why: str, absent: Sequence[int] = ()) -> None:
@@ -49,22 +53,30 @@ class LostError(OptPipeError):
 
 
 class Team:
-    """The ranks of a process group; all ranks if there is none. Making a team or a subgroup is collective over the
-    ranks of all teams.
+    """The ranks of a pipeline, a process group (all ranks if there is none), and those of its inner peers' pipelines.
+    Making a team or a subgroup is collective over the ranks of all teams.
+
+    `ranks` are those of this rank's pipeline, in which it is `number`; `peer` is its number among its inner peers,
+    whose ranks are `inner`. `everyone` has the ranks of all pipelines of the team, one pipeline after the other.
 
     All ranks must make torch's groups in the same order. (`use_local_synchronization` does not help: it names a group
     by how many groups each member has made before, so members with different histories would wait for ever.) So every
     team makes the same subgroups in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._teams = _teams(group)
-        self.ranks = dist.get_process_group_ranks(group)  # their numbers in the default group
-        self.number = dist.get_rank(group)
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, inner: dist.ProcessGroup | DeviceMesh | None = None
+    ) -> None:
+        self._timeout = _timeout()
+        self._grid = find_grid(group, inner, self._timeout)
+        pipelines, self.peer = self._grid.team, self._grid.peer
+        self.ranks = list(pipelines[self.peer])  # their numbers in the default group
+        self.number = self.ranks.index(dist.get_rank())
+        self.everyone = [rank for pipeline in pipelines for rank in pipeline]
+        self.inner = [pipeline[self.number] for pipeline in pipelines]
         self.failure: str | None = None  # why the team has ended
         self._subgroups: list[Subgroup] = []
         self._store: Store | None = None
-        self._timeout = _timeout()
         self._failing = threading.RLock()  # the main thread and the watching one may find a failure
         self._watch: Watch | None = None
 
@@ -73,24 +85,34 @@ class Team:
         return len(self.ranks)
 
     def subgroup(self, members: Iterable[int], device: torch.device) -> Subgroup:
-        """Collective: a process group of these members of the team, for tensors on `device`. This rank need not be a
-        member."""
-        chosen = sorted(members)
-        for team in self._teams:
-            made = self._new_group([team[member] for member in chosen], on_gpus=device.type == "cuda")
-            if team == self.ranks:
+        """Collective: a process group of these members of the pipeline, for tensors on `device`. This rank need not be
+        a member."""
+        return self._subgroup(sorted(members), self.ranks, self._grid.pipelines, device)
+
+    def whole(self) -> Subgroup:
+        """Collective: a process group of everyone in the team, numbered as in `everyone`, for tensors on CPU."""
+        teams = [[rank for pipeline in team for rank in pipeline] for team in self._grid.teams]
+        return self._subgroup(range(len(self.everyone)), self.everyone, teams, torch.device("cpu"))
+
+    def _subgroup(
+        self, chosen: Sequence[int], own_ranks: list[int], all_ranks: Sequence[Sequence[int]], device: torch.device
+    ) -> Subgroup:
+        number = own_ranks.index(dist.get_rank())
+        for ranks in all_ranks:
+            made = self._new_group([ranks[member] for member in chosen], on_gpus=device.type == "cuda")
+            if list(ranks) == own_ranks:
                 own = made
         while _ended:  # making a group is collective, so all ranks have finished with earlier teams
             _ended.pop()._close()
-        if self.number in chosen:
+        if number in chosen:
             if self._store is None:  # a group's name is unique, and the same on all members
                 self._store = PrefixStore(f"optpipe/{own.group_name}", _get_default_store())
-            self._subgroups.append(Subgroup(self, chosen, own))
+            self._subgroups.append(Subgroup(self, chosen, own, own_ranks))
             if device.type == "cuda":
                 self._subgroups[-1].meet(device)
         if device.type == "cuda" and self._watch is None:  # on all ranks: each watches the next one
             self.watch()
-        return self._subgroups[-1] if self.number in chosen else Subgroup(self, chosen, None)
+        return self._subgroups[-1] if number in chosen else Subgroup(self, chosen, None, own_ranks)
 
     def _new_group(self, ranks: list[int], on_gpus: bool) -> Any:
         if not on_gpus:
@@ -101,7 +123,8 @@ class Team:
     def watch(self) -> None:
         """Starts to watch over the team from a thread. At least one group must have been made."""
         assert self._store is not None
-        self._watch = Watch(self.number, self.size, self._store.clone(), self._timeout.total_seconds(), self.fail)  # type: ignore[attr-defined]
+        number, names = self.everyone.index(self.ranks[self.number]), [self.name_of(rank) for rank in self.everyone]
+        self._watch = Watch(number, names, self._store.clone(), self._timeout.total_seconds(), self.fail)  # type: ignore[attr-defined]
 
     def end(self) -> None:
         """Marks the connections as no longer needed. They are closed when another team is made, because other ranks may
@@ -109,6 +132,16 @@ class Team:
         if self._watch is not None:
             self._watch.stop()
         _ended.append(self)
+
+    @property
+    def name(self) -> str:
+        """How messages name this rank."""
+        return self.name_of(self.ranks[self.number])
+
+    def name_of(self, rank: int) -> str:
+        """How messages name a rank of the team, given its number in the default group."""
+        peer, number = divmod(self.everyone.index(rank), self.size)
+        return f"{number} (inner peer {peer})" if len(self.inner) > 1 else str(number)
 
     # Failure
 
@@ -125,6 +158,8 @@ class Team:
         except OptPipeError:
             raise
         except BaseException as error:
+            if len(self.inner) > 1 and _disconnected(error):
+                raise OptPipeError(self.fail(self.describe(error), LostError("an inner peer"))) from error
             self.fail(self.describe(error))
             raise
 
@@ -146,7 +181,7 @@ class Team:
 
     def describe(self, error: BaseException) -> str:
         """Says where this rank was, if that is known, and what happened."""
-        return _message(error) if hasattr(error, "__notes__") else f"rank {self.number}: {_message(error)}"
+        return _message(error) if hasattr(error, "__notes__") else f"rank {self.name}: {_message(error)}"
 
     def fail(self, why: str, lost: LostError | None = None) -> str:
         """Ends the team: tells the other ranks, and leaves none of them waiting. Returns the first failure, which all
@@ -173,18 +208,16 @@ class Team:
         """Names the ranks that are gone. Before a rank closes its connections it writes a reason to the store, or that
         it is still here; a rank that has written neither is gone."""
         assert self._store is not None
-        self._store.set(f"here/{self.number}", "")
+        self._store.set(f"here/{self.ranks[self.number]}", "")
         absent = self._absent(lost.absent)
         if not absent and not self._store.check(["why"]):
             self._close()  # ranks that wait for this one get an error, and write that they are here
             until = time.monotonic() + ANSWER_S
             while (
-                (absent := self._absent(range(self.size)))
-                and time.monotonic() < until
-                and not self._store.check(["why"])
+                (absent := self._absent(self.everyone)) and time.monotonic() < until and not self._store.check(["why"])
             ):
                 time.sleep(0.02)
-        gone = ", ".join(map(str, absent))
+        gone = ", ".join(map(self.name_of, absent))
         return self._first_reason(
             f"rank{'s' * (len(absent) > 1)} {gone} did not answer any more; {why}" if absent else why
         )
@@ -201,14 +234,17 @@ class Team:
 
 
 class Subgroup:
-    """A process group of some ranks of a team, numbered as in the team. Raises `LostError` if the other side is gone.
+    """A process group of some of `ranks`, numbered as in that list. Raises `LostError` if the other side is gone.
 
     torch closes connections when nothing refers to the group or one of its works any more, tracebacks included. So
     only this class holds them.
     """
 
-    def __init__(self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None) -> None:
-        self._team, self._members, self._group = team, members, group
+    def __init__(
+        self, team: Team, members: Sequence[int], group: dist.ProcessGroup | None, ranks: Sequence[int]
+    ) -> None:
+        self._team, self._members, self._group, self._ranks = team, members, group, ranks
+        self.number = ranks.index(dist.get_rank())  # of this rank
         self.on_gpus = group is not None and dist.get_backend(group) == "nccl"
         self._transfers: WeakSet[Transfer] = WeakSet()
         self._closing = threading.Lock()  # the watching thread closes groups that the main thread uses
@@ -219,18 +255,18 @@ class Subgroup:
         measured."""
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         for a, b in combinations(self._members, 2):
-            if self._team.number == a:
+            if self.number == a:
                 self.send(byte, b).wait()
-            elif self._team.number == b:
+            elif self.number == b:
                 self.receive(byte, a).wait()
 
     def send(self, tensor: Tensor, to: int) -> Transfer:
         with self.reporting_loss(to):
-            return Transfer(self, dist.isend(tensor, self._team.ranks[to], group=self._open()), to)
+            return Transfer(self, dist.isend(tensor, self._ranks[to], group=self._open()), to)
 
     def receive(self, buffer: Tensor, source: int) -> Transfer:
         with self.reporting_loss(source):
-            return Transfer(self, dist.irecv(buffer, self._team.ranks[source], group=self._open()), source)
+            return Transfer(self, dist.irecv(buffer, self._ranks[source], group=self._open()), source)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Transfer:
         """In place."""
@@ -240,13 +276,13 @@ class Subgroup:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copies the tensor of rank `source` into that of every member."""
         with self.reporting_loss():
-            dist.broadcast(tensor, self._team.ranks[source], group=self._open())
+            dist.broadcast(tensor, self._ranks[source], group=self._open())
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """The value of rank `source`, on every member."""
-        box = [value if self._team.number == source else None]
+        box = [value if self.number == source else None]
         with self.reporting_loss():
-            dist.broadcast_object_list(box, self._team.ranks[source], group=self._open())
+            dist.broadcast_object_list(box, self._ranks[source], group=self._open())
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -254,7 +290,8 @@ class Subgroup:
         values: list[Any] = [None] * len(self._members)
         with self.reporting_loss():
             dist.all_gather_object(values, value, group=self._open())
-        return values
+        by_rank = dict(zip(sorted(self._ranks[member] for member in self._members), values, strict=True))  # torch sorts
+        return [by_rank[self._ranks[member]] for member in self._members]
 
     def close(self) -> None:
         with self._closing:
@@ -289,19 +326,21 @@ class Subgroup:
             yield
         except RuntimeError as error:
             text = str(error).rpartition("] ")[2] if "] " in str(error) else str(error)
-            whom = "another rank" if other is None else f"rank {other}"
-            why = f"rank {self._team.number} lost its connection to {whom}: {text.partition('. ')[0]}"
-            raise LostError(why, self._closed() if other is None else [other]) from error.with_traceback(None)
+            whom = "another rank" if other is None else f"rank {self._team.name_of(self._ranks[other])}"
+            why = f"rank {self._team.name} lost its connection to {whom}: {text.partition('. ')[0]}"
+            raise LostError(why, self._closed() if other is None else [self._ranks[other]]) from error.with_traceback(
+                None
+            )
 
     def _closed(self) -> list[int]:
-        """The members that gloo cannot send to."""
+        """The members that gloo cannot send to, by their numbers in the default group."""
         closed = []
         for member in self._members:
             try:
-                if self._group is not None and not self.on_gpus and member != self._team.number:
-                    dist.isend(torch.zeros(1), self._team.ranks[member], group=self._group)
+                if self._group is not None and not self.on_gpus and member != self.number:
+                    dist.isend(torch.zeros(1), self._ranks[member], group=self._group)
             except RuntimeError:
-                closed.append(member)
+                closed.append(self._ranks[member])
         return closed
 
 
@@ -362,37 +401,9 @@ def _timeout() -> timedelta:
     return min(found, default=default_pg_timeout)
 
 
-def _teams(group: Any) -> list[list[int]]:
-    """The ranks of every team. All ranks that give no group are one team. An invalid group on any rank is an error on
-    all ranks."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    everyone = dist.new_group(backend="gloo", timeout=_timeout())
-    dist.all_gather_object(answers, _members(group), group=everyone)
-    dist.destroy_process_group(everyone)
-    for complaint in answers:
-        if isinstance(complaint, str):
-            raise InputError(f"group: {complaint}")
-    teams = [list(team) for team in sorted({tuple(ranks) for ranks in answers})]
-    if (
-        sorted(rank for team in teams for rank in team) != list(range(len(answers)))
-        or len({len(team) for team in teams}) > 1
-    ):
-        raise InputError(
-            f"group: the pipelines have ranks {teams}; every rank must be in exactly one, and all must be equally large"
-        )
-    return teams
-
-
-def _members(group: Any) -> list[int] | str:
-    """The ranks of a group, or what is wrong with it."""
-    if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
-        return f"rank {dist.get_rank()} is no member of it; every rank gives the group of its own pipeline"
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return (
-            f"rank {dist.get_rank()} gave a {type(group).__name__}: must be a torch.distributed.ProcessGroup, "
-            "such as mesh.get_group()"
-        )
-    return dist.get_process_group_ranks(group)
+def _disconnected(error: BaseException) -> bool:
+    """Whether a collective of the user's, inside a stage, has lost a rank."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
 
 
 def _message(error: BaseException) -> str:

@@ -3,12 +3,15 @@ the head in the last, or a stage that serves both directions of a bidirectional 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.ranks.team import Team
 
 
@@ -16,17 +19,16 @@ class Tie:
     """Copies that start equal and get the sum of their gradients after every step, so that equal optimizers keep them
     equal. Every method is collective.
 
-    A module is tied by its parameters, in their order. Parameters of `fully_shard`, which must be sharded in the same
-    way on all copies, are tied shard by shard. `uncounted` are the parameters here that a lower rank has, too: the norm
-    of all gradients counts them there.
+    A module is tied by its parameters, in their order. DTensors, which must be sharded in the same way on all copies,
+    are tied part by part: `fully_shard`'s on each replica, others on each inner peer. `uncounted` are the parameters
+    here that a lower rank has, too: the norm of all gradients counts them there.
     """
 
     def __init__(self, copy: nn.Parameter | nn.Module | None, cpu_group: CpuGroup, team: Team) -> None:
         tied = list(copy.parameters()) if isinstance(copy, nn.Module) else [] if copy is None else [copy]
-        alike = [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in tied]
-        answers = cpu_group.gather(
-            None if copy is None else (alike, "cuda" if any(parameter.is_cuda for parameter in tied) else "cpu")
-        )
+        alike = [(tuple(p.shape), p.dtype, p.requires_grad, str(getattr(p, "placements", ""))) for p in tied]
+        kind = "cuda" if any(parameter.is_cuda for parameter in tied) else "cpu"
+        answers = cpu_group.gather_by_peer(None if copy is None else (alike, kind))[team.peer]
         holders = [rank for rank, answer in enumerate(answers) if answer is not None]
         if not holders:
             raise InputError("tie: every rank passed None, so there is nothing to tie")
@@ -35,7 +37,7 @@ class Tie:
                 shapes = [[list(shape) for shape, *_ in answers[r][0]] for r in (holders[0], rank)]
                 raise InputError(
                     f"tie: ranks {holders[0]} and {rank} hold copies of shapes {shapes[0]} and {shapes[1]}: they "
-                    "must be alike, in type and in what is trained, too"
+                    "must be alike, in type, in what is trained and in how they are sharded, too"
                 )
         self.uncounted = tied if team.number in holders[1:] else []
         self._trained: list[nn.Parameter] = []
@@ -44,7 +46,7 @@ class Tie:
             self._group = team.subgroup(holders, torch.device(answers[holders[0]][1]))
             self._trained = [parameter for parameter in tied if parameter.requires_grad]
             for parameter in tied:
-                self._group.broadcast(_local(parameter.data), holders[0])
+                self._group.broadcast(local(parameter.data), holders[0])
 
     def start_step(self) -> None:
         """Sets the gradients of earlier steps aside: only this step's are summed over the copies. They are cloned,
@@ -55,15 +57,15 @@ class Tie:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        grads = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._trained
-        ]
-        for reduction in [self._group.all_reduce(_local(grad)) for grad in grads]:
+        grads = [_placed(parameter) for parameter in self._trained]
+        for reduction in [self._group.all_reduce(local(grad)) for grad in grads]:
             reduction.wait()
         for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
             parameter.grad = grad if before is None else grad.add_(before)
         self._before = []
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _placed(parameter: Any) -> Any:
+    """The parameter's gradient, sharded as the parameter is: other copies may have got theirs in another way."""
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return grad.redistribute(placements=parameter.placements) if isinstance(grad, DTensor) else grad

@@ -33,8 +33,8 @@ class Watch:
 
     Parameters
     ----------
-    rank, size
-        This rank of the team, and how many there are. Each watches the next one.
+    rank, names
+        This rank's number in the team, and how messages name each rank. Each watches the next one.
     store
         The team's store: a copy for this thread alone, because a store serves one caller at a time, and may keep it
         waiting.
@@ -44,8 +44,11 @@ class Watch:
         Called once, with the reason.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, timeout_s: float, fail: Callable[[str], object]) -> None:
-        self._rank, self._next, self._store = rank, (rank + 1) % size, store
+    def __init__(
+        self, rank: int, names: Sequence[str], store: Store, timeout_s: float, fail: Callable[[str], object]
+    ) -> None:
+        self._rank, self._next, self._store = rank, (rank + 1) % len(names), store
+        self._name, self._next_name = names[self._rank], names[self._next]
         self._timeout_s, self._fail = timeout_s, fail
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="optpipe-watch", daemon=True)
@@ -61,7 +64,7 @@ class Watch:
         try:
             why = self._look()
         except RuntimeError:  # torch's DistError
-            why = f"rank {self._rank} lost its connection to the store of torch.distributed"
+            why = f"rank {self._name} lost its connection to the store of torch.distributed"
         if why is not None and not self._stopped.is_set():
             self._fail(why)
 
@@ -76,7 +79,8 @@ class Watch:
             if count != seen:
                 seen, since = count, time.monotonic()
             elif time.monotonic() - since > self._timeout_s and not self._store.check([f"ended/{self._next}"]):
-                return f"rank {self._next} did not answer any more; rank {self._rank} has waited {self._timeout_s:g} s"
+                waited = f"rank {self._name} has waited {self._timeout_s:g} s"
+                return f"rank {self._next_name} did not answer any more; {waited}"
         self._store.set(f"ended/{self._rank}", "")
         return None
 

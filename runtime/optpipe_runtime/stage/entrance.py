@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.io import Tensors
 
 
@@ -50,5 +51,6 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.gradients.append(dict(zip(ctx.numbers, gradients, strict=True)))
+        found = [None if gradient is None else local(gradient) for gradient in gradients]
+        ctx.gradients.append(dict(zip(ctx.numbers, found, strict=True)))
         return (None,) * (3 + len(gradients))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 
@@ -45,6 +46,11 @@ def as_tensors(value: Any, what: str) -> Tensors:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise InputError(f"{what} returns a {type(tensor).__name__}: it must return a tensor or a tuple of tensors")
+        if isinstance(tensor, DTensor):
+            raise InputError(
+                f"{what} returns a DTensor: it must return this rank's part, as its last layer does with "
+                "use_local_output=True"
+            )
     return tuple(tensors)
 
 

@@ -17,6 +17,7 @@ from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.storage import storage_key
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors
 from optpipe_runtime.stage.replay import Replay
@@ -233,8 +234,9 @@ class StageRunner:
 
     def _detached(self, activation: Activation, outputs: Tensors) -> Tensors:
         """The outputs as tensors of their own: whoever holds them keeps no block of this stage, and not the batch."""
+        outputs = tuple(local(out.detach()) for out in outputs)
         ours = [activation.holds(out) or storage_key(out) in self._excluded for out in outputs]
-        return tuple(out.detach().clone() if own else out.detach() for own, out in zip(ours, outputs, strict=True))
+        return tuple(out.clone() if own else out for own, out in zip(ours, outputs, strict=True))
 
     @contextmanager
     def _splitting(self) -> Iterator[None]:

@@ -49,7 +49,8 @@ class Schedules:
     def offer(self, schedule: Schedule) -> None:
         if self._rank.number != 0:
             raise InputError(f"offer was called on rank {self._rank.number}: schedules are offered on rank 0")
-        self._offers.offer(schedule)
+        if self._rank.cpu_group.rank == 0:  # of inner peers the first one's count
+            self._offers.offer(schedule)
 
     def prepare(self, schedule: Schedule) -> Plan:
         """Checks a schedule and lowers it for this rank. No side effects, any thread."""
@@ -70,7 +71,8 @@ class Schedules:
             plan, complaint = None, str(error)
         if not self._rank.cpu_group.all_equal(None if plan is None else plan.number):
             complaints = self._rank.cpu_group.gather(complaint)
-            reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(complaints) if reason]
+            names = map(self._rank.cpu_group.name_of, range(len(complaints)))
+            reasons = [f"rank {name}: {reason}" for name, reason in zip(names, complaints, strict=True) if reason]
             raise ScheduleError(
                 reasons[0] if reasons else "the ranks prepared different schedules: they were profiled differently"
             )

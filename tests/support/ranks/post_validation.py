@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 
 from optpipe.errors import OptPipeError
@@ -56,7 +58,7 @@ class Habits(NamedTuple):
     max_norm: float | None = 1.0
     calm: int = 0
     to_none: bool = True
-    how: str = "alone"  # or "ddp", "fsdp"
+    how: str = "alone"  # or "ddp", "fsdp", "inner"
 
 
 class Ran(NamedTuple):
@@ -89,6 +91,11 @@ def stages(count: int, alone: bool) -> list[nn.Module]:
     ]
 
 
+def in_parts(stage: nn.Module, inner: DeviceMesh) -> nn.Module:
+    """The stage of `stages` by tensor parallelism."""
+    return parallelize_module(stage, inner, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
 def batch(step: int, sequences: int, microbatches: int, replica: int) -> tuple[Tensor, Tensor]:
     """Losses, and so norms, differ much from step to step."""
     generator = torch.Generator().manual_seed(2 * step + replica)
@@ -101,10 +108,11 @@ def trained(
 ) -> Ran:
     """A training; `validated`: by `post_validate`, else each update waits for its norm."""
     alone, m = habits.how == "alone", schedules[0].problem.microbatches
+    inner = mesh()["replica"] if habits.how == "inner" else None
     group, replica = (None, 0) if alone else (mesh()["pipe"].get_group(), mesh()["replica"].get_local_rank())
     number = dist.get_rank(group)
     modules = {
-        s: wrapped(module, habits.how)
+        s: wrapped(module, habits.how) if inner is None else in_parts(module, inner)
         for s, module in enumerate(stages(len(placement), alone))
         if placement[s] == number
     }
@@ -115,14 +123,14 @@ def trained(
     with (
         calm(habits.calm),
         heard() as logged,
-        Pipeline(modules, placement, mse_loss, m, group=group) as pipe,
+        Pipeline(modules, placement, mse_loss, m, group=group, inner=inner) as pipe,
         counted(pipe) as runs,
     ):
         pipe.load(schedules[0])
         if validated:
             pipe.post_validate(optimizer, habits.max_norm)
         for step, turn in enumerate(turns):
-            data = batch(step, turn.sequences, m, replica)
+            data = batch(step, turn.sequences, m, replica if inner is None else 0)
             if turn.load is not None:
                 pipe.load(schedules[turn.load])
             scarce = turn.memory == number

@@ -17,6 +17,7 @@ from optpipe_runtime.clock import wait_for
 from optpipe_runtime.ranks import watch
 from optpipe_runtime.ranks.team import Team
 from support.ranks.cases import batch, loss_fn, own_stages
+from support.ranks.replicas import mesh
 
 
 class Never:
@@ -26,11 +27,12 @@ class Never:
         return False
 
 
-def waiting(bad: int, kill: bool, timeout_s: float = 600.0) -> list[str]:
-    """One rank fails while the others wait for what it never sends. What this rank is told, and how its team ended."""
+def waiting(bad: int, kill: bool, timeout_s: float = 600.0, inner: bool = False) -> list[str]:
+    """One rank fails while the others wait for what it never sends. What this rank is told, and how its team ended.
+    `inner`: two pipelines of inner peers."""
     watch.LOOK_S, told, rank = 0.05, [], dist.get_rank()
-    team = Team()
-    everyone = team.subgroup(range(team.size), torch.device("cpu"))
+    team = Team(mesh()["pipe"].get_group(), mesh()["replica"]) if inner else Team()
+    everyone = team.whole()
     team._timeout = timedelta(seconds=timeout_s)
     team.watch()
     everyone.gather_objects(None)

@@ -3,7 +3,8 @@
 The op becomes one node, `_Split`, with a graph of its own inside, as torch records it. At B autograd walks that graph
 to the op's inputs; at W, with the same output gradient, to its parameters. Each walk computes only what is asked for,
 by the kernels of a plain run. The outer node keeps what the op saves, so that `Activation` and checkpoints see it like
-any other saved tensor. Nothing else of the stage waits for W."""
+any other saved tensor. Nothing else of the stage waits for W. So with DTensors, too, placements and communication are
+torch's own."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from optpipe.errors import InputError
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, weight_grads
 
 
@@ -24,7 +26,9 @@ def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     values = (*args, *kwargs.values())
     tensors = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
     weights = [i for i in tensors if can_wait(values[i])]
-    if len(weights) in (0, len(tensors)) or not all(plain(values[i]) for i in tensors):
+    if not torch.is_grad_enabled():  # a forward that is to be recomputed
+        return func(*args, **kwargs)
+    if len(weights) in (0, len(tensors)) or not all(plain(local(values[i])) for i in tensors):
         return func(*args, **kwargs)  # no weights, only weights, or tensors of other kinds
     result: Tensor = _Split.apply(func, tuple(kwargs), weights, *values)  # type: ignore[no-untyped-call]
     return result
@@ -52,7 +56,7 @@ class _Split(torch.autograd.Function):
         kept.clear()
         ctx.kept, ctx.y, ctx.inputs = kept, get_gradient_edge(y), {i: get_gradient_edge(inner[i]) for i in inputs}
         ctx.weights, ctx.count, ctx.name = {i: values[i] for i in weights}, len(values), func.__name__
-        ctx.waiting = y.nbytes + sum(values[i].nbytes for i in inputs)
+        ctx.waiting = local(y).nbytes + sum(local(values[i]).nbytes for i in inputs)
         return not_a_view(y.detach())
 
     @staticmethod

@@ -1,5 +1,5 @@
 """Splits the backward of linear, embedding and layer norm, of which most stages consist. Each is a node of its own and
-computes the same products as plain autograd."""
+computes the same products as plain autograd. With parameters that are DTensors the graph of torch's own op is split."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from optpipe_runtime.memory.activation import require_unchanged
@@ -17,10 +18,10 @@ from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, weigh
 
 
 def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, DTensor) or input.is_complex():
+        return graph.split(functional.linear, input, weight, bias)
     if not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return functional.linear(input, weight, bias)
-    if input.is_complex():
-        return graph.split(functional.linear, input, weight, bias)
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
     elif input.dtype != weight.dtype:
@@ -42,8 +43,11 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
+    options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    if isinstance(weight, DTensor) and max_norm is None and not sparse:
+        return graph.split(functional.embedding, input, weight, *options)
     if not plain(input) or not can_wait(weight) or max_norm is not None or sparse:
-        return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return functional.embedding(input, weight, *options)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     result: Tensor = _Embedding.apply(input, weight, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
     return result
@@ -56,7 +60,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    if torch.is_autocast_enabled(input.device.type):
+    if torch.is_autocast_enabled(input.device.type) or isinstance(weight, DTensor):
         return graph.split(functional.layer_norm, input, normalized_shape, weight, bias, eps)
     if weight is None or not plain(input) or not can_wait(weight) or not (bias is None or can_wait(bias)):
         return functional.layer_norm(input, normalized_shape, weight, bias, eps)

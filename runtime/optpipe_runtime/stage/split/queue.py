@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 from optpipe_runtime.memory.storage import StorageRef, storage_key
+from optpipe_runtime.ranks.parts import local
 
 Gradients = Sequence[Tensor | None]
 _LONGEST_CHAIN = 8  # views and casts between a parameter and the op that uses it
@@ -43,11 +46,11 @@ class WeightQueue:
 
     def watch(self, tensor: Tensor) -> None:
         """Counts a tensor that a module may keep until W."""
-        self._watched[storage_key(tensor)] = StorageRef(tensor.untyped_storage())
+        self._watched[storage_key(tensor)] = StorageRef(local(tensor).untyped_storage())
 
     def held(self) -> dict[int, int]:
         """Bytes of the storages that live until W, by key."""
-        storages = (tensor.untyped_storage() for _, holds in self._jobs for tensor in holds)
+        storages = (local(tensor).untyped_storage() for _, holds in self._jobs for tensor in holds)
         found = {int(storage._cdata): storage.nbytes() for storage in storages}
         return found | {key: ref.nbytes for key, ref in self._watched.items() if ref.alive}
 
@@ -119,10 +122,11 @@ def accumulate(parameters: Sequence[Tensor], gradients: Gradients, others: Seque
 def _unshared(grad: Tensor, others: Sequence[Tensor]) -> Tensor:
     """The gradient itself if the next one may be added to it in place, else a copy: for an output's gradient, which
     something else may hold, and for an expanded one."""
-    if not plain(grad):
+    own = local(grad)
+    if not plain(own):
         return grad
-    key, nbytes = storage_key(grad), grad.untyped_storage().nbytes()
-    alone = nbytes == grad.nbytes and all(storage_key(other) != key for other in others if plain(other))
+    key, nbytes = storage_key(own), own.untyped_storage().nbytes()
+    alone = nbytes == own.nbytes and all(storage_key(other) != key for other in others if plain(local(other)))
     return grad if alone else grad.clone(memory_format=torch.contiguous_format)
 
 
@@ -143,7 +147,8 @@ def can_wait(weight: Tensor) -> bool:
     leaf, node = weight if weight.is_leaf else None, weight.grad_fn
     for _ in range(_LONGEST_CHAIN):
         if leaf is not None:
-            return type(leaf) is nn.Parameter and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+            known = type(leaf) in (nn.Parameter, DTensor) and isinstance(leaf, nn.Parameter)
+            return known and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
         if node is None or _saves(type(node)) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
@@ -153,8 +158,9 @@ def can_wait(weight: Tensor) -> bool:
 
 def plain(tensor: Tensor) -> bool:
     """Whether a tensor is numbers in one storage: not nested, not of a device mesh, and of no subclass with ops of its
-    own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    own. The result of a collective is, once it is there."""
+    kinds = Tensor, nn.Parameter, AsyncCollectiveTensor
+    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_nested
 
 
 _SAVES: dict[type, bool] = {}

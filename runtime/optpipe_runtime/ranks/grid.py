@@ -1,0 +1,105 @@
+"""`Grid`: the ranks of all pipelines, and which of them compute the same stages together.
+
+Rank k of a pipeline and its inner peers, one rank of each of several pipelines, together compute the stages of rank k:
+by tensor, context or expert parallelism, whose collectives run inside the stage's ops. Such pipelines must issue the
+same ops in the same order, so they are one team, with one schedule. Messages between stages stay within each pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from optpipe.errors import InputError
+
+Pipelines = tuple[tuple[int, ...], ...]  # the ranks of each, by their numbers in the default group
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`teams` are those of all ranks: each the pipelines of a team, by inner peer. `team` is this rank's, in which its
+    pipeline is that of number `peer`."""
+
+    teams: tuple[Pipelines, ...]
+    team: Pipelines
+    peer: int
+
+    @property
+    def pipelines(self) -> list[tuple[int, ...]]:
+        """All pipelines of all teams."""
+        return [pipeline for team in self.teams for pipeline in team]
+
+
+def find_grid(group: Any, inner: Any, timeout: timedelta) -> Grid:
+    """Collective over all ranks: all that give no group are one pipeline, and a rank that gives no `inner` has no
+    peers. Raises `InputError` on all ranks if one gives what is invalid."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    everyone = dist.new_group(backend="gloo", timeout=timeout)
+    dist.all_gather_object(answers, (_members(group), _inner_ranks(inner)), group=everyone)
+    dist.destroy_process_group(everyone)
+    for pipeline, peers in answers:
+        if isinstance(pipeline, str):
+            raise InputError(f"group: {pipeline}")
+        if isinstance(peers, str):
+            raise InputError(f"inner: {peers}")
+    pipelines = sorted({ranks for ranks, _ in answers})
+    if (
+        sorted(rank for ranks in pipelines for rank in ranks) != list(range(len(answers)))
+        or len({len(ranks) for ranks in pipelines}) > 1
+    ):
+        raise InputError(
+            f"group: the pipelines have ranks {[list(ranks) for ranks in pipelines]}; every rank must be in exactly "
+            "one, and all must be equally large"
+        )
+    by_rank = [tuple(answers[peer][0] for peer in peers) for _, peers in answers]
+    for rank, (pipeline, peers) in enumerate(answers):
+        number = pipeline.index(rank)
+        apart = len(set(by_rank[rank])) == len(peers) == len(answers[0][1])
+        if not apart or any(
+            member[number] != peer or by_rank[other] != by_rank[rank]
+            for member, peer in zip(by_rank[rank], peers, strict=True)
+            for other in member
+        ):
+            raise InputError(
+                f"inner: rank {rank} has peers {list(peers)}, in pipelines {sorted(map(list, set(by_rank[rank])))}: "
+                "give `group` one rank of each stage and `inner` the ranks of one stage, as two dimensions of one "
+                "DeviceMesh do"
+            )
+    own = by_rank[dist.get_rank()]
+    return Grid(tuple(sorted(set(by_rank))), own, own.index(answers[dist.get_rank()][0]))
+
+
+def _members(group: Any) -> tuple[int, ...] | str:
+    """The ranks of a group, or what is wrong with it."""
+    if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"rank {dist.get_rank()} is no member of it; every rank gives the group of its own pipeline"
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return (
+            f"rank {dist.get_rank()} gave a {type(group).__name__}: must be a torch.distributed.ProcessGroup, "
+            "such as mesh.get_group()"
+        )
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _inner_ranks(inner: Any) -> tuple[int, ...] | str:
+    rank = dist.get_rank()
+    if inner is None:
+        return (rank,)
+    if inner != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(inner, dist.ProcessGroup | DeviceMesh):
+        return (
+            f"rank {rank} gave a {type(inner).__name__}: must be a DeviceMesh or a torch.distributed.ProcessGroup, "
+            'such as mesh["tensor"]'
+        )
+    ranks = ranks_of(inner)
+    return ranks if rank in ranks else f"rank {rank} is no member of it; every rank gives that of its own stages"
+
+
+def ranks_of(members: dist.ProcessGroup | DeviceMesh | Any) -> tuple[int, ...]:
+    """The ranks of a process group or of a device mesh of any dimensions, by their numbers in the default group."""
+    if isinstance(members, DeviceMesh):
+        return tuple(members.mesh.flatten().tolist())
+    return () if members == dist.GroupMember.NON_GROUP_MEMBER else tuple(dist.get_process_group_ranks(members))

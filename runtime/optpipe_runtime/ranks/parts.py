@@ -1,0 +1,26 @@
+"""Tensors of which each of several ranks has a part."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: of a DTensor its own part, of a collective under way the result. Others are what
+    they are."""
+    while True:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        elif isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
+        else:
+            return tensor
+
+
+def dimensions(tensor: DTensor) -> list[set[int]]:
+    """For each dimension of the tensor's mesh, the ranks along it that this rank is one of."""
+    mesh = tensor.device_mesh
+    return [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)]

@@ -1,0 +1,144 @@
+"""Stages that several ranks compute together, by torch's own parallel layers, against the same model in one process.
+
+Sums over the ranks of a group come in another order than in one process, so losses and gradients are compared with a
+tolerance. Between two schedules of the same pipeline the arithmetic is the same, and gradients are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.ranks import inner, inner_kinds
+from support.ranks.cases import Gradients
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT
+from support.ranks.worker import Ranks
+
+
+def close(found: Gradients, expected: Gradients) -> None:
+    """To float32's precision, in proportion to the largest gradient of all: a key's bias has none but rounding."""
+    assert found.keys() == expected.keys()
+    largest = max(float(abs(grad).max()) for grad in expected.values())
+    for name, grad in found.items():
+        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-6 * largest, err_msg=name)
+
+
+def test_tensor_parallel_stages_train_as_one_process(four_ranks: Ranks) -> None:
+    """By every kind of schedule, through a swap, with norms over all parts; one schedule for all peers, although each
+    peer loads and offers its own."""
+    programs = [ONE_F_ONE_B, SPLIT, OFFLOADED, RECOMPUTED]
+    ranks = four_ranks(inner.trained, microbatches=4, programs=programs, better=2)
+    trained = len(ranks[0].versions)
+    expected = inner.plain(4, 1 + trained)
+    assert len({seen.problem for seen in ranks}) == 1
+    assert all(seen.versions == ranks[0].versions and seen.schedule == "schedule 2" for seen in ranks)
+    for k in range(4):
+        for first, other in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
+            for name, grad in first.steps[k].gradients.items():
+                np.testing.assert_array_equal(grad, ranks[0 if first is ranks[0] else 2].steps[0].gradients[name])
+                np.testing.assert_array_equal(grad, other.steps[k].gradients[name])
+    for plain, k in zip(expected, (0, *range(4, 4 + trained)), strict=True):
+        close(ranks[0].steps[k].gradients | ranks[2].steps[k].gradients, plain.gradients)
+        for seen in ranks:
+            assert seen.steps[k].norm == pytest.approx(plain.norm, rel=1e-5)
+        assert ranks[2].steps[k].losses == pytest.approx(plain.losses, rel=1e-5)
+    for seen in ranks:
+        assert all(step.excess is None for step in seen.steps)
+        assert [bool(step.host_peak_bytes) for step in seen.steps[:4]] == [False, False, True, False]
+        assert seen.at_b <= {
+            f"{layer}.{name}"
+            for layer in ("0.norm1", "0.norm2", "1", "1.norm1", "1.norm2")
+            for name in ("weight", "bias")
+        }
+
+
+def test_a_stage_that_communicates_with_ranks_not_named_is_refused(four_ranks: Ranks) -> None:
+    """As is what names the wrong ranks. If one peer refuses a schedule, all refuse it."""
+    inside = "communicates inside an op with ranks"
+    for rank, told in enumerate(four_ranks(inner.refused)):
+        peers = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert len(told) == 7
+        assert f"{inside} {peers}, which all must run one schedule: give the Pipeline, as inner, " in told[0]
+        assert told[1].startswith(f"stage {rank // 2}: Marked {inside} {peers}, which all")
+        assert told[2].startswith(
+            f"stage {rank // 2}: SyncBatchNorm {inside} [0, 1, 2, 3], of which inner has {peers}:"
+        )
+        assert told[3].startswith("inner: rank 0 gave a str: must be a DeviceMesh or a torch.distributed.ProcessGroup")
+        assert told[4].startswith("inner: rank 0 has peers [0, 2], in pipelines [[0, 2]]: give `group` one rank of ")
+        assert told[5].startswith("inner: rank 0 has peers [0, 1], in pipelines [[0, 1, 2, 3]]: give `group` one rank ")
+        assert told[6].startswith("rank 1 (inner peer 1): host_memory_bytes = 1000: 0 bytes are allocated and ")
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_the_norm_counts_plain_parameters_once_or_as_parts(four_ranks: Ranks, validated: bool) -> None:
+    """Parts must be marked: else their gradients differ between peers, and clipping is refused."""
+    for found, expected in four_ranks(inner.plain_parts, marked=True, validated=validated):
+        assert found == pytest.approx(expected, rel=1e-5)
+    for complaint, _ in four_ranks(inner.plain_parts, marked=False, validated=validated):
+        assert complaint.startswith("stage 0: weight has gradients of norms 0.271, 0.265 on its inner peers: average ")
+
+
+def test_a_killed_peer_ends_the_pipeline_on_all_ranks(four_ranks: Ranks) -> None:
+    """Also where its peer waits for it in a collective of the stage's own. All name the same rank."""
+    told = four_ranks.survivors(inner.killed, dying=1)
+    assert len(set(told)) == 1
+    assert told[0].startswith("rank 0 (inner peer 1) did not answer any more; rank ")
+
+
+@pytest.mark.parametrize("kind", inner_kinds.KINDS)
+def test_other_collectives_inside_a_stage(four_ranks: Ranks, kind: str) -> None:
+    """Of a context-parallel attention, and of experts, whose activations differ from micro-batch to micro-batch: what a
+    step holds more than the profile found is reported, and changes no gradient."""
+    programs = [SPLIT, OFFLOADED, RECOMPUTED]
+    ranks = four_ranks(inner_kinds.trained, kind=kind, microbatches=4, programs=programs)
+    expected = inner_kinds.plain(kind, 4)
+    for k in range(len(programs)):
+        first, last = ranks[0][k], ranks[2][k]
+        close(first.gradients | last.gradients, expected.gradients)
+        assert np.mean([last.losses, ranks[3][k].losses], axis=0) == pytest.approx(expected.losses, rel=1e-5)
+        for seen in ranks:
+            assert seen[k].norm == pytest.approx(expected.norm, rel=1e-5)
+            for name, grad in seen[k].gradients.items():
+                np.testing.assert_array_equal(grad, seen[0].gradients[name], err_msg=name)
+    assert all(seen[1].host_peak_bytes for seen in ranks)
+    assert bool(ranks[0][0].excess) == (kind == "experts")  # the first stage's first expert gets more than ever before
+
+
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("replicate", marks=pytest.mark.soak)])
+def test_replicas_of_tensor_parallel_stages(eight_ranks: Ranks, how: str) -> None:
+    """Two replicas, two stages, two ranks a stage. The replicas run different schedules."""
+    programs = [[SPLIT, OFFLOADED], [RECOMPUTED, SPLIT]]
+    ranks = eight_ranks(inner.replicated, microbatches=4, programs=programs, how=how)
+    for step, expected in enumerate(inner.plain(8, 2)):
+        for replica in (ranks[:4], ranks[4:]):
+            for first, last in ((replica[0], replica[2]), (replica[1], replica[3])):
+                close(first[step].gradients | last[step].gradients, expected.gradients)
+        assert [*ranks[2][step].losses, *ranks[6][step].losses] == pytest.approx(expected.losses, rel=1e-5)
+        for seen in ranks:
+            assert seen[step].norm == pytest.approx(expected.norm, rel=1e-5)
+            assert seen[step].excess is None
+    assert [bool(seen[1].host_peak_bytes) for seen in ranks] == [True] * 4 + [False] * 4
+
+
+def test_copies_are_tied_part_by_part(four_ranks: Ranks) -> None:
+    for found, norm, gradients, expected in four_ranks(inner.tied, programs=SPLIT):
+        close(found, gradients)
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_mesh_of_two_dimensions(four_ranks: Ranks) -> None:
+    (expected,) = inner.plain(4, 1)
+    programs = [
+        [f"{s}{kind}{j}" for j in range(4) for s, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B"), (1, "W"), (0, "W"))]
+    ]
+    for seen in four_ranks(inner.of_two_dimensions, programs=programs):
+        close(seen.gradients, expected.gradients)
+        assert seen.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert seen.norm == pytest.approx(expected.norm, rel=1e-5)
+
+
+def test_a_profile_counts_local_parts_of_the_fullest_peer(four_ranks: Ranks) -> None:
+    """Saved are the input, gathered to (2, 16, 32), and before and after GELU 65 of 129 columns, or 64."""
+    inputs, most, least = (2 * 16 * columns * 4 for columns in (32, 65, 64))
+    for found, at_b, _ in four_ranks(inner.measured):
+        assert found == [inputs + 2 * most, inputs + 2 * least, 10**8]
+        assert at_b == frozenset()

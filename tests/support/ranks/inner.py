@@ -1,0 +1,397 @@
+"""Stages that several ranks compute together, by torch's tensor parallelism, and the same model in one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+from optpipe.errors import InputError, OptPipeError, ScheduleError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, problem
+from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
+from support.ranks.replicas import gradients, wrapped
+
+HEADS = 4
+
+
+class Attention(nn.Module):
+    """Each rank of a tensor-parallel group computes some of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return result
+
+
+def make_stages(count: int = 2) -> list[nn.Module]:
+    """The same model on every rank: embedding in the first stage, head in the last, a block in each."""
+    torch.manual_seed(3)
+    blocks: list[list[nn.Module]] = [[Block()] for _ in range(count)]
+    return [
+        nn.Sequential(
+            *([nn.Embedding(WORDS, WIDTH)] if s == 0 else []),
+            *block,
+            *([nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)] if s == count - 1 else []),
+        )
+        for s, block in enumerate(blocks)
+    ]
+
+
+def parallel(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The stage by tensor and sequence parallelism. Between stages each rank has its part of the sequence."""
+    whole, part = Replicate(), Shard(1)
+    plan: dict[str, Any] = {}
+    for name, layer in stage.named_children():
+        if isinstance(layer, nn.Embedding):
+            plan[name] = RowwiseParallel(input_layouts=whole, output_layouts=part)
+        elif isinstance(layer, nn.LayerNorm):
+            plan[name] = SequenceParallel()
+        elif isinstance(layer, nn.Linear):
+            plan[name] = ColwiseParallel(input_layouts=part, output_layouts=whole)
+        else:
+            plan |= {
+                f"{name}.norm1": SequenceParallel(),
+                f"{name}.attention": PrepareModuleInput(input_layouts=part, desired_input_layouts=whole),
+                **{f"{name}.attention.{one}": ColwiseParallel() for one in "qkv"},
+                f"{name}.attention.out": RowwiseParallel(output_layouts=part),
+                f"{name}.norm2": SequenceParallel(),
+                f"{name}.up": ColwiseParallel(input_layouts=part),
+                f"{name}.down": RowwiseParallel(output_layouts=part),
+            }
+    return parallelize_module(stage, mesh, plan)
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """Two stages of two ranks each: ranks 0 and 1, ranks 2 and 3."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
+
+
+class Seen(NamedTuple):
+    """Of one step on one rank."""
+
+    losses: list[float] | None
+    gradients: Gradients
+    norm: float
+    host_peak_bytes: int
+    excess: Any
+
+
+def plain(microbatches: int, steps: int) -> list[Seen]:
+    """The whole model in one process, with clipping and an SGD step after each step."""
+    torch.set_num_threads(1)
+    modules = make_stages()
+    every = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.SGD(every, lr=0.1)
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = []
+        for x, y in zip(*(given.chunk(microbatches) for given in batch(step, microbatches)), strict=True):
+            for module in modules:
+                x = module(x)
+            loss = loss_fn(x, y)
+            torch.autograd.backward(loss / microbatches)
+            losses.append(loss.item())
+        found = gradients(dict(enumerate(modules)))
+        seen.append(Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None))
+        optimizer.step()
+    return seen
+
+
+class Trained(NamedTuple):
+    problem: str
+    steps: list[Seen]
+    versions: list[int]
+    schedule: str
+    at_b: frozenset[str]
+
+
+def trained(microbatches: int, programs: Sequence[Sequence[Sequence[str]]], better: int) -> Trained:
+    """Profiles, takes a step with each of the programs on the same parameters, then trains until an offer of
+    `programs[better]` is swapped in. The second inner peer loads and offers other schedules than the first one."""
+    stage, peer, m = dist.get_rank() // 2, dist.get_rank() % 2, microbatches
+    module = parallel(make_stages()[stage], mesh()["tensor"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    steps, versions = [], []
+    with Pipeline(
+        {stage: module}, [0, 1], loss_fn, m, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+    ) as pipe:
+        measured = pipe.profile(*batch(0, m), activation_budget_bytes=10**9, repeats=1)
+        schedules = [Schedule.parse(measured, program, method=f"schedule {k}") for k, program in enumerate(programs)]
+        for k in range(len(schedules)):
+            optimizer.zero_grad()
+            pipe.load(schedules[k - peer])
+            report = pipe.step(*batch(0, m))
+            found = gradients({stage: module})
+            norm = pipe.clip_grad_norm_(0.1)
+            steps.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+        if pipe.number == 0:
+            pipe.offer(schedules[better - peer])
+        for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
+            optimizer.step()
+            optimizer.zero_grad()
+            report = pipe.step(*batch(step + 1, m))
+            found = gradients({stage: module})
+            norm = pipe.clip_grad_norm_(0.1)
+            steps.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+            versions.append(report.version)
+            if report.version > len(schedules):
+                break
+        assert pipe.schedule is not None
+        return Trained(measured.to_json(), steps, versions, pipe.schedule.method or "", pipe.at_b[stage])
+
+
+class Marked(nn.Module):
+    """Holds a process group, as modules of other libraries do."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.weight, self.group = nn.Parameter(torch.ones(4)), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def refused() -> list[str]:
+    """What is told to who names the wrong ranks as inner peers, or none."""
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    pipe, tensor = mesh()["pipe"], mesh()["tensor"]
+    told = []
+
+    def attempt(module: nn.Module, group: Any, inner: Any, limit: int | None = None) -> None:
+        try:
+            with Pipeline({stage: module}, [0, 1], loss_fn, 4, limit, group=group, inner=inner) as pipeline:
+                pipeline.load(Schedule.parse(problem((0, 1), 4), ONE_F_ONE_B))
+                pipeline.step(*batch(0, 4))
+                pipeline.load(Schedule.parse(problem((0, 1), 4), OFFLOADED))
+        except (InputError, ScheduleError) as error:
+            told.append(str(error))
+
+    attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), None)
+    attempt(Marked(tensor), pipe.get_group(), None)
+    attempt(nn.SyncBatchNorm(4), pipe.get_group(), tensor)
+    attempt(Marked(None), pipe.get_group(), "tensor")
+    attempt(Marked(None), pipe.get_group(), pipe)
+    attempt(Marked(None), None, tensor)
+    limit = 1000 if (stage, peer) == (1, 1) else None
+    attempt(parallel(make_stages()[stage], tensor), pipe.get_group(), tensor, limit)
+    return told
+
+
+class Sliced(nn.Module):
+    """A linear layer of which each rank of a group has some of the outputs, as Megatron-LM divides it, by plain
+    parameters."""
+
+    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, marked: bool) -> None:
+        super().__init__()
+        self.group, (size, rank) = group, (group.size(), group.rank())
+        self.weight = nn.Parameter(whole.weight.detach().chunk(size)[rank].clone())
+        self.weight.tensor_model_parallel = marked  # type: ignore[attr-defined]
+        self.bias = nn.Parameter(whole.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = AllReduceBackward.apply(x, self.group)  # type: ignore[no-untyped-call]
+        y: Tensor = Gather.apply(functional.linear(x, self.weight), self.group)  # type: ignore[no-untyped-call]
+        return y + self.bias
+
+
+class AllReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dy = dy.contiguous()
+        dist.all_reduce(dy, group=ctx.group)
+        return dy, None
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(y) for _ in range(group.size())]
+        dist.all_gather(parts, y.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
+
+
+def plain_parts(marked: bool, validated: bool) -> tuple[Any, float]:
+    """A step on stages of plain parameters, of which each peer has a part: the norm that clipping saw, or why it did
+    not; and that of one process. `validated`: by `post_validate`."""
+    stage, m = dist.get_rank() // 2, 4
+    torch.manual_seed(0)
+    whole = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    inputs, targets = torch.randn(2, 2 * m, 8)
+    pipe, tensor = mesh()["pipe"], mesh()["tensor"].get_group()
+    module = Sliced(whole[stage], tensor, marked)
+    with Pipeline({stage: module}, [0, 1], functional.mse_loss, m, group=pipe.get_group(), inner=tensor) as pipeline:
+        pipeline.load(Schedule.parse(problem((0, 1), m), SPLIT))
+        pipeline.step(inputs, targets)
+        try:
+            if validated:
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+                pipeline.post_validate(optimizer, 0.1)
+                optimizer.step()
+                found: Any = pipeline.step(inputs, targets).grad_norm
+            else:
+                found = pipeline.clip_grad_norm_(0.1)
+        except InputError as error:
+            found = str(error)
+    functional.mse_loss(whole[1](whole[0](inputs)), targets).backward()  # type: ignore[no-untyped-call]
+    return found, nn.utils.clip_grad_norm_([p for layer in whole for p in layer.parameters()], 0.1).item()
+
+
+def killed() -> str:
+    """The second peer of the first stage is killed within a forward, while the others wait for it: what they are
+    told."""
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    module = parallel(make_stages()[stage], mesh()["tensor"])
+    running = False
+
+    def dies(*_: Any) -> None:
+        if running and (stage, peer) == (0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module.register_forward_pre_hook(dies)
+    try:
+        with Pipeline(
+            {stage: module}, [0, 1], loss_fn, 4, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+        ) as pipe:
+            pipe.load(Schedule.parse(problem((0, 1), 4), SPLIT))
+            pipe.step(*batch(0, 4))
+            running = True
+            pipe.step(*batch(0, 4))
+    except OptPipeError as error:
+        return str(error)
+    return "it ran"
+
+
+@cache
+def cube() -> DeviceMesh:
+    """Two replicas of two stages of two ranks each."""
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "pipe", "tensor"))
+
+
+def replicated(microbatches: int, programs: Sequence[Sequence[Sequence[Sequence[str]]]], how: str) -> list[Seen]:
+    """Each replica trains a step with each of its programs on its half of the batch."""
+    replica, stage, _ = cube().get_coordinate() or ()
+    pipe, tensor, m = cube()["pipe"], cube()["tensor"], microbatches
+    module = wrapped(parallel(make_stages()[stage], tensor), how, cube()["replica"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen = []
+    with Pipeline({stage: module}, [0, 1], loss_fn, m, group=pipe.get_group(), inner=tensor) as pipeline:
+        for step, program in enumerate(programs[replica]):
+            given = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
+            if pipeline.problem is None:
+                pipeline.profile(*given, activation_budget_bytes=10**9, repeats=1)
+                assert pipeline.problem is not None
+            pipeline.load(Schedule.parse(pipeline.problem, program))
+            optimizer.zero_grad()
+            report = pipeline.step(*given)
+            found = gradients({stage: module})
+            norm = pipeline.clip_grad_norm_(0.1)
+            seen.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+            optimizer.step()
+    return seen
+
+
+def tied(programs: Sequence[Sequence[str]]) -> tuple[Gradients, float, Gradients, float]:
+    """A step of stages whose head is the embedding, by tensor parallelism, and of the same model in one process:
+    gradients, and the norm that clipping saw."""
+    stage, m = dist.get_rank() // 2, 4
+    modules, whole = make_stages(), make_stages()
+    module = parallel(modules[stage], mesh()["tensor"])
+    copy = module.get_submodule("0" if stage == 0 else "2").weight
+    assert isinstance(copy, nn.Parameter)
+    with Pipeline(
+        {stage: module}, [0, 1], loss_fn, m, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+    ) as pipe:
+        pipe.tie(copy)
+        pipe.load(Schedule.parse(problem((0, 1), m), programs))
+        pipe.step(*batch(0, m))
+        found = gradients({stage: module})
+        norm = pipe.clip_grad_norm_(0.1)
+    whole[1].get_submodule("2").weight = whole[0].get_submodule("0").weight
+    for x, y in zip(*(given.chunk(m) for given in batch(0, m)), strict=True):
+        torch.autograd.backward(loss_fn(whole[1](whole[0](x)), y) / m)
+    expected = gradients({stage: whole[stage]})
+    every = dict.fromkeys(p for one in whole for p in one.parameters())
+    return found, norm, expected, nn.utils.clip_grad_norm_(list(every), 0.1).item()
+
+
+def of_two_dimensions(programs: Sequence[Sequence[str]]) -> Seen:
+    """A step of two stages on four ranks, which are inner peers: tensor parallelism over one dimension of their mesh,
+    and the same over the other."""
+    ranks, m = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipe", "copy", "tensor")), 4
+    modules = {s: parallel(module, ranks["tensor"]) for s, module in enumerate(make_stages())}
+    with Pipeline(modules, [0, 0], loss_fn, m, group=ranks["pipe"].get_group(), inner=ranks["copy", "tensor"]) as pipe:
+        pipe.load(Schedule.parse(problem((0, 0), m), programs))
+        report = pipe.step(*batch(0, m))
+        found = gradients(modules)
+        return Seen(report.losses, found, pipe.clip_grad_norm_(0.1), report.host_peak_bytes, None)
+
+
+def measured() -> tuple[list[int], frozenset[str], int]:
+    """What a profile finds, and what does not wait for W, if the first peer has one more of 129 columns, and the second
+    one a smaller budget: bytes of each stage's activation, of what an offload frees, and each device's budget."""
+    stage, peer = dist.get_rank() // 2, dist.get_rank() % 2
+    whole = nn.Sequential(nn.Linear(WIDTH, 129, bias=False), nn.GELU(), nn.Linear(129, WIDTH, bias=False))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # so that GELU keeps a DTensor
+        "2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    module = parallelize_module(whole, mesh()["tensor"], plan)
+    given = torch.ones(2, 8, 8, WIDTH)
+    with Pipeline(
+        {stage: module}, [0, 1], functional.mse_loss, 4, group=mesh()["pipe"].get_group(), inner=mesh()["tensor"]
+    ) as pipe:
+        problem = pipe.profile(*given, activation_budget_bytes=10 ** (9 - peer), repeats=1)
+        first, device = problem.stages[0], problem.devices[0]
+        pipe.load(Schedule.parse(problem, OFFLOADED))
+        excess = pipe.step(*given).excess
+        assert excess is None, excess
+        found = [first.activation_bytes, first.offload_bytes or 0, device.activation_budget_bytes]
+        return found, pipe.at_b[stage], dist.get_rank()
