@@ -156,18 +156,20 @@ def test_the_order_of_rows_does_not_depend_on_the_order_in_which_they_come():
     small = chain(m=3)
     rows = [
         comparison.Row("none", reason="no"),
-        comparison.Row("long", schedule=one_by_one(small)),
-        comparison.Row("large", schedule=gpipe(small), reason="needs more"),
-        comparison.Row("auto", schedule=one_by_one(small)),
+        comparison.Row("long", result=Result.of(one_by_one(small), CompareOptions())),
+        comparison.Row("large", result=Result.of(gpipe(small), CompareOptions()), reason="needs more"),
+        comparison.Row("auto", result=Result.of(one_by_one(small), CompareOptions())),
     ]
     for turned in (rows, rows[::-1]):
-        assert [row.method for row in comparison.Comparison.of(small, turned).rows] == [
+        assert [row.method for row in comparison.Comparison.of(small, CompareOptions(), turned).rows] == [
             "auto",
             "long",
             "large",
             "none",
         ]
-    assert all(a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(small, rows).rows))
+    assert all(
+        a.schedule or not b.schedule for a, b in pairwise(comparison.Comparison.of(small, CompareOptions(), rows).rows)
+    )
 
 
 def test_engines_run_where_they_are_named(monkeypatch):

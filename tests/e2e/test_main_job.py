@@ -18,7 +18,7 @@ from optpipe_runtime.demo.train import DemoResult, DemoSettings
 SMALL = DemoSettings(
     budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     microbatches=4,
-    options={"time_limit_s": 8.0},
+    options={"time_limit_s": 15.0},
     block=3,
     rounds=1,
     most_live_steps=10**6,  # the live phase ends with the search

@@ -99,7 +99,7 @@ def test_bounds_hold_for_every_placement(monkeypatch, objective):
 def test_only_a_placement_fits():
     """A whole activation does not fit; halves do, one after the other has left."""
     problem = pipeline(memory=3)
-    frames = run(problem)
+    frames = run(problem, time_limit_s=6.0)
     assert not any(isinstance(frame, Infeasible) for frame in frames)
     assert found(problem, frames)[-1].placement.chunks > 1
 

@@ -17,11 +17,11 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp import MOST_OPS, count_ops
 from optpipe_solver.milp.backend import is_licensed, minimize, most_rows
 from optpipe_solver.milp.lasting import Lasting
 from optpipe_solver.milp.model import Model, serial_ms
 from optpipe_solver.milp.neighbourhoods import WindowSearch
+from optpipe_solver.milp.size import MOST_OPS, count_ops
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import ALL, Order, Switches
 from optpipe_solver.milp.task import Limits, Outcome, Task
