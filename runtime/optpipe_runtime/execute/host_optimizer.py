@@ -264,7 +264,7 @@ def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> No
     """Gradients leave at G, inside the step. So nothing may add to them later."""
     if isinstance(stages[s], DistributedDataParallel) or team.size < dist.get_world_size():
         raise InputError(
-            f"host_optimizers[{s}]: this pipeline has replicas, and gradients are averaged over them after the step, "
+            f"host_optimizers[{s}]: this pipeline has replicas, and gradients may be averaged over them only after G, "
             "when these have left for the host"
         )
     own = {parameter: name for name, parameter in stages[s].named_parameters()}
