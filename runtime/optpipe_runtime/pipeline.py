@@ -478,6 +478,7 @@ class Pipeline:
     def _end_threads(self) -> None:
         self._schedules.close()
         self._rank.close()
+        self._step_runner.close()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -25,6 +25,7 @@ from optpipe.errors import OptPipeError
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.post_validation import PostValidation
@@ -44,6 +45,7 @@ class StepRunner:
     def __init__(self, rank: Rank, replicas: Replicas) -> None:
         self._rank, self._replicas = rank, replicas
         self._learner, self.executor = Learner(rank), Executor(rank)
+        self._reductions = Reductions(replicas, rank.device)
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self.validations: list[PostValidation] = []
@@ -62,7 +64,7 @@ class StepRunner:
             with self._replicas.whole():
                 report = self._step(inputs, targets, trace)
                 if report is not None:
-                    self._replicas.reduce()
+                    self._reductions.finish()
         for tie in self.ties:
             tie.end_step()
         self._last_ms, self._last_version = report.step_ms, self.schedules.running.version
@@ -84,6 +86,10 @@ class StepRunner:
             validation.settle()
             self._gathers_again |= validation.taken_back
             validation.taken_back = False  # all ranks are here, so no other has begun a step
+
+    def close(self) -> None:
+        """Ends the threads that it has started."""
+        self._reductions.close()
 
     def require_learned(self, inputs: Any, targets: Any) -> None:
         if not self._rank.cpu_group.minimum(self._learner.knows(inputs, targets))[0]:
@@ -146,11 +152,17 @@ class StepRunner:
             if doomed:
                 self.executor.skip(plan)
                 return _Outcome()
+
+            def completed(s: int) -> None:
+                """All ranks have begun the step by now, so their votes are here: this waits for none of them."""
+                if self._reductions.any and not trial and (settled or not vote.doomed):
+                    self._reductions.complete(s)
+
             undo = snapshot(self._rank, (inputs, targets)) if trial or not settled else None
             for tie in self.ties:
                 tie.start_step()
             try:
-                return _Outcome(self.executor.run(plan, inputs, targets, trace), undo)
+                return _Outcome(self.executor.run(plan, inputs, targets, trace, completed=completed), undo)
             except LostError:
                 raise
             except Exception as error:

@@ -94,7 +94,7 @@ def test_other_calls_do_not_disturb_a_wrapper(four_ranks: Ranks, wrapper: str) -
 
 
 def test_replicas_may_run_different_schedules(four_ranks: Ranks) -> None:
-    """Nor swap or learn together: what they exchange, they exchange once a step at its ends."""
+    """Nor swap or learn together: what they exchange, they exchange once a step, in one order."""
     (first,), (better,) = parsed(ONE_F_ONE_B), parsed(OFFLOADED)
     results = four_ranks(replicas.uneven, first=first, better=better)
     assert [versions[-1] for versions, *_ in results] == [2, 2, 1, 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +46,20 @@ class Executor:
         """Whether nothing of a step is left. Only then another plan may run."""
         return self._messages.idle and self._peers.idle and all(stage.idle for stage in self._stages.values())
 
-    def run(self, plan: Plan, inputs: Any, targets: Any, trace: bool = False, evaluating: bool = False) -> StepReport:
+    def run(
+        self,
+        plan: Plan,
+        inputs: Any,
+        targets: Any,
+        trace: bool = False,
+        evaluating: bool = False,
+        completed: Callable[[int], object] = lambda _: None,
+    ) -> StepReport:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
         `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole
-        batch. With `evaluating` only losses are computed. Bytes are counted in a traced step, and in the first by a
-        plan.
+        batch. With `evaluating` only losses are computed. `completed` is called with a stage after the op by which its
+        gradients are complete. Bytes are counted in a traced step, and in the first by a plan.
         """
         m = self._layout.microbatches
         given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
@@ -82,6 +90,8 @@ class Executor:
                 if trace:
                     step.allocated.append(self._allocated_bytes())
                 done += 1
+                if action.op in plan.completing:
+                    completed(action.op.stage)
             at = "the end of the step"
             self._end(step)
         except BaseException as error:

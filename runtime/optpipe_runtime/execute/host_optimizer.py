@@ -266,7 +266,7 @@ def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> No
         raise InputError(f"host_optimizers[{s}]: updates on the host take whole parameters, and there are inner peers")
     if isinstance(stages[s], DistributedDataParallel) or team.size < dist.get_world_size():
         raise InputError(
-            f"host_optimizers[{s}]: this pipeline has replicas, and gradients are averaged over them after the step, "
+            f"host_optimizers[{s}]: this pipeline has replicas, and gradients may be averaged over them only after G, "
             "when these have left for the host"
         )
     own = {parameter: name for name, parameter in stages[s].named_parameters()}

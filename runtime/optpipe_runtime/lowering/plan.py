@@ -71,6 +71,8 @@ class Plan:
         The actions of an evaluation: forwards only.
     recomputed
         The activations that a C computes again.
+    completing
+        The last W or BW of each stage of this rank.
     updated
         The stages of this rank with the ops G, U and P.
     evictions
@@ -88,6 +90,7 @@ class Plan:
     certified_bytes: tuple[int, ...]
     forwards: tuple[Action, ...]
     recomputed: frozenset[StageMicrobatch]
+    completing: frozenset[Op]
     updated: frozenset[int]
     evictions: dict[int, EvictionOrder]
     link_orders: tuple[LinkOrder | None, ...]

@@ -91,6 +91,7 @@ def lower(
         certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
         forwards=lower_ops(cache(lambda d: _forwards(programs(d))), rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
+        completing=frozenset({op.stage: op for op in ops if op.kind in (Kind.W, Kind.BW)}.values()),
         updated=frozenset(op.stage for op in ops if op.kind == Kind.U),
         evictions=_evictions(programs, rank, layout),
         link_orders=link_orders(schedule, rank, layout),

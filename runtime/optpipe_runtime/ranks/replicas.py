@@ -5,19 +5,20 @@ W adds weight gradients outside autograd, so the wrappers' hooks do not see when
 step therefore looks like gradient accumulation: all micro-batches without communication, then one reduction by the
 wrapper itself, with its buckets, types and hooks.
 
-    with replicas.whole():     FSDP gathers the parameters, once
+    with replicas.whole():        FSDP gathers the parameters, once
         every F, B and W
-        replicas.reduce()      DDP's reducer averages the gradients, FSDP reduces and scatters them
-                               and FSDP's parameters are sharded again
+        replicas.reduction(s)     behind the last W of stage s: DDP's reducer averages the gradients, FSDP reduces and
+                                  scatters them and shards the parameters again
 
-Replicas communicate at the two ends of a step only, stage by stage, never inside an op. So replicas may run different
-schedules. During the step each rank holds the whole parameters and gradients of its stages; they are no activations.
+Replicas communicate when a step begins, and once for each stage, in an order that does not depend on the schedule
+(`execute.reductions`). So replicas may run different schedules. Until a stage is reduced, its rank holds its whole
+parameters and gradients; they are no activations.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,18 +37,27 @@ log = logging.getLogger("optpipe.runtime")
 
 
 class Replicas:
-    """This rank's stages that have copies on other pipelines. `modules` are the modules inside the wrappers, by
-    stage."""
+    """This rank's stages that have copies on other pipelines.
+
+    Attributes
+    ----------
+    modules
+        The modules inside the wrappers, by stage.
+    reduced
+        The stages with a wrapper, in the order in which all replicas reduce them.
+    sharing
+        For each stage those here that have a parameter or a buffer of it, with itself.
+    """
 
     def __init__(self, stages: Mapping[int, nn.Module], team: Team) -> None:
         self._team = team
         self.modules: dict[int, nn.Module] = {}
-        self._copied: list[_Copied] = []
-        self._sharded: list[_Sharded] = []
+        self._copied: dict[int, _Copied] = {}
+        self._sharded: dict[int, _Sharded] = {}
         for s, module in sorted(stages.items()):
             inner = module
             if isinstance(module, DistributedDataParallel):
-                self._copied.append(_Copied(s, module, team))
+                self._copied[s] = _Copied(s, module, team)
                 inner = module.module
             if any(isinstance(part, DistributedDataParallel) for part in inner.modules()):
                 raise InputError(
@@ -55,8 +65,11 @@ class Replicas:
                     "torch.compile"
                 )
             if any(isinstance(part, FSDPModule) for part in inner.modules()):
-                self._sharded.append(_Sharded(s, inner, team))
+                self._sharded[s] = _Sharded(s, inner, team)
             self.modules[s] = inner
+        self.reduced = sorted(self._copied.keys() | self._sharded.keys(), reverse=True)
+        own = {s: {id(tensor) for tensor in (*m.parameters(), *m.buffers())} for s, m in self.modules.items()}
+        self.sharing = {s: {s, *(other for other in own if own[s] & own[other])} for s in own}
 
     def ranks(self, s: int) -> set[int]:
         """The ranks over which a stage is `fully_shard`ed; none for other stages."""
@@ -66,30 +79,39 @@ class Replicas:
     def whole(self) -> Iterator[None]:
         """Collective over the replicas: in this context FSDP's parameters are whole. Gradients that are not reduced by
         its end are dropped."""
-        with self._exchanging():
-            for stage in self._sharded:
+        with self.exchanging():
+            for stage in self._sharded.values():
                 stage.gather()
         try:
             yield
         finally:
-            for stage in self._sharded:
+            for stage in self._sharded.values():
                 stage.shard()
 
     def forget(self) -> None:
         """Drops what a step, or a part of one, has added to whole gradients of sharded parameters."""
-        for stage in self._sharded:
+        for stage in self._sharded.values():
             stage.forget()
 
-    def reduce(self) -> None:
-        """Collective over the replicas, after the last W: `.grad` becomes the mean over them."""
-        with self._exchanging(), torch.enable_grad():
-            if self._copied:
-                torch.autograd.backward([stage.complete() for stage in self._copied])
-            for stage in self._sharded:
-                stage.reduce()
+    def reduction(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
+        """Takes leave of a stage of `reduced`, after its last W. Returns the gradients that its reduction reads, and
+        the reduction, a collective over the replicas: by it `.grad` becomes the mean over them."""
+        copied, sharded = self._copied.get(s), self._sharded.get(s)
+        read = [parameter.grad for parameter in self.modules[s].parameters() if parameter.grad is not None]
+        if sharded is not None:
+            read += sharded.leave()
+
+        def reduce() -> None:
+            with torch.enable_grad():
+                if copied is not None:
+                    torch.autograd.backward(copied.complete())
+                if sharded is not None:
+                    sharded.reduce()
+
+        return read, reduce
 
     @contextmanager
-    def _exchanging(self) -> Iterator[None]:
+    def exchanging(self) -> Iterator[None]:
         """Wraps communication with other replicas. An error in here ends this rank's pipeline."""
         with self._team.local():
             try:
@@ -203,12 +225,18 @@ class _Sharded:
             part.unshard()
         self._whole = True
 
+    def leave(self) -> list[Tensor]:
+        """From here on the stage is left to `reduce`. Returns the gradients that FSDP has put aside."""
+        self._whole = False
+        parameters = (parameter for part in self._parts for group in _groups(part) for parameter in group.fsdp_params)
+        aside = (parameter.unsharded_accumulated_grad for parameter in parameters)
+        return [gradient for gradient in aside if gradient is not None]
+
     def reduce(self) -> None:
         self._set(reducing=True)
         for root in self._roots:
             # FSDP itself calls this when a backward has ended.
             root._get_fsdp_state()._root_post_backward_final_callback()
-        self._whole = False
 
     def shard(self) -> None:
         """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optpipe.errors import InputError, OptPipeError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import LENGTH, WIDTH, WORDS, Gradients, batch, loss_fn, make_stages
 
 
@@ -178,14 +180,42 @@ def plain_odds(microbatches: int) -> tuple[Gradients, float, Gradients]:
 class Collectives(TorchDispatchMode):
     """Counts what passes between replicas on FSDP."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Counter[str]) -> None:
         super().__init__()
-        self.count: Counter[str] = Counter()
+        self.count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for name in ("allgather", "reduce_scatter"):
             self.count[name] += name in str(func)
         return func(*args, **kwargs or {})
+
+
+@contextmanager
+def collectives(pipe: Pipeline) -> Iterator[Counter[str]]:
+    """Those of this thread and of the reductions."""
+    count: Counter[str] = Counter()
+
+    def reduction(s: int) -> Any:
+        read, reduce = Replicas.reduction(pipe._replicas, s)
+
+        def counted() -> None:
+            with Collectives(count):
+                reduce()
+
+        return read, counted
+
+    with Collectives(count), replaced(pipe._replicas, reduction=reduction):
+        yield count
+
+
+@contextmanager
+def replaced(instance: object, **methods: Any) -> Iterator[None]:
+    vars(instance).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(instance, name)
 
 
 def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients], list[dict[str, int]]]:
@@ -204,9 +234,9 @@ def uneven(first: Schedule, better: Schedule) -> tuple[list[int], list[Gradients
             inputs, targets = (part.chunk(2)[replica] for part in batch(step, 2 * m))
             if step == 1 and replica == 0:
                 inputs, targets = inputs[:, : LENGTH // 2].contiguous(), targets[:, : LENGTH // 2].contiguous()
-            with Collectives() as collectives:
+            with collectives(pipe) as count:
                 versions.append(pipe.step(inputs, targets).version)
-            made.append(dict(collectives.count))
+            made.append(dict(count))
             found.append(gradients(modules))
             newest = torch.tensor(versions[-1])
             dist.all_reduce(newest, op=dist.ReduceOp.MAX)

@@ -1,0 +1,123 @@
+"""Gradients are reduced over the replicas while backwards run, and come out as if that had been done after the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.ranks import cases, reductions
+from support.ranks import training as rank_training
+from support.ranks.programs import V_SHAPED, programs
+from support.ranks.reductions import Ran, Turn
+from support.ranks.worker import Ranks
+
+from optpipe.schedule import Schedule
+
+# The deeper stage of each rank is complete last.
+LATE = programs(
+    "0F0 0F1 0O1 3F0 0D1 3B0 0F2 3F1 3W0 3B1 0B0 0R1 3W1 3F2 0W0 0B1 3B2 0W1 0BW2 3W2",
+    "1F0 2F0 1F1 2F1 2B0 1B0 1F2 2F2 2W0 2B1 1W0 1B1 2W1 1W1 2B2 1BW2 2W2",
+)
+
+
+def schedules(*programs: list[list[str]]) -> list[Schedule]:
+    problem = cases.problem(tuple(reductions.PLACEMENT), 3)
+    return [Schedule.parse(problem, program) for program in programs]
+
+
+def close(found: cases.Gradients, expected: cases.Gradients) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        np.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def equal(found: cases.Gradients, expected: cases.Gradients) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        np.testing.assert_array_equal(grad, expected[name], err_msg=name)
+
+
+def started(ran: Ran, step: int) -> list[str]:
+    return [event for event in ran.events[step] if event.startswith("starts")]
+
+
+def before_the_last_op(ran: Ran, step: int) -> list[str]:
+    """The reductions that start before it."""
+    events = ran.events[step]
+    last = max(place for place, event in enumerate(events) if " " not in event)
+    return [event for event in events[:last] if event.startswith("starts")]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_reduction_ends_before_the_last_op_of_the_step(four_ranks: Ranks, how: str) -> None:
+    """The last op waits for it: would it start at the end, this never ended. In the first step by a schedule, which may
+    have to be undone, it does."""
+    turns = [Turn(load=0), Turn(awaits="ended"), Turn(awaits="ended")]
+    results = four_ranks(reductions.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how=how)
+    for rank, ran in enumerate(results):
+        deeper, shallower = 3 - rank % 2, rank % 2
+        for step in range(3):
+            assert started(ran, step) == [f"starts {deeper}", f"starts {shallower}"]
+        assert not before_the_last_op(ran, 0)
+    assert all(before_the_last_op(ran, step) == started(ran, step)[:1] for ran in results[:2] for step in (1, 2))
+    _, expected, _ = rank_training.plain(4, 6, steps=3)
+    for step in range(3):
+        for first, last in ((0, 1), (2, 3)):
+            close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_replicas_start_in_one_order_whatever_they_run(four_ranks: Ranks, how: str) -> None:
+    """On the second replica the deeper stage is complete last; the other stage waits for its turn."""
+    turns, own = [Turn(load=0), Turn(awaits="starts")], [schedules(V_SHAPED), schedules(LATE)]
+    results = four_ranks(reductions.trained, schedules=own, turns=turns, how=how)
+    for rank, ran in enumerate(results):
+        assert started(ran, 1) == [f"starts {3 - rank % 2}", f"starts {rank % 2}"]
+    for rank in (2, 3):
+        assert not before_the_last_op(results[rank], 1)
+        equal(results[rank].parameters, results[rank - 2].parameters)
+    _, expected, _ = rank_training.plain(4, 6, steps=2)
+    close(results[0].gradients[1] | results[1].gradients[1], expected[1])
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_whatever_happens_the_numbers_are_those_of_reductions_after_the_step(four_ranks: Ranks, how: str) -> None:
+    """With a tie, clipping, a swap, a schedule that runs out of memory on one replica, and one whose batch changes its
+    shape, so that a step that has begun is undone there and not on the other."""
+    turns = [
+        Turn(load=0),
+        Turn(awaits="starts"),
+        Turn(length=cases.LENGTH // 2),
+        Turn(length=cases.LENGTH // 2, awaits="starts"),
+        Turn(),
+        Turn(load=1, memory=True),
+        Turn(awaits="starts"),
+        Turn(load=1),
+        Turn(),
+    ]
+    own = [schedules(V_SHAPED, LATE), schedules(LATE, V_SHAPED)]
+    found, late = (
+        four_ranks(reductions.trained, schedules=own, turns=turns, how=how, late=late, max_norm=0.5, tied=True)
+        for late in (False, True)
+    )
+    for rank, (ran, expected) in enumerate(zip(found, late, strict=True)):
+        assert ran.losses == expected.losses
+        assert ran.norms == expected.norms
+        assert ran.versions == expected.versions == ([1] * 5 + [3, 3, 4, 4] if rank < 2 else [1] * 5 + [2, 2, 3, 3])
+        for own_gradients, theirs in zip(ran.gradients, expected.gradients, strict=True):
+            equal(own_gradients, theirs)
+        equal(ran.parameters, expected.parameters)
+        assert not any(before_the_last_op(expected, step) for step in range(len(turns)))
+        assert all(len(started(ran, step)) == 2 for step in range(len(turns))), (
+            "an undone run of a step reduces nothing"
+        )
+    assert all(before_the_last_op(ran, step) for ran in found[:2] for step in (1, 3, 6))
+
+
+def test_a_shared_parameter_is_reduced_when_all_its_stages_are_complete(four_ranks: Ranks) -> None:
+    turns = [Turn(load=0), Turn(), Turn()]
+    results = four_ranks(reductions.trained, schedules=[schedules(V_SHAPED)] * 2, turns=turns, how="ddp", shared=True)
+    expected = reductions.plain_shared(6, 3)
+    for first, last in ((0, 1), (2, 3)):
+        assert not any(before_the_last_op(results[first], step) for step in range(3))
+        for step in range(3):
+            close(results[first].gradients[step] | results[last].gradients[step], expected[step])
