@@ -73,7 +73,7 @@ class Replicas:
 
     def ranks(self, s: int) -> set[int]:
         """The ranks over which a stage is `fully_shard`ed; none for other stages."""
-        return {rank for stage in self._sharded if stage.stage == s for rank in stage.ranks}
+        return set(self._sharded[s].ranks) if s in self._sharded else set()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -187,7 +187,7 @@ class _Sharded:
     and backwards."""
 
     def __init__(self, s: int, module: nn.Module, team: Team) -> None:
-        self.stage, self.ranks = s, set[int]()
+        self.ranks: set[int] = set()
         self._whole = False
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         groups = [group for part in self._parts for group in _groups(part)]
