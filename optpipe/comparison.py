@@ -101,6 +101,7 @@ class Row:
             "peak_bytes": [peak.bytes for peak in certificate.device] if certificate else None,
             "host_peak_bytes": [peak.bytes for peak in certificate.host] if certificate else None,
             "reason": self.reason,
+            "notes": list(self.result.notes) if self.result else [],
         }
 
 

@@ -53,6 +53,10 @@ def compare(
         console.print(table(found))
     for line in text.get().splitlines():
         typer.echo(line.rstrip())
+    for row in found.rows:
+        for note in row.result.notes if row.result else ():
+            if note != row.reason:
+                typer.echo(f"note: {title(row)}: {note}", err=True)
 
 
 def watched(problem: Problem, options: CompareOptions, quiet: bool) -> Comparison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def test_the_table_says_what_fits_and_why_the_rest_does_not(run):
     assert re.search(r"[\d.]+ GB +[\d.]+%  (as given|\d looped|\d V-shaped)$", rows[0])
     assert re.search(r"40 GB +as given +needs 40000000000 of 15000000000 bytes on device 0$", rows[-2])
     assert "stages[0].recompute_ms is missing" in rows[-1]
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_what_a_search_notes_is_told(run, monkeypatch, words):
+    ended = "milp: HiGHS: optimal after 0.1 s"
+
+    def solve(problem: Problem, **options: object) -> Result:
+        return replace(Result.of(generate("adaoffload", problem), SearchOptions()), notes=(ended,))
+
+    monkeypatch.setattr(comparison, "solve", solve)
+    _, out, err = run(PROBLEM, "--methods", "milp", "--placements", "keep", *words)
+    if words:
+        assert json.loads(out)["rows"][0]["notes"] == [ended]
+    else:
+        assert err == f"note: milp: {ended}\n"
 
 
 def test_as_json_with_pictures(run, tmp_path):

@@ -10,12 +10,18 @@ from optpipe_runtime.bench.protocol import FIRST, ProtocolSettings
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoSettings
 
-SMALL = DemoSettings(budget=2.4, rounds=1, turn=1, size=Size(width=64, heads=2, blocks=4, context=64, sequences=2))
+SMALL = DemoSettings(
+    microbatches=2,  # so that the search ends with a proof, in seconds
+    budget=1.4,
+    rounds=1,
+    turn=1,
+    size=Size(width=64, heads=2, blocks=4, context=64, sequences=2),
+)
 
 
 def test_the_protocol_runs_with_a_backend_that_is_named() -> None:
     pytest.importorskip("pulp")
-    told = run(ProtocolSettings(milp_s=40.0, solver="pulp:cbc", training=SMALL))
+    told = run(ProtocolSettings(milp_s=20.0, solver="pulp:cbc", training=SMALL))
     assert told["first"]["method"] == FIRST
     assert told["steps_beside"] > 0
     predicted = [told["first"]["predicted_ms"], *(found["predicted_ms"] for found in told["found"])]

@@ -11,7 +11,7 @@ from support.chain import chain
 
 from optpipe import Problem, Schedule
 from optpipe.process.child import Child
-from optpipe.process.protocol import Frame, Note, Request
+from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_solver import plan
 from optpipe_solver.heuristics import generate
 from optpipe_solver.plan import EngineRun
@@ -97,3 +97,57 @@ def test_what_was_found_while_it_ran_is_a_better_schedule(runs: EngineRuns, stat
 def test_an_engine_that_used_its_time_runs_again(runs: EngineRuns) -> None:
     end(runs, NAIVE, spent_s=9.0)
     assert runs.may_gain("lns")
+
+
+def milp_runs(told: list[Frame], time_limit_s: float) -> EngineRuns:
+    """A search for which the MILP was asked by name, before it begins."""
+    request = Request(problem=PROBLEM, method="milp", time_limit_s=time_limit_s)
+    return EngineRuns(request, [EngineRun("milp")], SearchState(request, told.append), TimeLimit(request), told.append)
+
+
+def test_where_the_milp_is_stopped_before_its_report_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("milp", "slow")
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    told: list[Frame] = []
+    runs = milp_runs(told, 60.0)
+    runs.start(EngineRun("milp"), 0.01, 1)
+    while runs.running:
+        runs.handle_messages(0.1)
+    assert told == [Note(text="milp: time was up before it could say how its search ended")]
+
+
+def test_where_the_milp_has_ended_there_is_none() -> None:
+    told: list[Frame] = []
+    runs, process = milp_runs(told, 60.0), EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0, overdue=True)
+    for message in (End(), None):  # its last words came just before it was stopped
+        runs.handle(process, message)
+    assert told == []
+
+
+@pytest.mark.parametrize("turn", [True, False])
+def test_where_no_time_is_left_for_the_milp_a_note_says_so(turn: bool) -> None:
+    """Whether its turn comes too late, or not at all because heuristics took all of the time."""
+    told: list[Frame] = []
+    runs = milp_runs(told, plan.ENGINE_START_S)
+    if turn:
+        runs.start_next(beside_heuristics=False)
+    runs.stop_all()
+    assert told == [Note(text="milp: there was no time left to start it")]
+
+
+@pytest.mark.parametrize(("engine", "counts"), [("milp", False), ("lns", True)])
+def test_with_one_thread_the_milp_has_all_of_the_time(
+    state: SearchState, monkeypatch: pytest.MonkeyPatch, engine: str, counts: bool
+) -> None:
+    """Its solvers count no work, so none of the clock is kept for a busy machine."""
+    allotted: list[float] = []
+    monkeypatch.setattr(
+        engine_processes.EngineProcesses,
+        "start",
+        lambda self, request, start, deadline, allotted_s: allotted.append(allotted_s),
+    )
+    request = Request(problem=PROBLEM, method=engine, threads=1, time_limit_s=1000.0)
+    limit = TimeLimit(request)
+    EngineRuns(request, [EngineRun(engine)], state, limit, lambda frame: None).start_next(beside_heuristics=False)
+    assert (allotted[0] < 0.9 * limit.left_s) == counts

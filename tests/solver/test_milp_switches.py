@@ -215,7 +215,11 @@ def test_windows_shrink_to_a_licence(solver: Solver) -> None:
     problem = problem_of(costs, [15] * 4, 8)
     start = next(STREAMS["naive"](problem, "makespan"))
     frames = solver.frames(problem, solver="gurobi", time_limit_s=8.0, warm_start=Programs.of(start))
-    (report,) = [frame.text for frame in frames if isinstance(frame, Note)]
+    too_large, report = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert re.fullmatch(
+        r"milp: windows, as the whole model has \d+ variables, \d+ rows, and Gurobi's pip licence is for 2000",
+        too_large,
+    )
     assert re.match(r"milp: \d+ windows by Gurobi: .* shrunk to 2000 variables and rows; ", report)
     found = [frame for frame in frames if isinstance(frame, Incumbent)]
     assert found[-1].schedule.schedule(problem, "milp").makespan_ms < start.makespan_ms

@@ -95,6 +95,7 @@ class CompareRow(Record):
     peak_bytes: list[int] | None
     host_peak_bytes: list[int] | None
     reason: str | None
+    notes: list[str]  # of a search, such as how the MILP's ended
 
 
 class CompareReply(Record):
@@ -155,6 +156,7 @@ _ROW = {
     "peak_bytes": [2000, 1000],
     "host_peak_bytes": [0, 0],
     "reason": None,
+    "notes": [],
 }
 _COMPARED = {"problem": "", "options": CompareOptions().model_dump(), "k": [0.5], "rows": [_ROW]}
 _KNOWN = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from optpipe.evaluate.objective import Objective, reaches
+from optpipe.evaluate.objective import TOLERANCE, Objective, reaches
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
 from optpipe_solver.lift import lift
@@ -32,6 +32,7 @@ METHOD = "milp+lns"
 FIRST = 40  # compute ops that the first windows open
 FEWEST = 8
 SHRINK = 0.8  # of a window that a backend does not take
+AS_LONG = 1 + 4 * TOLERANCE  # of a schedule's length: with that horizon a window admits the schedule itself
 PATIENCE_S = 5.0  # for one of the first windows
 MEMORY = 0.8  # how much of what a kind of window gained before still counts after one more
 LEAST_WORTH = 0.2
@@ -106,8 +107,8 @@ class WindowSearch:
     @property
     def summary(self) -> str:
         """How the search ended."""
-        by = ", ".join(f"{count} windows by {solver}" for solver, count in self._solved.items())
-        by = by or "no window in which anything shorter may be"
+        by = ", ".join(f"{count} window{'s' * (count > 1)} by {solver}" for solver, count in self._solved.items())
+        by = by or "no window"
         shrunk = f", {self._shrunk} shrunk to {self._most} variables and rows" if self._shrunk else ""
         return (
             f"{by}: {self._proven} optimal, {self._gained} shorter{shrunk}; {self._nodes} nodes, up to {self._largest} "
@@ -116,7 +117,11 @@ class WindowSearch:
 
     def run(self, best: Schedule) -> None:
         """Solves windows until time is up, the best is proven, or a window of everything is solved. A schedule that the
-        model cannot express is left alone."""
+        model cannot express is left alone.
+
+        Only windows in which something shorter may be are solved, and one in any case: of a schedule that is proven it
+        says that nothing is.
+        """
         limits = self._limits
         random_ = random.Random(limits.seed)
         neighbourhoods = [Neighbourhood(kind) for kind in KINDS]
@@ -127,7 +132,8 @@ class WindowSearch:
             own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, random_.randrange(2**31))
             around = Surroundings(graph, window)
             order = self._switches.order if graph.in_order else "none"
-            model = Model(graph.problem, "makespan", graph.end_ms, replace(self._switches, order=order), around)
+            horizon_ms = graph.end_ms if self._solved else AS_LONG * graph.end_ms
+            model = Model(graph.problem, "makespan", horizon_ms, replace(self._switches, order=order), around)
             if model.possible and self._is_too_large(model) and chosen.size > FEWEST:
                 chosen.size, self._shrunk = max(FEWEST, SHRINK * chosen.size), self._shrunk + 1
                 continue
@@ -141,7 +147,7 @@ class WindowSearch:
                 return
             if found is not None:
                 graph = ScheduleGraph(found, self._objective)
-            if reaches(graph.length_ms, self._bound_ms):
+            if self._solved and reaches(graph.length_ms, self._bound_ms):
                 self._end = "proven optimal by a bound without search"
                 return
         if not graph.expressible:

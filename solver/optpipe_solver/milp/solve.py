@@ -73,6 +73,7 @@ class _Search:
         for order in orders:
             model = Model(self._lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if most and model.possible and not model.rows.fits(most):
+                self._report(f"windows, as the whole model has {_size(model)}, and Gurobi's pip licence is for {most}")
                 return False
             if model.possible:
                 start = assignment(model.variables, self._on_model(best.schedule)) if best.schedule else {}
@@ -158,8 +159,11 @@ def _ended(model: Model, outcome: Outcome, best_ms: float) -> str:
     nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
     bound = "no bound" if outcome.bound is None else f"bound {outcome.bound / model.scale:.6g} ms"
     best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
-    size = f"{len(model.rows.lower)} variables, {len(model.rows.at_least)} rows"
-    return f"{outcome.solver}: {outcome.status} after {outcome.seconds:.1f} s{nodes}, {best}, {bound}; {size}"
+    return f"{outcome.solver}: {outcome.status} after {outcome.seconds:.1f} s{nodes}, {best}, {bound}; {_size(model)}"
+
+
+def _size(model: Model) -> str:
+    return f"{len(model.rows.lower)} variables, {len(model.rows.at_least)} rows"
 
 
 def _common_step_ms(problem: Problem) -> Fraction:

@@ -33,6 +33,7 @@ class EngineProcess:
     allotted_s: float
     began: float = field(default_factory=time.monotonic)
     spent_s: float | None = None  # of its time, by its own count
+    overdue: bool = False  # whether it was stopped because its time was up, before its end
 
     @property
     def ended_early(self) -> bool:
@@ -67,6 +68,7 @@ class EngineProcesses:
     def stop(self, process: EngineProcess) -> None:
         """Stop an engine; `messages` still gives what it said before."""
         if process.deadline < STOPPED:
+            process.overdue = time.monotonic() > process.deadline
             process.deadline = STOPPED
             process.child.stop()
 

@@ -8,6 +8,7 @@ from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Request
 from optpipe.schedule import Schedule
 from optpipe_solver import plan
+from optpipe_solver.methods import MILP
 from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses, Message, own_memory_bytes
 from optpipe_solver.portfolio.search_state import Emit, SearchState
@@ -20,6 +21,7 @@ class EngineRuns:
     """The planned runs of engines, and those that are under way.
 
     With one thread an engine's share is planned in seconds of counted work, and the next engine has what is left of it.
+    The MILP's solvers count none: asked for by name, it goes by the clock.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class EngineRuns:
         self._processes = EngineProcesses()
         self._parallel = min(plan.PARALLEL, request.threads) if request.method == "auto" else 1
         share = 1 - plan.heuristics_share(limit.seconds)
-        self._engines_s = share * limit.seconds * (plan.COUNTED_SHARE if limit.counted else 1)
+        self._counted = limit.counted and request.method != MILP
+        self._engines_s = share * limit.seconds * (plan.COUNTED_SHARE if self._counted else 1)
         self._uncounted_s = self._engines_s  # of it, what no engine has used yet by its own count
         self._started = 0
         self._exhausted: dict[str, Schedule | None] = {}  # the schedule from which an engine found nothing more to do
@@ -56,7 +59,7 @@ class EngineRuns:
         threads -= beside_heuristics * (request.threads // self._parallel)
         while free > 0 and self._planned:
             if self._left_s() <= plan.ENGINE_START_S:
-                self._planned.clear()
+                self._drop_planned()
                 return
             run = next((run for run in self._planned if self.may_gain(run.engine)), None)
             if run is None:
@@ -70,11 +73,11 @@ class EngineRuns:
 
     def _left_s(self) -> float:
         left_s = self._limit.left_s
-        return min(self._uncounted_s, left_s) if self._limit.counted else left_s
+        return min(self._uncounted_s, left_s) if self._counted else left_s
 
     def _allotted_s(self, run: EngineRun) -> float:
         """A run's share of the time; all that is left if no run is planned behind it."""
-        all_s = self._uncounted_s if self._limit.counted else self._limit.left_s
+        all_s = self._uncounted_s if self._counted else self._limit.left_s
         return min(run.share * self._parallel * self._engines_s, all_s) if self._planned else all_s
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
@@ -85,7 +88,7 @@ class EngineRuns:
             "threads": threads,
             "seed": (self._request.seed + self._started) % 2**31,
         }
-        deadline = self._limit.until(allotted_s * (plan.COUNTED_TIMEOUT if self._limit.counted else 1.0))
+        deadline = self._limit.until(allotted_s * (plan.COUNTED_TIMEOUT if self._counted else 1.0))
         self._started += 1
         start = None if run.from_scratch else self._state.start_for(run.engine)
         self._processes.start(self._request.model_copy(update=asked), start, deadline, allotted_s)
@@ -100,9 +103,15 @@ class EngineRuns:
             self.handle(process, message)
 
     def stop_all(self) -> None:
-        """Stop all engines, and take what they said before."""
+        """Stop all engines, start no more, and take what they said before."""
+        self._drop_planned()
         for process, message in self._processes.stop_all():
             self.handle(process, message)
+
+    def _drop_planned(self) -> None:
+        if any(run.engine == MILP for run in self._planned):
+            self._report_missing("there was no time left to start it")
+        self._planned.clear()
 
     def handle(self, process: EngineProcess, message: Message) -> None:
         """Take what an engine found, once it is verified. What goes wrong becomes a note, and the search goes on."""
@@ -128,15 +137,22 @@ class EngineRuns:
             self._emit(Note(text=f"{engine} failed: {message}"))
             self._cancel(engine)
         elif isinstance(message, End):
-            process.spent_s = message.spent_s
+            process.spent_s, process.overdue = message.spent_s, False
         elif message is None:
             self._ended(process)
 
     def _ended(self, process: EngineProcess) -> None:
         spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_START_S
         self._uncounted_s -= min(process.allotted_s, spent_s)
+        if process.overdue:
+            self._report_missing("time was up before it could say how its search ended")
         if process.ended_early:
             self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
+
+    def _report_missing(self, why: str) -> None:
+        """A note in the place of the MILP's report, which whoever asked for it expects."""
+        if self._request.method == MILP:
+            self._emit(Note(text=f"{MILP}: {why}"))
 
     def keep_only(self, engine: str) -> None:
         """Cancel the runs of all other engines, and stop those under way."""
