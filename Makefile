@@ -39,9 +39,9 @@ check: setup ## check style, types and imports
 
 test: check suite ## check, then run the whole suite
 
-# Three at a time on two cores: a test waits as often as it computes.
+# Two at a time: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.
 soak: setup ## run the long versions of some tests

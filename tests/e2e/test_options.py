@@ -197,7 +197,7 @@ def test_a_training_has_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """The follower hands them to its client; the demo takes them with its settings to the ranks."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(follow, "ScheduleClient", lambda url, problem, **options: given.update(options))
-    pipe: Any = SimpleNamespace(number=0, schedule=None)
+    pipe: Any = SimpleNamespace(number=0, leads=True, schedule=None)
     follow.Follower(pipe, NOWHERE, **TRAINING)._follow(PROBLEM)
     assert {name: given[name] for name in TRAINING} == TRAINING
 

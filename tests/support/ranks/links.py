@@ -105,10 +105,10 @@ def allocations(schedules: Sequence[Schedule], steps: int) -> tuple[int, int, in
     with Pipeline(own_stages(layout.placement), layout.placement, loss_fn, layout.microbatches) as pipe:
         pool, run = pipe._rank.pool, pipe._step_runner.executor.run
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             nonlocal allocated
             before = pool._allocated
-            report = run(*arguments)
+            report = run(*arguments, **options)
             allocated += pool._allocated - before
             return report
 
