@@ -18,7 +18,8 @@ from optpipe.errors import InputError, did_you_mean, input_error
 from optpipe.evaluate.objective import Objective
 from optpipe.model.records import Items, Record
 
-ENGINES = ("cyclic", "lns", "cpsat", "milp")
+MILP = "milp"
+ENGINES = ("cyclic", "lns", "cpsat", MILP)
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
 
@@ -188,6 +189,11 @@ class SolveOptions(SearchOptions):
     """What `solve`, a job of the service and a training's client can be asked for."""
 
     method: Method = "auto"
+
+    @property
+    def ends_when_proven(self) -> bool:
+        """Whether a proven schedule ends the search. The MILP, asked for by name, runs whatever is known."""
+        return self.method != MILP
 
     @property
     def answered_by_optimum(self) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from optpipe.options import ENGINES
+from optpipe.options import ENGINES, MILP
 
 HEURISTICS = ("naive", "zb-auto", "adaoffload")  # each fits wherever any schedule does; the most promising last
-MILP = ENGINES[-1]
 ROBUST = "robust"  # an engine, too, which `auto` starts where op times vary
 METHODS = ("auto", *HEURISTICS, *ENGINES)
 
-__all__ = ["ENGINES", "HEURISTICS", "METHODS", "ROBUST"]
+__all__ = ["ENGINES", "HEURISTICS", "METHODS", "MILP", "ROBUST"]

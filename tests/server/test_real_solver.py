@@ -42,6 +42,18 @@ def test_first_schedule_then_the_end_then_the_cache(client: httpx.Client) -> Non
     assert again["best"]["makespan_ms"] == end["best"]["makespan_ms"]
 
 
+def test_the_milp_asked_for_by_name_runs_though_the_first_schedule_is_proven(client: httpx.Client) -> None:
+    asked = {"problem": chain(memory=4, m=2).to_dict(), "method": "milp", "time_limit_s": 60.0}
+    job = client.post("/v1/jobs", json=asked).json()
+    assert job["state"] in ("queued", "running")
+    assert job["gap"] == 0.0
+    with client.stream("GET", f"{job['url']}/events") as response:
+        *_, end = [json.loads(event["data"]) for event in events(response)]
+    assert (end["state"], end["gap"]) == ("done", 0.0)
+    lines = [line["text"] for line in client.get(f"{job['url']}/log").json()["lines"]]
+    assert [line for line in lines if line.startswith("milp: HiGHS: optimal after ")]
+
+
 def test_too_little_memory_is_named(client: httpx.Client) -> None:
     content = chain().to_dict()
     content["devices"][1]["activation_budget_bytes"] = 999

@@ -66,12 +66,11 @@ class InitialResult:
     best: Result = field(default_factory=lambda: Result("unknown"))
     source: Source = "heuristic"
 
-    @property
-    def state(self) -> State:
-        """The job's first state: an answer that is proven needs no worker."""
+    def state(self, options: SolveOptions) -> State:
+        """The job's first state: an answer that is proven needs no worker, unless the method runs nevertheless."""
         if self.best.status == "infeasible":
             return "infeasible"
-        return "done" if self.best.status == "optimal" else "queued"
+        return "done" if self.best.status == "optimal" and options.ends_when_proven else "queued"
 
 
 class Jobs:
@@ -130,7 +129,7 @@ class Jobs:
             self._one_at_a_time(db, tenant)
             if key is not None and (known_id := _submitted(db, tenant, key, body_sha256)):
                 return known_id, False
-            state, at = initial.state, at or now()
+            state, at = initial.state(job.options), at or now()
             if state == "queued" and _count(db, tenant, "queued") >= queue:
                 raise QueueFullError
             row = dict(
@@ -305,7 +304,7 @@ class Jobs:
                 raise ConflictError(CANCELLED_DETAIL)
             if job.last_seq != seen:
                 raise StaleError
-            state = initial.state
+            state = initial.state(options_of(job))
             if state == "queued" and job.state == "running":
                 state = "running"  # its worker learns of the new problem and goes on
             elif state == "queued" and job.state != "queued" and _count(db, tenant, "queued") >= queue:
@@ -396,7 +395,7 @@ def _locked(db: Connection, tenant: str, job_id: str) -> Row[Any]:
 
 
 def _reason(initial: InitialResult) -> str | None:
-    return storable_text(initial.best.reason) if initial.state == "infeasible" and initial.best.reason else None
+    return storable_text(initial.best.reason) if initial.best.status == "infeasible" and initial.best.reason else None
 
 
 def _submitted(db: Connection, tenant: str, key: str, body_sha256: str) -> str | None:

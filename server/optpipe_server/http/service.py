@@ -130,7 +130,7 @@ class Service:
             SUBMITTED.inc()
             INCUMBENTS.inc(initial.best.schedule is not None)
             self.supervisor.nudge()
-            if initial.best.schedule is None and initial.state == "queued":  # the search may find one in the same time
+            if initial.best.status == "unknown":  # the search may find one in the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
                     async with self.job_updates.subscribe(job_id, 1) as topic:

@@ -140,7 +140,7 @@ class Solve:
     def _search_once(self) -> Result:
         """Run one search and commit every better schedule as it comes; return its last result."""
         claim, last = self._held, Result("unknown", objective=self._held.options.objective)
-        if claim.options.time_limit_s <= claim.spent_s or self._settled():
+        if claim.options.time_limit_s <= claim.spent_s or self._settles(self._best):
             return last
         self._tell_limits(claim)
         noted = 0
@@ -212,16 +212,18 @@ class Solve:
                 self._log.info("incumbent", method=self._best.method, value_ms=self._best.value_ms, gap=self._best.gap)
             else:
                 self.end("changed")
-        if self._settled():
+        if self._settles(self._best):
             self.end("settled")
 
     def _note(self, claim: Claim, text: str) -> None:
         self._retry(partial(self._leases.note, claim, text, "warning"))
 
-    def _settled(self) -> bool:
-        """Return whether the best schedule is proven, or its gap small enough to end the search."""
-        gap, enough = self._best.gap, self._held.options.gap
-        return self._best.status == "optimal" or (enough > 0 and gap is not None and gap <= enough)
+    def _settles(self, best: Result) -> bool:
+        """Return whether the search is over: the schedule is proven, or its gap small enough."""
+        options = self._held.options
+        if best.status == "optimal" and options.ends_when_proven:
+            return True
+        return options.gap > 0 and best.gap is not None and best.gap <= options.gap
 
     def _tell_limits(self, claim: Claim) -> None:
         """Log what this worker does not have for the search."""
@@ -240,7 +242,7 @@ class Solve:
         if why == "lost":
             raise LostError(self._held.job_id)
         best = merged(self._best, last)
-        if best.status not in ("optimal", "infeasible") and not self._settled():
+        if best.status != "infeasible" and not self._settles(best):
             if why == "cancelled":
                 return self._finish("cancelled", replace(best, reason=CANCELLED))
             if self._environment.stopping.is_set():

@@ -61,7 +61,7 @@ class Portfolio:
             while not (state.optimal and not runs.unfinished(methods.MILP)) and limit.left_s > 0:
                 if trying:
                     trying = next(heuristics, True) is None and not state.optimal
-                if state.proven and request.method != methods.MILP:  # nothing is left to gain by nominal times
+                if state.proven and request.ends_when_proven:  # nothing is left to gain by nominal times
                     runs.keep_only(ROBUST)
                 if state.best or not trying:
                     runs.start_next(beside_heuristics=trying)

@@ -69,6 +69,9 @@ def test_a_job_proven_at_submission_is_over(jobs: Jobs) -> None:
     assert infeasible is not None
     assert (done.state, done.status, done.gap, done.ended_at is not None) == ("done", "optimal", 0.0, True)
     assert (infeasible.state, infeasible.reason, infeasible.last_seq) == ("infeasible", "device 0 needs\ufffdmore", 0)
+    proven = InitialResult(found(FAST, FAST.makespan_ms))
+    milp, _ = jobs.add(A, NewJob(PROBLEM, SolveOptions(method="milp")), proven, queue=1)
+    assert jobs.job(A, milp).state == "queued"  # it runs whatever is known
 
 
 def test_characters_that_cannot_be_stored_are_replaced(jobs: Jobs) -> None:

@@ -93,6 +93,7 @@ class Model(RuleBasedStateMachine):
     ) -> object:
         start = self.start(problem, given)
         asked = NewJob(problem, SolveOptions(time_limit_s=10.0), priority)
+        first_state = start.state(asked.options)
         there = next(
             (job_id for job_id, job in self.known.items() if key and (job.tenant, job.key) == (tenant, key)), None
         )
@@ -100,7 +101,7 @@ class Model(RuleBasedStateMachine):
             job_id, new = self.jobs.add(tenant, asked, start, queue=QUEUE, key=key, body_sha256=problem.sha256)
         except QueueFullError:
             assert there is None
-            assert start.state == "queued"
+            assert first_state == "queued"
             assert self.queued(tenant) >= QUEUE
             return multiple()
         except ConflictError:
@@ -111,9 +112,9 @@ class Model(RuleBasedStateMachine):
             assert (there, self.first_problem[job_id]) == (job_id, problem.sha256)
             return multiple()
         assert there is None
-        assert start.state != "queued" or self.queued(tenant) < QUEUE
+        assert first_state != "queued" or self.queued(tenant) < QUEUE
         self.number += 1
-        job = Known(tenant, problem, priority, self.number, 10.0, start.state, key)
+        job = Known(tenant, problem, priority, self.number, 10.0, first_state, key)
         job.learn(start.best)
         if start.best.schedule is not None:
             job.add(start.best)
@@ -288,6 +289,7 @@ class Model(RuleBasedStateMachine):
         if job is None:
             return
         start = self.start(problem, given)
+        first_state = start.state(SolveOptions())
         seen = len(job.incumbents) - stale
         try:
             self.jobs.change_problem(job.tenant, job_id, problem, start, seen=seen, queue=QUEUE)
@@ -298,7 +300,7 @@ class Model(RuleBasedStateMachine):
             assert stale
             return
         except QueueFullError:
-            assert start.state == "queued"
+            assert first_state == "queued"
             assert job.state not in OPEN
             assert self.queued(job.tenant) >= QUEUE
             return
@@ -306,8 +308,8 @@ class Model(RuleBasedStateMachine):
         assert job.state != "cancelled"
         assert not (job.cancel and job.state in OPEN)
         job.cancel = False
-        assert start.state != "queued" or job.state in OPEN or self.queued(job.tenant) < QUEUE
-        job.state = "running" if start.state == "queued" and job.state == "running" else start.state
+        assert first_state != "queued" or job.state in OPEN or self.queued(job.tenant) < QUEUE
+        job.state = "running" if first_state == "queued" and job.state == "running" else first_state
         job.worker = job.worker if job.state == "running" else None
         job.problem, job.version, job.reason, job.bound = problem, job.version + 1, None, None
         job.spent_s, job.crashes, job.losses = 0.0, 0, 0
