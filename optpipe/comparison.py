@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from optpipe.anytime import Result, solve
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.memory import Certificate, Peak
+from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
 from optpipe.options import ENGINES, CompareOptions, Placements, SearchArguments, SolveArguments
@@ -150,13 +151,14 @@ def compare(
     problem: Problem,
     methods: Sequence[str] | None = None,
     *,
+    starts: Sequence[Schedule] = (),
     told: Callable[[Row], None] | None = None,
     **options: Unpack[SearchArguments],
 ) -> Comparison:
     """Every published schedule, every heuristic and what `solve` finds on one problem, side by side.
 
     With `placements="all"` each published schedule runs on the stages that it is for, and each search runs twice: on
-    the stages as given, and on any stages.
+    the stages as given, and on any stages, from what it found on those as given.
 
     Parameters
     ----------
@@ -164,6 +166,8 @@ def compare(
         What is to be scheduled.
     methods
         Only these; `auto` among them is what `solve` finds, an engine's name what it finds with that engine.
+    starts
+        Schedules that searches start from, such as those found with less memory: none ends with a longer one.
     told
         Called with each row as it comes.
     options
@@ -176,7 +180,7 @@ def compare(
     """
     chosen = CompareOptions.of("compare", {**options, "methods": methods})
     rows = []
-    for row in chain(_generated(problem, chosen), _searched(problem, chosen)):
+    for row in chain(_generated(problem, chosen), _searched(problem, chosen, starts)):
         rows.append(row)
         if told:
             told(row)
@@ -248,8 +252,18 @@ def _fullest(peaks: Sequence[Peak]) -> tuple[int, Peak]:
     return device, peaks[device]
 
 
-def _searched(problem: Problem, options: CompareOptions) -> Iterator[Row]:
+def _searched(problem: Problem, options: CompareOptions, starts: Sequence[Schedule]) -> Iterator[Row]:
+    found: dict[str, list[Schedule]] = {}  # by each method
     for method, placements in searches(options):
         arguments: SolveArguments = {**options.search(), "method": method, "placements": placements}
-        result = solve(problem, **arguments)
+        known = found.setdefault(method, list(starts))
+        result = solve(problem, warm_start=shortest(known, options.objective, placements), **arguments)
+        if result.schedule:
+            known.append(result.schedule)
         yield Row(method, placements, result, None if result.schedule else result.reason)
+
+
+def shortest(schedules: Iterable[Schedule], objective: Objective, placements: Placements) -> Schedule | None:
+    """The shortest schedule, with `keep` of those on the stages as given; None if there is none."""
+    usable = (schedule for schedule in schedules if placements == "all" or schedule.placement is None)
+    return min(usable, key=lambda schedule: length_ms(schedule, objective), default=None)

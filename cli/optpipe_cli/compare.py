@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from optpipe.model.placement import Placement
     from optpipe.model.problem import Problem
     from optpipe.options import CompareOptions
+    from optpipe.schedule import Schedule
 
 WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
 
@@ -59,7 +60,7 @@ def compare(
                 typer.echo(f"note: {title(row)}: {note}", err=True)
 
 
-def watched(problem: Problem, options: CompareOptions, quiet: bool) -> Comparison:
+def watched(problem: Problem, options: CompareOptions, quiet: bool, starts: Sequence[Schedule] = ()) -> Comparison:
     """Run `optpipe.compare` with a line on stderr that shows the progress."""
     from optpipe.comparison import compare
 
@@ -69,7 +70,7 @@ def watched(problem: Problem, options: CompareOptions, quiet: bool) -> Compariso
             value = f"{row.value_ms:.6g} ms" if row.value_ms is not None else row.reason
             say(f"comparing, after {label(row)}: {value}")
 
-        return compare(problem, options.methods, told=tell, **options.search())
+        return compare(problem, options.methods, starts=starts, told=tell, **options.search())
 
 
 @contextmanager

@@ -149,6 +149,11 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypa
     assert all(
         max(corner["peak_bytes"]) <= corner["activation_budget_bytes"] for corner in corners.values() if corner["fits"]
     )
+    searched = {row["placements"]: row for row in answer["rows"]["0.5 M"] if row["method"] == "auto"}
+    by_memory = [*sorted(answer["between"], key=lambda corner: corner["activation_budget_bytes"]), searched["all"]]
+    lengths = [found["makespan_ms"] for found in by_memory]
+    assert lengths == sorted(lengths, reverse=True)  # never longer with more memory
+    assert searched["all"]["makespan_ms"] <= searched["keep"]["makespan_ms"]
     drawn = picture.read_text(encoding="utf-8")
     assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optpipe.comparison import Comparison, Row
     from optpipe.model.problem import Problem
     from optpipe.options import CompareOptions
+    from optpipe.schedule import Schedule
     from optpipe.show.pareto import Point
 
 AMPLE = "ample"
@@ -49,8 +50,7 @@ def pareto(
     require_writable(svg)
     what = Problem.load(problem)
     sizes = _sizes(what, budgets)
-    found = {name: watched(_with_memory(what, size), options, quiet=json) for name, size in sizes.items()}
-    between = _between(what, found, options, quiet=json)
+    found, between = _compared(what, sizes, options, quiet=json)
     told = [verdict for name in found for verdict in verdicts(name, found[name])]
     told += [_verdict(f"{bytes_text(point.bytes)}, any stages", row, point) for point, row in between.items()]
     if svg:
@@ -113,21 +113,42 @@ def _with_memory(problem: Problem, size: int) -> Problem:
     )
 
 
-def _between(problem: Problem, found: Found, options: CompareOptions, quiet: bool) -> dict[Point, Row]:
-    """The solver's schedules on any stages, with the memory of each schedule on the published frontier that is none of
-    the budgets."""
-    from optpipe.anytime import solve
-    from optpipe.comparison import SOLVER, Row
-    from optpipe.show.pareto import frontier
+def _compared(
+    problem: Problem, sizes: dict[str, int], options: CompareOptions, quiet: bool
+) -> tuple[Found, dict[Point, Row]]:
+    """All methods at each budget, and the solver on any stages with the memory of each schedule on the published
+    frontier that is none of the budgets.
 
-    asked = {device.activation_budget_bytes for one in found.values() for device in one.problem.devices}
-    corners = [point for point in frontier(_points(found, [], solver=False)) if point.bytes not in asked]
-    rows = {}
-    for point in corners:
-        with waiting(f"searching at the memory of {point.name}", quiet):
-            result = solve(_with_memory(problem, point.bytes), **options.search())
-        rows[point] = Row(SOLVER, "all", result, None if result.schedule else result.reason)
-    return rows
+    The solver goes from less memory to more and starts from what it found with less, so more never makes it longer.
+    """
+    from optpipe.anytime import solve
+    from optpipe.comparison import SOLVER, Comparison, Row, compare, shortest
+    from optpipe.show.pareto import frontier
+    from optpipe_solver.portfolio.compare_methods import EVERY
+
+    def published(size: int) -> Comparison:
+        return compare(_with_memory(problem, size), EVERY, **options.search())
+
+    with waiting("making the published schedules", quiet):
+        found = {name: published(size) for name, size in sizes.items()}
+    corners = [point for point in frontier(_points(found, [], solver=False)) if point.bytes not in sizes.values()]
+    searches: list[tuple[int, str | Point]] = [(size, name) for name, size in sizes.items()]
+    searches += [(point.bytes, point) for point in corners]
+    between: dict[Point, Row] = {}
+    known: list[Schedule] = []  # what searches with less memory have found
+    for size, where in sorted(searches, key=lambda search: search[0]):
+        posed = _with_memory(problem, size)
+        if isinstance(where, str):
+            rows = watched(posed, options.model_copy(update={"methods": [SOLVER]}), quiet, known).rows
+            found[where] = Comparison.of(posed, options, [*found[where].rows, *rows])
+        else:
+            start = shortest(known, options.objective, "all")
+            with waiting(f"searching at the memory of {where.name}", quiet):
+                result = solve(posed, warm_start=start, **options.search())
+            rows = (Row(SOLVER, "all", result, None if result.schedule else result.reason),)
+            between[where] = rows[0]
+        known += [row.schedule for row in rows if row.schedule]
+    return found, between
 
 
 def verdicts(budget: str, found: Comparison) -> list[Verdict]:
