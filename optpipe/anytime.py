@@ -235,11 +235,6 @@ def _with_step(result: Result) -> Result:
     )
 
 
-def _with_status(result: Result) -> Result:
-    """`optimal` only where the bound proves it; a bound on nominal times says nothing about a percentile."""
-    return replace(result, status="optimal") if result.gap == 0 and result.percentile_ms is None else result
-
-
 def improve(
     problem: Problem,
     *,

@@ -9,13 +9,12 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Unpack
 
-from optpipe.anytime import Result, solve
+from optpipe.anytime import Result, merged, solve
 from optpipe.errors import InputError, OptPipeError
 from optpipe.evaluate.memory import Certificate, Peak
-from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.offload import offload_ratio
 from optpipe.model.problem import Problem
-from optpipe.options import ENGINES, CompareOptions, Placements, SearchArguments, SolveArguments
+from optpipe.options import ENGINES, CompareOptions, Placements, SearchArguments, SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, CompareRequest, Incumbent, Note, Refused
 from optpipe.schedule import Schedule
@@ -257,13 +256,20 @@ def _searched(problem: Problem, options: CompareOptions, starts: Sequence[Schedu
     for method, placements in searches(options):
         arguments: SolveArguments = {**options.search(), "method": method, "placements": placements}
         known = found.setdefault(method, list(starts))
-        result = solve(problem, warm_start=shortest(known, options.objective, placements), **arguments)
+        result = solve_from(known, problem, **arguments)
         if result.schedule:
             known.append(result.schedule)
         yield Row(method, placements, result, None if result.schedule else result.reason)
 
 
-def shortest(schedules: Iterable[Schedule], objective: Objective, placements: Placements) -> Schedule | None:
-    """The shortest schedule, with `keep` of those on the stages as given; None if there is none."""
-    usable = (schedule for schedule in schedules if placements == "all" or schedule.placement is None)
-    return min(usable, key=lambda schedule: length_ms(schedule, objective), default=None)
+def solve_from(schedules: Iterable[Schedule], problem: Problem, **options: Unpack[SolveArguments]) -> Result:
+    """`solve` from the shortest schedule that is valid for the problem; its answer is no longer than that one."""
+    asked = SolveOptions.of("solve_from", options)
+    start = Result("unknown", objective=asked.objective)
+    for schedule in schedules:
+        if schedule.placement is None or asked.placements == "all":
+            placed = schedule.placement.apply(problem) if schedule.placement else problem
+            retimed = replace(schedule, problem=placed)
+            if not retimed.compiled.complaints:
+                start = merged(start, Result.of(retimed, asked))
+    return merged(start, solve(problem, warm_start=start.schedule, **options))

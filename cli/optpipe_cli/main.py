@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -36,12 +37,20 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app, name="bench")
 
 
+# What typer raises for words that a command does not take; it has no name of its own for it.
+WrongWords: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
     """Run a command. A mistake of the user's ends with one sentence on stderr and exit code 2."""
     from optpipe.errors import OptPipeError
 
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except WrongWords as error:
+        if message := error.format_message():  # empty where help was shown instead
+            print(f"error: {message.rstrip('.')}; see {_command(error)} --help", file=sys.stderr)
+        sys.exit(2)
     except OptPipeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -51,3 +60,8 @@ def main() -> None:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
+
+
+def _command(error: Any) -> str:
+    """The command that was called, such as `optpipe solve`."""
+    return str(error.ctx.command_path) if error.ctx else "optpipe"

@@ -84,9 +84,10 @@ def _flagged(
     }
 
     def run(**given: Any) -> None:
-        values = {name: given.pop(name) for name in options}
+        values = {name: _read(kinds[name], name, given.pop(name)) for name in options}
         function(options=_checked(record, values), **given)
 
+    kinds = {option.name: KINDS[option.kind] for option in listed(record)}
     own = [
         parameter.replace(annotation=eval(parameter.annotation, function.__globals__))
         for parameter in inspect.signature(function).parameters.values()
@@ -103,13 +104,29 @@ def _flagged(
 def _parameter(option: Option, defaults: dict[str, Any]) -> inspect.Parameter:
     default = defaults.get(option.name, option.default)
     kind: Any = KINDS[option.kind]
-    shown = typer.Option(flag(option.name), help=option.help, metavar="|".join(option.choices) or None)
+    shown = typer.Option(
+        flag(option.name),
+        help=option.help,
+        metavar="|".join(option.choices) or {float: "NUMBER", int: "INTEGER"}.get(kind),
+        parser=str,  # `_read` reads numbers: its sentence names the option and the text
+    )
     return inspect.Parameter(
         option.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
         annotation=Annotated[kind | None if default is None else kind, shown],
     )
+
+
+def _read(kind: type[Any], name: str, given: Any) -> Any:
+    """A default, or what a text says."""
+    from optpipe.errors import InputError
+
+    try:
+        return kind(given) if isinstance(given, str) else given
+    except ValueError:
+        expected = "an integer" if kind is int else "a number"
+        raise InputError(f"{flag(name)} = {given!r}: {expected} was expected") from None
 
 
 def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOptions:

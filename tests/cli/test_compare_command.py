@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -151,9 +152,9 @@ def test_pareto_says_who_is_ahead_at_each_budget_and_draws_it(tmp_path, monkeypa
     )
     searched = {row["placements"]: row for row in answer["rows"]["0.5 M"] if row["method"] == "auto"}
     by_memory = [*sorted(answer["between"], key=lambda corner: corner["activation_budget_bytes"]), searched["all"]]
-    lengths = [found["makespan_ms"] for found in by_memory]
+    lengths = [found["makespan_ms"] or math.inf for found in by_memory]  # in so little time there may be none
     assert lengths == sorted(lengths, reverse=True)  # never longer with more memory
-    assert searched["all"]["makespan_ms"] <= searched["keep"]["makespan_ms"]
+    assert lengths[-1] <= (searched["keep"]["makespan_ms"] or math.inf)
     drawn = picture.read_text(encoding="utf-8")
     assert all(text in drawn for text in (">po-h<", ">OptPipe, any stages<", "0.5 M: 10 GB"))
 

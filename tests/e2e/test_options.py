@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from optpipe.options import (
     listed,
 )
 from optpipe.process import child
+from optpipe_cli import main as cli
 from optpipe_cli.main import app
 from optpipe_cli.options import flag
 from optpipe_runtime import follow
@@ -262,6 +264,26 @@ def test_a_wrong_value_is_refused_in_the_same_words(
     (told,) = refusals(doors, option)
     assert told.startswith(f"{option.name} = {wrong(option)!r}: ")
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("solve x.json --threads many", "--threads = 'many': an integer was expected"),
+        ("solve x.json --milp-ops 3.5", "--milp-ops = '3.5': an integer was expected"),
+        ("compare x.json --time-limit soon", "--time-limit = 'soon': a number was expected"),
+        ("solve", "Missing argument 'problem'; see optpipe solve --help"),
+        ("solv", "No such command 'solv'; see optpipe --help"),
+        ("bench milp --nope", "No such option: --nope; see optpipe bench milp --help"),
+    ],
+)
+def test_wrong_words_of_a_command_end_in_one_sentence(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["optpipe", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {told}\n")
 
 
 def test_a_training_keeps_its_stages(tmp_path: Path) -> None:

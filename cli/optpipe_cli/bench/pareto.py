@@ -121,8 +121,7 @@ def _compared(
 
     The solver goes from less memory to more and starts from what it found with less, so more never makes it longer.
     """
-    from optpipe.anytime import solve
-    from optpipe.comparison import SOLVER, Comparison, Row, compare, shortest
+    from optpipe.comparison import SOLVER, Comparison, Row, compare, solve_from
     from optpipe.show.pareto import frontier
     from optpipe_solver.portfolio.compare_methods import EVERY
 
@@ -142,9 +141,8 @@ def _compared(
             rows = watched(posed, options.model_copy(update={"methods": [SOLVER]}), quiet, known).rows
             found[where] = Comparison.of(posed, options, [*found[where].rows, *rows])
         else:
-            start = shortest(known, options.objective, "all")
             with waiting(f"searching at the memory of {where.name}", quiet):
-                result = solve(posed, warm_start=start, **options.search())
+                result = solve_from(known, posed, **options.search())
             rows = (Row(SOLVER, "all", result, None if result.schedule else result.reason),)
             between[where] = rows[0]
         known += [row.schedule for row in rows if row.schedule]
