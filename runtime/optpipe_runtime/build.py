@@ -47,7 +47,7 @@ def build(
     host_memory_bytes: int | None,
     host_optimizers: Mapping[int, Factory] | None,
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | DeviceMesh | None],
-) -> tuple[Rank, Replicas]:
+) -> Rank:
     """Collective. `groups` are those of the pipeline and of the inner peers. Raises `InputError` for arguments that are
     wrong or do not fit together, on every rank."""
     if not dist.is_initialized():
@@ -64,7 +64,7 @@ def build(
         layout = Layout.make(*layout_arguments[:-1], bool(full_duplex))
         if not callable(loss_fn) and not layout.last.isdisjoint(stages):
             raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
-        replicas = Replicas(stages, team)
+        replicas = Replicas(stages, layout, team)
         for s, module in replicas.modules.items():
             require_inner(s, module, team.inner, replicas.ranks(s))
         return layout, device_of(stages), replicas
@@ -84,4 +84,4 @@ def build(
     }
     messages, all_peers = Messages(team, layout, device), Peers(team, layout, device)
     optimizers = cpu_group.on_each_rank(lambda: on_host(host_optimizers or {}, stages, layout, team, link, device))
-    return Rank(team, layout, device, runners, cpu_group, messages, pool, link, all_peers, optimizers), replicas
+    return Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)

@@ -144,8 +144,8 @@ class Pipeline:
         inner: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
-        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, (group, inner))
-        self._step_runner = StepRunner(self._rank, self._replicas)
+        self._rank = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, (group, inner))
+        self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
         self.measured: Measured | None = None
         self._closed = False
@@ -440,7 +440,8 @@ class Pipeline:
             require_bytes("activation_budget_bytes", activation_budget_bytes)
             return budget(rank) if activation_budget_bytes is None else activation_budget_bytes
 
-        with self._replicas.whole():
+        with rank.replicas.gathering():
+            rank.replicas.gather_all()
             self._step_runner.require_learned(inputs, targets)
             m = rank.layout.microbatches
             first_inputs = cut(inputs, m, "inputs")[0] if rank.takes_inputs else ()
