@@ -49,6 +49,7 @@ class Reductions:
                 started.wait()
         self._complete.clear()
         self._started.clear()
+        self._replicas.end_reductions()
 
     def close(self) -> None:
         """Ends the thread."""

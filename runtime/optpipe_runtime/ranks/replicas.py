@@ -31,7 +31,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.memory.storage import StorageRef
 from optpipe_runtime.ranks.grid import ranks_of
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.parts import dimensions, local
@@ -136,6 +135,11 @@ class Replicas:
         for stage in self._sharded.values():
             stage.forget()
 
+    def end_reductions(self) -> None:
+        """All that were started have ended: lets go of what they have read."""
+        for stage in self._sharded.values():
+            stage.end_reduction()
+
     def reduction(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Takes leave of a stage of `reduced`, after its last W. Returns the gradients that its reduction reads, and
         the reduction, a collective over the replicas: by it `.grad` becomes the mean over them."""
@@ -233,7 +237,7 @@ class _Sharded:
         self.ranks: set[int] = set()
         self._whole = False
         self._waiting: list[Any] = []  # gathers of the parts, under way
-        self._reduced: list[StorageRef] = []  # gradients that the last reduction read
+        self._reduced: list[Tensor] = []  # whole gradients that a reduction reads
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._fsdp_groups = groups = [group for part in self._parts for group in _groups(part)]
         self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
@@ -287,8 +291,8 @@ class _Sharded:
 
     def held_bytes(self) -> int:
         """By live storages. Its reduction may run meanwhile."""
-        held = [StorageRef(local(tensor).untyped_storage()) for tensor in self._held()]
-        return sum({ref.key: ref.nbytes for ref in held + self._reduced if ref.alive}.values())
+        storages = [local(tensor).untyped_storage() for tensor in (*self._held(), *self._reduced)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def _held(self) -> Iterator[Tensor]:
         for group in self._fsdp_groups:
@@ -301,9 +305,8 @@ class _Sharded:
     def leave(self) -> list[Tensor]:
         """From here on the stage is left to `reduce`. Returns its whole gradients."""
         self._whole = False
-        whole = [gradient for parameter in self._fsdp_parameters for gradient in _whole_gradients(parameter)]
-        self._reduced = [StorageRef(local(gradient).untyped_storage()) for gradient in whole]
-        return whole
+        self._reduced = [gradient for parameter in self._fsdp_parameters for gradient in _whole_gradients(parameter)]
+        return self._reduced
 
     def reduce(self) -> None:
         self._set(reducing=True)
@@ -311,12 +314,16 @@ class _Sharded:
             # FSDP itself calls this when a backward has ended.
             root._get_fsdp_state()._root_post_backward_final_callback()
 
+    def end_reduction(self) -> None:
+        self._reduced = []
+
     def shard(self) -> None:
         """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
         communication."""
         if not self._whole:
             return
         self._waiting.clear()
+        self._reduced = []
         for group in self._fsdp_groups:
             group._all_gather_result = None  # of a gather that nobody waits for, after a failure
         self.forget()
