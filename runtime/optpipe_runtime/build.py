@@ -46,6 +46,7 @@ def build(
     loss_fn: LossFn,
     host_memory_bytes: int | None,
     host_optimizers: Mapping[int, Factory] | None,
+    clip_host_updates: bool,
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | DeviceMesh | None],
 ) -> Rank:
     """Collective. `groups` are those of the pipeline and of the inner peers. Raises `InputError` for arguments that are
@@ -74,7 +75,7 @@ def build(
     layout = replace(layout, full_duplex=both_ways(full_duplex, device))
     cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
     cpu_group.on_each_rank(lambda: require_no_cuda_graphs(stages, device))
-    require_equal(cpu_group, microbatches=microbatches, **asdict(layout))
+    require_equal(cpu_group, microbatches=microbatches, clip_host_updates=clip_host_updates, **asdict(layout))
     link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
     pool = HostPool(device, host_memory_bytes)
     loss = loss_fn, 1 / microbatches
@@ -83,5 +84,7 @@ def build(
         for s, module in replicas.modules.items()
     }
     messages, all_peers = Messages(team, layout, device), Peers(team, layout, device)
-    optimizers = cpu_group.on_each_rank(lambda: on_host(host_optimizers or {}, stages, layout, team, link, device))
+    optimizers = cpu_group.on_each_rank(
+        lambda: on_host(host_optimizers or {}, replicas.modules, layout, team, link, device, clip_host_updates)
+    )
     return Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)

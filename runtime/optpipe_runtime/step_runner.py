@@ -43,8 +43,8 @@ class StepRunner:
 
     def __init__(self, rank: Rank) -> None:
         self._rank, self._replicas = rank, rank.replicas
-        self._learner, self.executor = Learner(rank), Executor(rank)
         self._reductions = Reductions(rank.replicas, rank.device)
+        self._learner, self.executor = Learner(rank), Executor(rank, self._reductions)
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self.validations: list[PostValidation] = []
@@ -59,6 +59,7 @@ class StepRunner:
             with self._replicas.gathering():
                 self._gathers_again = False
         report = None
+        self._reductions.start_step()
         while report is None:
             with self._replicas.gathering():
                 report = self._step(inputs, targets, trace)
@@ -106,8 +107,14 @@ class StepRunner:
             with self._rank.team.local():
                 self.schedules.reserve(self.schedules.running.plan)
 
-    def _learn(self, inputs: Any, targets: Any) -> None:
+    def gather_all(self) -> None:
+        """Makes the parameters of all stages whole that have not been gathered, as they are after the last update."""
+        for optimizer in self._rank.host_optimizers.values():
+            optimizer.synchronize()
         self._replicas.gather_all()
+
+    def _learn(self, inputs: Any, targets: Any) -> None:
+        self.gather_all()
         self._learner.learn(inputs, targets)
         self.executor.forget_sizes()
 

@@ -13,6 +13,7 @@ from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import cut
 from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepRecord, StepReport
 from optpipe_runtime.lowering.plan import Action, Message, Plan
 from optpipe_runtime.memory.engines import Handle
@@ -29,11 +30,11 @@ HOLDING_SAME = OPTIMIZER | {Kind.O, Kind.E}
 class Executor:
     """Runs plans on what this rank has."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, reductions: Reductions) -> None:
         self._rank, self._stages, self._device = rank, rank.stages, rank.device
         self._messages, self._pool, self._peers, self._link = rank.messages, rank.pool, rank.peers, rank.link
         self._clock = Clock(rank.device, rank.team.require_alive)
-        self._host_optimizers = rank.host_optimizers
+        self._host_optimizers, self._reductions = rank.host_optimizers, reductions
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
         self._counted: Plan | None = None  # the last one whose bytes were counted
@@ -83,7 +84,7 @@ class Executor:
                 for message, source in action.post:
                     self._messages.post(message, source, self._specs(message))
                 for s in action.gathers:
-                    replicas.gather(s)
+                    self._gather(s)
                 self._run(step, action)
                 if counting or (trace and evaluating):
                     step.gathered_bytes = max(step.gathered_bytes or 0, replicas.held_bytes())
@@ -98,6 +99,7 @@ class Executor:
                     completed(action.op.stage)
                 elif evaluating and action.op in plan.closing:
                     replicas.shard(action.op.stage)
+                self._let_leave(step)
             at = "the end of the step"
             self._end(step)
         except BaseException as error:
@@ -152,7 +154,7 @@ class Executor:
             for message, source in action.post:
                 self._messages.post(message, source, self._specs(message))
             for gathered in action.gathers:
-                self._rank.replicas.gather(gathered)
+                self._gather(gathered)
             if action.receives is not None:
                 self._messages.discard(action.receives)
             if kind in (Kind.A, Kind.V):
@@ -206,7 +208,11 @@ class Executor:
     def _end(self, step: StepRecord) -> None:
         """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
         until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
-        for s, optimizer in () if step.evaluating else self._host_optimizers.items():
+        if step.evaluating or not self._host_optimizers:
+            return
+        self._reductions.finish()
+        self._let_leave(step)
+        for s, optimizer in self._host_optimizers.items():
             if s not in step.plan.updated:
                 optimizer.gradients_out()
                 optimizer.update()
@@ -299,12 +305,31 @@ class Executor:
         return received
 
     def _update(self, step: StepRecord, op: Op) -> None:
-        """G, U or P: the stage's optimizer on the host."""
+        """G, U or P: the stage's optimizer on the host. While the stage's gradients are being reduced over the
+        replicas, its G and U are put off, and G passes the shared link on."""
         optimizer, start = self._host_optimizers[op.stage], step.mark()
+        copies: list[Handle] = []
+        run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
         with self._link.in_order(op):
-            run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
-            copies = run()
+            if op.kind != Kind.P and (op.stage in step.put_off or not self._reductions.ended(op.stage)):
+                step.put_off.setdefault(op.stage, []).append((run, copies))
+            else:
+                copies += run()
         step.times.append((op, start, step.mark(), copies))
+
+    def _let_leave(self, step: StepRecord) -> None:
+        """Runs the G and U that were put off, of stages whose reductions have ended. Waits for none: replicas that run
+        other schedules could wait for each other for ever."""
+        for s in [s for s in step.put_off if self._reductions.ended(s)]:
+            for run, copies in step.put_off.pop(s):
+                copies += run()
+
+    def _gather(self, s: int) -> None:
+        """Begins to gather a stage, once its shards are those after the last update."""
+        if s in self._host_optimizers and self._rank.replicas.ranks(s):
+            self._host_optimizers[s].parameters_in()
+            self._host_optimizers[s].wait_in()
+        self._rank.replicas.gather(s)
 
     def _make_room(self, step: StepRecord | None, op: Op) -> None:
         """A or V: makes or frees room for what another rank evicts."""

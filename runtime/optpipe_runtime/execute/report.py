@@ -124,6 +124,7 @@ class StepRecord:
         self.peak_bytes = 0
         self.gathered_bytes: int | None = None  # of FSDP2's parameters and gradients, at most
         self.begun: set[int] = set()  # stages that have run a forward
+        self.put_off: dict[int, list[tuple[Callable[[], Sequence[Handle]], list[Handle]]]] = {}  # by stage: G, U
         self.excess: Excess | None = None
         self._held: dict[tuple[int, int], int] = {}
         self._now = 0
