@@ -42,7 +42,7 @@ from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.profiler import Measured, budget, profile
-from optpipe_runtime.post_validation import PostValidation
+from optpipe_runtime.post_validation import PostValidation, require_valid
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
@@ -242,16 +242,7 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-
-        def require_valid() -> None:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise InputError(
-                    f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer"
-                )
-            if max_norm is not None and not max_norm > 0:
-                raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
-
-        self._rank.cpu_group.on_each_rank(require_valid)
+        self._rank.cpu_group.on_each_rank(lambda: require_valid(optimizer, max_norm))
         require_equal(self._rank.cpu_group, max_norm=max_norm)
         self._require_no_host_optimizers("post_validate")
         self._step_runner.validations.append(
