@@ -46,8 +46,9 @@ def build(
     loss_fn: LossFn,
     host_memory_bytes: int | None,
     host_optimizers: Mapping[int, Factory] | None,
+    clip_host_updates: bool,
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | DeviceMesh | None],
-) -> tuple[Rank, Replicas]:
+) -> Rank:
     """Collective. `groups` are those of the pipeline and of the inner peers. Raises `InputError` for arguments that are
     wrong or do not fit together, on every rank."""
     if not dist.is_initialized():
@@ -64,7 +65,7 @@ def build(
         layout = Layout.make(*layout_arguments[:-1], bool(full_duplex))
         if not callable(loss_fn) and not layout.last.isdisjoint(stages):
             raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
-        replicas = Replicas(stages, team)
+        replicas = Replicas(stages, layout, team)
         for s, module in replicas.modules.items():
             require_inner(s, module, team.inner, replicas.ranks(s))
         return layout, device_of(stages), replicas
@@ -74,7 +75,7 @@ def build(
     layout = replace(layout, full_duplex=both_ways(full_duplex, device))
     cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
     cpu_group.on_each_rank(lambda: require_no_cuda_graphs(stages, device))
-    require_equal(cpu_group, microbatches=microbatches, **asdict(layout))
+    require_equal(cpu_group, microbatches=microbatches, clip_host_updates=clip_host_updates, **asdict(layout))
     link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
     pool = HostPool(device, host_memory_bytes)
     loss = loss_fn, 1 / microbatches
@@ -83,5 +84,7 @@ def build(
         for s, module in replicas.modules.items()
     }
     messages, all_peers = Messages(team, layout, device), Peers(team, layout, device)
-    optimizers = cpu_group.on_each_rank(lambda: on_host(host_optimizers or {}, stages, layout, team, link, device))
-    return Rank(team, layout, device, runners, cpu_group, messages, pool, link, all_peers, optimizers), replicas
+    optimizers = cpu_group.on_each_rank(
+        lambda: on_host(host_optimizers or {}, replicas.modules, layout, team, link, device, clip_host_updates)
+    )
+    return Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)

@@ -42,7 +42,7 @@ from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.profiler import Measured, budget, profile
-from optpipe_runtime.post_validation import PostValidation
+from optpipe_runtime.post_validation import PostValidation, require_valid
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.ties import Tie
@@ -109,6 +109,9 @@ class Pipeline:
     host_optimizers
         For stages of any rank, a function that makes an optimizer on the host, which updates them inside the step
         (docs/training.md).
+    clip_host_updates
+        Whether these wait for `clip_grad_norm_`, which the script then calls after every step. The norm of all
+        gradients is known only then.
     group
         The process group of this pipeline, if there are several: with data parallelism one for each replica, with
         `inner` one for each inner peer. All must be alike.
@@ -140,12 +143,15 @@ class Pipeline:
         peers: Sequence[int | None] | None = None,
         links: Sequence[str | None] | None = None,
         host_optimizers: Mapping[int, Factory] | None = None,
+        clip_host_updates: bool = False,
         group: dist.ProcessGroup | None = None,
         inner: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
-        self._rank, self._replicas = build(stages, layout, loss_fn, host_memory_bytes, host_optimizers, (group, inner))
-        self._step_runner = StepRunner(self._rank, self._replicas)
+        hosts = host_optimizers, clip_host_updates
+        self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, (group, inner))
+        self._clips_host_updates = clip_host_updates
+        self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
         self.measured: Measured | None = None
         self._closed = False
@@ -199,10 +205,15 @@ class Pipeline:
         Raises
         ------
         InputError
-            If there are `host_optimizers`, or if the gradients of a plain parameter differ between inner peers.
+            If there are `host_optimizers` without `clip_host_updates`, or if the gradients of a plain parameter differ
+            between inner peers.
         """
-        self._require_no_host_optimizers("clip_grad_norm_")
-        return clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
+        if not self._clips_host_updates:
+            self._require_no_host_optimizers("clip_grad_norm_")
+        norm = clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
+        for optimizer in self._rank.host_optimizers.values():
+            optimizer.apply()
+        return norm
 
     @_collective
     def post_validate(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> None:
@@ -231,16 +242,7 @@ class Pipeline:
         InputError
             If there are `host_optimizers`, or an argument is wrong.
         """
-
-        def require_valid() -> None:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise InputError(
-                    f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer"
-                )
-            if max_norm is not None and not max_norm > 0:
-                raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
-
-        self._rank.cpu_group.on_each_rank(require_valid)
+        self._rank.cpu_group.on_each_rank(lambda: require_valid(optimizer, max_norm))
         require_equal(self._rank.cpu_group, max_norm=max_norm)
         self._require_no_host_optimizers("post_validate")
         self._step_runner.validations.append(
@@ -248,9 +250,13 @@ class Pipeline:
         )
 
     def _gradients(self) -> tuple[Mapping[str, nn.Parameter], Iterable[nn.Parameter]]:
-        """The parameters here, by name, and those of them that another rank counts in a norm."""
+        """The parameters here, by name, and those of them that another rank counts in a norm. For those that are
+        updated on the host the copies there, which have the gradients."""
+        on_host: dict[nn.Parameter, nn.Parameter] = {}
+        for optimizer in self._rank.host_optimizers.values():
+            on_host |= optimizer.gradients()
         parameters = {
-            f"stage {s}: {name}": parameter
+            f"stage {s}: {name}": on_host.get(parameter, parameter)
             for s, stage in self._rank.stages.items()
             for name, parameter in stage.module.named_parameters()
         }
@@ -260,7 +266,7 @@ class Pipeline:
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
             raise InputError(
                 f"{method}: stages with host_optimizers are updated inside the step, before the norm of all "
-                "gradients is known: clip each stage in a register_step_pre_hook of its optimizer"
+                "gradients is known: make the Pipeline with clip_host_updates=True, and use clip_grad_norm_"
             )
 
     def synchronize(self) -> None:
@@ -440,7 +446,8 @@ class Pipeline:
             require_bytes("activation_budget_bytes", activation_budget_bytes)
             return budget(rank) if activation_budget_bytes is None else activation_budget_bytes
 
-        with self._replicas.whole():
+        with rank.replicas.gathering():
+            self._step_runner.gather_all()
             self._step_runner.require_learned(inputs, targets)
             m = rank.layout.microbatches
             first_inputs = cut(inputs, m, "inputs")[0] if rank.takes_inputs else ()

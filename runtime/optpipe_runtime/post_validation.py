@@ -36,6 +36,14 @@ CALM = 10
 Gradients = list[tuple[nn.Parameter, Tensor | None]]
 
 
+def require_valid(optimizer: object, max_norm: float | None) -> None:
+    """Raises `InputError` for arguments of `Pipeline.post_validate` that are wrong."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"post_validate was given a {type(optimizer).__name__}: must be a torch.optim.Optimizer")
+    if max_norm is not None and not max_norm > 0:
+        raise InputError(f"max_norm = {max_norm}: must be more than 0, or None to clip nothing")
+
+
 class PostValidation:
     """One optimizer of this rank, and its counterparts on the other ranks. It acts by hooks of the optimizer, whose
     `step` the user calls on all ranks.

@@ -30,7 +30,6 @@ from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.post_validation import PostValidation
 from optpipe_runtime.ranks.cpu_group import Shared
-from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.team import LostError
 from optpipe_runtime.ranks.ties import Tie
 from optpipe_runtime.swap.schedules import Schedules
@@ -42,10 +41,10 @@ log = logging.getLogger("optpipe.runtime")
 class StepRunner:
     """Every method is collective."""
 
-    def __init__(self, rank: Rank, replicas: Replicas) -> None:
-        self._rank, self._replicas = rank, replicas
-        self._learner, self.executor = Learner(rank), Executor(rank)
-        self._reductions = Reductions(replicas, rank.device)
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self._replicas = rank, rank.replicas
+        self._reductions = Reductions(rank.replicas, rank.device)
+        self._learner, self.executor = Learner(rank), Executor(rank, self._reductions)
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self.validations: list[PostValidation] = []
@@ -57,11 +56,12 @@ class StepRunner:
 
     def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
         if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
-            with self._replicas.whole():
+            with self._replicas.gathering():
                 self._gathers_again = False
         report = None
+        self._reductions.start_step()
         while report is None:
-            with self._replicas.whole():
+            with self._replicas.gathering():
                 report = self._step(inputs, targets, trace)
                 if report is not None:
                     self._reductions.finish()
@@ -72,7 +72,7 @@ class StepRunner:
         return replace(report, version=self._last_version, grad_norm=norm)
 
     def evaluate(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
-        with self._replicas.whole():
+        with self._replicas.gathering():
             if not self._rank.cpu_group.minimum(self._learner.knows_batch(inputs, targets))[0]:
                 self.learn(inputs, targets)
             plan = self.schedules.plan
@@ -102,11 +102,21 @@ class StepRunner:
                 "the batch or the stages differ from the profiled ones: the time and memory that the "
                 "schedule needs are not known"
             )
-        self._learner.learn(inputs, targets)
-        self.executor.count_again()
+        self._learn(inputs, targets)
         if self.schedules.running.plan is not None:
             with self._rank.team.local():
                 self.schedules.reserve(self.schedules.running.plan)
+
+    def gather_all(self) -> None:
+        """Makes the parameters of all stages whole that have not been gathered, as they are after the last update."""
+        for optimizer in self._rank.host_optimizers.values():
+            optimizer.synchronize()
+        self._replicas.gather_all()
+
+    def _learn(self, inputs: Any, targets: Any) -> None:
+        self.gather_all()
+        self._learner.learn(inputs, targets)
+        self.executor.forget_sizes()
 
     def _step(self, inputs: Any, targets: Any, trace: bool) -> StepReport | None:
         """A step that counts. None if it does not, because parameters were corrected: run it again with these."""
@@ -191,7 +201,7 @@ class StepRunner:
         """If nothing was learned yet, or for another number of micro-batches."""
         while not self._learner.done:
             plan = self.schedules.plan
-            self._learner.learn(inputs, targets)
+            self._learn(inputs, targets)
             complaint = self._memory_complaint(plan)
             if not self._rank.cpu_group.minimum(not complaint)[0]:
                 self._swap_back(complaint)

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.published import published
 from support.ranks import cases
 from support.ranks.channels import run_by_hand
 from support.ranks.dependence import premature
+from support.ranks.programs import V_SHAPED, programs
 from support.strategies import problems_with_schedules, schedules
 
 from optpipe.errors import ScheduleError
@@ -20,7 +22,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering import prepare as preparing
-from optpipe_runtime.lowering.plan import Message, Plan
+from optpipe_runtime.lowering.plan import Action, Message, Plan
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_solver import heuristics, systems
@@ -54,6 +56,54 @@ def test_no_receive_waits_for_a_later_own_op(drawn: tuple[Problem, Schedule]) ->
     plans = plans_of(schedule)
     assert premature(schedule, plans) == []
     run_by_hand(plans)
+
+
+@settings(max_examples=100)
+@given(st.data(), st.sampled_from(PLACEMENTS), st.integers(1, 4))
+def test_no_gather_waits_for_ever_whatever_replicas_run(data: Any, placement: list[int], microbatches: int) -> None:
+    """Two replicas with schedules of their own, on hosts that wait for their whole device before every op."""
+    problem = cases.problem(placement, microbatches)
+    ours, theirs = (plans_of(data.draw(schedules(problem))) for _ in range(2))
+    run_by_hand(ours, devices_wait=True, replica=theirs)
+    for plan in ours:
+        own = [s for s, rank in enumerate(placement) if rank == plan.rank]
+        assert [s for action in plan.actions for s in action.gathers] == own
+
+
+def test_gathers_of_two_routes_begin_with_the_step() -> None:
+    """One replica begins with the one route, the other with the other one. Gathers before the first forwards would
+    wait in a circle."""
+    problem = cases.problem([0, 1, 0, 1], 2).replace(routes=[[0, 1], [3, 2]], microbatch_routes=[0, 1])
+    first, second = ("0F0 0BW0", "1F0 1BW0"), ("2F1 2BW1", "3F1 3BW1")
+    one, other = (
+        plans_of(Schedule.parse(problem, [f"{a[k]} {b[k]}".split() for k in range(2)]))
+        for a, b in ((first, second), (second, first))
+    )
+    run_by_hand(one, devices_wait=True, replica=other)
+    late = [replace(plan, actions=tuple(_gathered_when_needed(plan))) for plan in one]
+    with pytest.raises(AssertionError, match="gather in other orders"):
+        run_by_hand(late, replica=[replace(plan, actions=tuple(_gathered_when_needed(plan))) for plan in other])
+
+
+def _gathered_when_needed(plan: Plan) -> Iterator[Action]:
+    seen: set[int] = set()
+    for action in plan.actions:
+        new = {action.op.stage} - seen if action.op.kind == Kind.F else set()
+        seen |= new
+        yield action._replace(gathers=tuple(new))
+
+
+def test_a_stage_is_gathered_where_its_first_input_is_expected() -> None:
+    """In a step all are whole in the end. In an evaluation a stage goes behind its last forward."""
+    schedule = Schedule.parse(cases.problem([0, 1, 1, 0], 3), V_SHAPED)
+    first, last = plans_of(schedule)
+    begins = {s: str(action.op) for plan in (first, last) for action in plan.actions for s in action.gathers}
+    assert begins == {0: "0F0", 1: "1F0", 2: "2F0", 3: "3F0"}
+    assert first.gathered_peak(lambda s: 10 + s, lambda s: 100) == 10 + 13 + 200
+    problem = cases.problem([0, 1, 1, 0], 2)
+    one_by_one = programs("0F0 0F1 3F0 3F1 3BW0 3BW1 0BW0 0BW1", "1F0 1F1 2F0 2F1 2BW0 2BW1 1BW0 1BW1")
+    evaluated = plans_of(Schedule.parse(problem, one_by_one))[0]
+    assert evaluated.gathered_peak(lambda s: 10 + s, lambda s: 100, evaluating=True) == 13
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, (8, 9, 12)), (6, (6, 7, 12))])

@@ -105,6 +105,54 @@ def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, place
             np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+def require_equal(hosted: list[Any], on_device: list[Any]) -> None:
+    for found, expected in zip(hosted, on_device, strict=True):
+        assert found.losses == expected.losses
+        assert found.norms == expected.norms
+        assert found.parameters.keys() == expected.parameters.keys()
+        for name, value in found.parameters.items():
+            np.testing.assert_array_equal(value, expected.parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("how", "max_norm"), [("ddp", 0.0), ("fsdp", 0.0), ("ddp", 0.2)], ids=["ddp", "fsdp", "ddp, clipped"]
+)
+def test_with_replicas_gradients_leave_when_they_are_reduced(four_ranks: Ranks, how: str, max_norm: float) -> None:
+    """Updates are to the bit those on the device, though the replicas' schedules differ in some steps."""
+    plainly = without_updates(wave())
+    steps = [[wave(), wave(), plainly, wave()], [wave(), plainly, wave(), wave()]]
+    hosted, on_device = (
+        four_ranks(
+            rank_optimizer.replicated, schedules=own, hosted=stages, how=how, max_norm=max_norm, profiles=bool(stages)
+        )
+        for own, stages in ((steps, [2, 3]), ([[plainly] * 4] * 2, []))
+    )
+    require_equal(hosted, on_device)
+    for rank, ran in enumerate(hosted):
+        for events in ran.events:
+            deep = 2 + rank % 2
+            assert events.index(f"ended {deep}") < events.index(f"out {deep}"), "G is after the reduction"
+
+
+@pytest.mark.parametrize("hosted", [[2, 3], [0, 1, 2, 3], [2]])
+def test_clipped_updates_wait_for_the_norm(ranks: Ranks, hosted: list[int]) -> None:
+    """That of all stages, wherever they are updated: to the bit as on the device."""
+    plainly = without_updates(wave())
+    steps = [wave() if {2, 3} <= set(hosted) else plainly, plainly, plainly]
+    found, expected = (
+        ranks(rank_optimizer.replicated, schedules=[own], hosted=stages, how="alone", max_norm=0.2)
+        for own, stages in ((steps, hosted), ([plainly] * 3, []))
+    )
+    require_equal(found, expected)
+    assert min(found[0].norms) > 0.2, "each update is clipped"
+
+
+def test_who_does_not_clip_is_told(four_ranks: Ranks) -> None:
+    for forgot, sharded in four_ranks(rank_optimizer.unclipped, schedule=wave()):
+        assert "its gradients wait on the host to be clipped: with clip_host_updates, call the" in forgot
+        assert "the stage is sharded, and the host cannot compute the norm of shards on several ranks" in sharded
+
+
 @pytest.mark.parametrize("module_first", [True, False])
 def test_a_saved_state_resumes_bit_by_bit(ranks: Ranks, module_first: bool) -> None:
     results = ranks(rank_optimizer.resume, schedule=wave(), hosted=[2, 3], at=2, steps=4, module_first=module_first)

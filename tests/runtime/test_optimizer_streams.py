@@ -64,7 +64,9 @@ def races(kind: type[HostOptimizer] = HostOptimizer, engine: Any = StreamEngine,
         link = Link(CPU, full_duplex)
         stage = StageRunner(0, cases.Block(), CPU, link, HostPool(CPU))
         learn(stage, (torch.zeros(SHAPE, requires_grad=True),))
-        host = kind(0, stage.module, lambda named: torch.optim.AdamW(named), link, Immediate(), lambda: None)
+        host = kind(
+            0, stage.module.named_parameters(), lambda named: torch.optim.AdamW(named), link, Immediate(), lambda: None
+        )
         with simulation:
             for _ in range(3):
                 stage.start_step((), 1)

@@ -121,3 +121,31 @@ def test_a_shared_parameter_is_reduced_when_all_its_stages_are_complete(four_ran
         assert not any(before_the_last_op(results[first], step) for step in range(3))
         for step in range(3):
             close(results[first].gradients[step] | results[last].gradients[step], expected[step])
+
+
+def whole_bytes(s: int) -> int:
+    return sum(parameter.nbytes for parameter in cases.make_stages(4)[s].parameters())
+
+
+@pytest.mark.parametrize("own", [[V_SHAPED, V_SHAPED], [V_SHAPED, LATE]])
+def test_a_stage_is_gathered_before_its_own_first_forward(four_ranks: Ranks, own: list[list[list[str]]]) -> None:
+    """And not when the step begins, unless that was where its stages were learned. What is held is certified."""
+    turns = [Turn(load=0), Turn(), Turn()]
+    results = four_ranks(
+        reductions.trained, schedules=[schedules(own[0]), schedules(own[1])], turns=turns, how="fsdp", trace=True
+    )
+    for rank, ran in enumerate(results):
+        shallow, deep = rank % 2, 3 - rank % 2
+        for step in (1, 2):
+            events = ran.events[step]
+            gathers = [event for event in events if event.startswith("gathers")]
+            assert gathers == [f"gathers {shallow}", f"gathers {deep}"]
+            assert events.index(f"{shallow}F0") < events.index(f"gathers {deep}") < events.index(f"{deep}F0")
+            assert ran.held[step][f"{shallow}F0"] == whole_bytes(shallow)
+            assert ran.held[step][f"{deep}F0"] == whole_bytes(shallow) + whole_bytes(deep)
+        for peak, certified in ran.gathered:
+            assert peak == certified == 2 * (whole_bytes(shallow) + whole_bytes(deep)), "with whole gradients"
+    _, expected, _ = rank_training.plain(4, 6, steps=3)
+    for step in range(3):
+        for first, last in ((0, 1), (2, 3)):
+            close(results[first].gradients[step] | results[last].gradients[step], expected[step])

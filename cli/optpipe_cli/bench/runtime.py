@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optpipe_runtime.bench.fidelity import Row, Task
+
+T = TypeVar("T")
 
 RANKS, COMPUTING_RANKS = 4, 2
 MICROBATCHES, COMPUTING_MICROBATCHES = 8, 4
@@ -85,11 +88,17 @@ def computing_task(steps: int) -> Task:
 def _run(task: Task, ranks: int) -> list[Row]:
     from optpipe_runtime.bench.fidelity import load
 
+    return _measured(ranks, "fidelity", load, task)
+
+
+def _measured(ranks: int, bench: str, load: Callable[[Path], T], task: Task | None = None) -> T:
+    """What a bench of the runtime says that runs on so many ranks."""
     with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
-        asked, rows = Path(folder) / "task.json", Path(folder) / "rows.json"
-        task.save(asked)
-        torchrun(ranks, "optpipe_runtime.bench.fidelity", asked, rows)
-        return load(rows)
+        asked, found = [Path(folder) / "task.json"] * (task is not None), Path(folder) / "found.json"
+        if task is not None:
+            task.save(*asked)
+        torchrun(ranks, f"optpipe_runtime.bench.{bench}", *asked, found)
+        return load(found)
 
 
 def _plain(task: Task) -> list[float]:
@@ -152,10 +161,7 @@ def _table(rows: list[Row], title: str, differences: list[float | None]) -> Tabl
 def _in_a_row(quiet: bool) -> dict[str, Any]:
     from optpipe_runtime.bench.in_a_row import METHOD, load
 
-    with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
-        out = Path(folder) / "row.json"
-        torchrun(RANKS, "optpipe_runtime.bench.in_a_row", out)
-        row = load(out)
+    row = _measured(RANKS, "in_a_row", load)
     if not quiet:
         typer.echo(
             f"{row.steps} steps in a row by {METHOD} on {RANKS} ranks, with a norm over all gradients: "
@@ -170,11 +176,7 @@ def _host(quiet: bool) -> dict[str, Any]:
     from optpipe_runtime.bench.overhead import lowering, overhead
     from optpipe_runtime.bench.swap import load
 
-    op, schedule = overhead(), lowering()
-    with tempfile.TemporaryDirectory(prefix="optpipe-bench-") as folder:
-        out = Path(folder) / "swap.json"
-        torchrun(COMPUTING_RANKS, "optpipe_runtime.bench.swap", out)
-        swap = load(out)
+    op, schedule, swap = overhead(), lowering(), _measured(COMPUTING_RANKS, "swap", load)
     if not quiet:
         typer.echo(
             f"an op: {op.op_us:.0f} µs of host time beyond a plain run ({op.step_ms:.1f} against "

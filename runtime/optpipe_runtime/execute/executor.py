@@ -13,11 +13,13 @@ from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import cut
 from optpipe_runtime.execute.rank import Rank
+from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepRecord, StepReport
 from optpipe_runtime.lowering.plan import Action, Message, Plan
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors
+from optpipe_runtime.stage.runner import StageRunner
 
 log = logging.getLogger("optpipe.runtime")
 
@@ -28,14 +30,15 @@ HOLDING_SAME = OPTIMIZER | {Kind.O, Kind.E}
 class Executor:
     """Runs plans on what this rank has."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, reductions: Reductions) -> None:
         self._rank, self._stages, self._device = rank, rank.stages, rank.device
         self._messages, self._pool, self._peers, self._link = rank.messages, rank.pool, rank.peers, rank.link
         self._clock = Clock(rank.device, rank.team.require_alive)
-        self._host_optimizers = rank.host_optimizers
+        self._host_optimizers, self._reductions = rank.host_optimizers, reductions
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
         self._counted: Plan | None = None  # the last one whose bytes were counted
+        self._peaks: dict[tuple[str, bool], tuple[int, int]] = {}  # of messages and of gathered parameters
 
     @property
     def _layout(self) -> Layout:
@@ -61,13 +64,11 @@ class Executor:
         batch. With `evaluating` only losses are computed. `completed` is called with a stage after the op by which its
         gradients are complete. Bytes are counted in a traced step, and in the first by a plan.
         """
-        m = self._layout.microbatches
+        m, replicas = self._layout.microbatches, self._rank.replicas
         given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
         asked = cut(targets, m, "targets") if self._rank.takes_targets else []
-        for s, stage in self._stages.items():
-            staying = [*(given[0] if s in self._layout.first else ()), *(asked[0] if s in self._layout.last else ())]
-            stage.start_step(staying, plan.problem.stages[s].offload_parts)
         self._start(plan, evaluating)
+        certified_messages, certified_gathered = self._certified(plan, evaluating)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -82,7 +83,11 @@ class Executor:
                 at = action.op
                 for message, source in action.post:
                     self._messages.post(message, source, self._specs(message))
+                for s in action.gathers:
+                    self._gather(s)
                 self._run(step, action)
+                if counting or (trace and evaluating):
+                    step.gathered_bytes = max(step.gathered_bytes or 0, replicas.held_bytes())
                 if counting:
                     step.count(
                         action.op, None if action.op.kind in HOLDING_SAME else self._held_bytes(action.op), certified
@@ -92,6 +97,9 @@ class Executor:
                 done += 1
                 if action.op in plan.completing:
                     completed(action.op.stage)
+                elif evaluating and action.op in plan.closing:
+                    replicas.shard(action.op.stage)
+                self._let_leave(step)
             at = "the end of the step"
             self._end(step)
         except BaseException as error:
@@ -115,7 +123,9 @@ class Executor:
             peak_activation_bytes=step.peak_bytes if counting or evaluating else None,
             host_peak_bytes=self._pool.peak_bytes,
             buffer_peak_bytes=self._messages.peak_bytes,
-            buffer_certified_bytes=plan.message_peak(self._rank.message_bytes, evaluating),
+            buffer_certified_bytes=certified_messages,
+            gathered_peak_bytes=step.gathered_bytes,
+            gathered_certified_bytes=certified_gathered,
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             excess=step.excess,
             trace=tuple(step.trace(self._clock, begun)) if trace else (),
@@ -127,21 +137,24 @@ class Executor:
         self._unfinished = plan.actions
         self.abandon()
 
-    def count_again(self) -> None:
-        """Counts the bytes of the next step, whatever runs."""
+    def forget_sizes(self) -> None:
+        """After the stages were learned again: counts the bytes of the next step, whatever runs."""
         self._counted = None
+        self._peaks.clear()
 
     def abandon(self) -> None:
         """After a step that failed here: lets the other ranks finish theirs, and drops what is left of it.
 
-        From the failed op on, what the others wait for is sent as zeros, and what they send is received. Do not call it
-        for a step that updates parameters on the host.
+        From the failed op on, what the others wait for is sent as zeros, and what they send is received; gathers are
+        begun, for other replicas. Do not call it for a step that updates parameters on the host.
         """
         transfers: list[Handle] = []
         for k, action in enumerate(self._unfinished):
             kind, s, j, _ = action.op
             for message, source in action.post:
                 self._messages.post(message, source, self._specs(message))
+            for gathered in action.gathers:
+                self._gather(gathered)
             if action.receives is not None:
                 self._messages.discard(action.receives)
             if kind in (Kind.A, Kind.V):
@@ -173,6 +186,17 @@ class Executor:
             self._peers.start_step(plan.evictions)
             self._link.start_step(plan.link_orders)
 
+    def _certified(self, plan: Plan, evaluating: bool) -> tuple[int, int]:
+        """The bytes that the plan allows for messages, and for gathered parameters with their gradients."""
+        key = plan.digest, evaluating
+        if key not in self._peaks:
+            replicas = self._rank.replicas
+            self._peaks[key] = (
+                plan.message_peak(self._rank.message_bytes, evaluating),
+                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating),
+            )
+        return self._peaks[key]
+
     def _begin(self, step: StepRecord) -> None:
         """Brings in the parameters that the schedule does not bring in."""
         for s, optimizer in self._host_optimizers.items():
@@ -184,7 +208,11 @@ class Executor:
     def _end(self, step: StepRecord) -> None:
         """Updates the stages that the schedule does not update, and waits until all updates are done. It does not wait
         until messages have left: gloo sends one only when its receiver asks for it, which may be far behind."""
-        for s, optimizer in () if step.evaluating else self._host_optimizers.items():
+        if step.evaluating or not self._host_optimizers:
+            return
+        self._reductions.finish()
+        self._let_leave(step)
+        for s, optimizer in self._host_optimizers.items():
             if s not in step.plan.updated:
                 optimizer.gradients_out()
                 optimizer.update()
@@ -214,6 +242,8 @@ class Executor:
             self._update(step, action.op)
             return
         stage, ends = self._stages[s], self._layout.after(s, j) is None
+        if kind == Kind.F and s not in step.begun:
+            self._begin_stage(step, stage)
         received = self._take(step, action.receives) if action.receives else step.inputs[j] if kind == Kind.F else ()
         if kind == Kind.F and s in self._host_optimizers:
             self._host_optimizers[s].wait_in()
@@ -256,6 +286,18 @@ class Executor:
             self._messages.send(action.sends, made, action.to, self._sent_specs(action.op))
         step.times.append((action.op, start, step.mark(), copies))
 
+    def _begin_stage(self, step: StepRecord, stage: StageRunner) -> None:
+        """Before the first F of a stage: waits until its parameters are whole. These and the batch are no
+        activations."""
+        s = stage.index
+        step.begun.add(s)
+        self._rank.replicas.wait(s)
+        given, asked = (
+            step.inputs[0] if s in self._layout.first else (),
+            step.targets[0] if s in self._layout.last else (),
+        )
+        stage.start_step((*given, *asked), step.plan.problem.stages[s].offload_parts)
+
     def _take(self, step: StepRecord, message: Message) -> Tensors:
         step.awaited = message
         received = self._messages.take(message)
@@ -263,12 +305,31 @@ class Executor:
         return received
 
     def _update(self, step: StepRecord, op: Op) -> None:
-        """G, U or P: the stage's optimizer on the host."""
+        """G, U or P: the stage's optimizer on the host. While the stage's gradients are being reduced over the
+        replicas, its G and U are put off, and G passes the shared link on."""
         optimizer, start = self._host_optimizers[op.stage], step.mark()
+        copies: list[Handle] = []
+        run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
         with self._link.in_order(op):
-            run = {Kind.G: optimizer.gradients_out, Kind.U: optimizer.update, Kind.P: optimizer.parameters_in}[op.kind]
-            copies = run()
+            if op.kind != Kind.P and (op.stage in step.put_off or not self._reductions.ended(op.stage)):
+                step.put_off.setdefault(op.stage, []).append((run, copies))
+            else:
+                copies += run()
         step.times.append((op, start, step.mark(), copies))
+
+    def _let_leave(self, step: StepRecord) -> None:
+        """Runs the G and U that were put off, of stages whose reductions have ended. Waits for none: replicas that run
+        other schedules could wait for each other for ever."""
+        for s in [s for s in step.put_off if self._reductions.ended(s)]:
+            for run, copies in step.put_off.pop(s):
+                copies += run()
+
+    def _gather(self, s: int) -> None:
+        """Begins to gather a stage, once its shards are those after the last update."""
+        if s in self._host_optimizers and self._rank.replicas.ranks(s):
+            self._host_optimizers[s].parameters_in()
+            self._host_optimizers[s].wait_in()
+        self._rank.replicas.gather(s)
 
     def _make_room(self, step: StepRecord | None, op: Op) -> None:
         """A or V: makes or frees room for what another rank evicts."""

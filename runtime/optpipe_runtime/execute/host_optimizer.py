@@ -3,8 +3,11 @@ the new parameters to the device.
 
 Host memory holds the parameters that the optimizer updates, in float32 at least, and its state. The device holds
 parameters of the stage's own type, and gradients until G. U runs in a thread beside compute, one at a time on a rank. A
-step ends when its updates have ended. P belongs to the next step, so between two steps the device may still have the
-parameters from before the update.
+step ends when its updates have ended, unless they wait to be clipped. P belongs to the next step, so between two steps
+the device may still have the parameters from before the update.
+
+With replicas the gradients are those of all replicas when G runs. Of a parameter that is sharded over them the host has
+this rank's shard.
 """
 
 from __future__ import annotations
@@ -13,9 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.clock import Clock, wait_for
@@ -23,6 +25,7 @@ from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, cop
 from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.ranks.team import Team
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -37,25 +40,30 @@ class _HostParameter:
     def __init__(self, name: str, parameter: nn.Parameter, slot: Tensor) -> None:
         self.name, self.parameter, self.slot = name, parameter, slot
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        self.master = nn.Parameter(parameter.detach().to("cpu", wide, copy=True))
+        self.master = nn.Parameter(self.own.detach().to("cpu", wide, copy=True))
         self.leaving: Tensor | None = None  # the gradient, until it is on the host
         self.seen = -1  # the version of the parameter at the last `fill`
+
+    @property
+    def own(self) -> Tensor:
+        """What this rank has of the parameter: the whole, or its shard."""
+        return local(self.parameter)
 
     @property
     def touched(self) -> bool:
         """Whether something else has changed the parameter in place. The copies here go by `data`, which does not
         count."""
-        return self.parameter._version != self.seen
+        return self.own._version != self.seen
 
     def fill(self) -> None:
         self.slot.copy_(self.master.detach())
-        self.seen = self.parameter._version
+        self.seen = self.own._version
 
     @torch.no_grad()
     def take_over(self) -> None:
         """Copies a change of the parameter on the device to the host."""
         if self.touched:
-            value = self.parameter.detach().cpu()
+            value = self.own.detach().cpu()
             if not torch.equal(value, self.slot.to(value.dtype)):
                 self.master.copy_(value)
             self.fill()
@@ -73,18 +81,19 @@ class HostOptimizer:
     def __init__(
         self,
         stage: int,
-        module: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         factory: Factory,
         link: Link,
         updates: CopyEngine,
         require: Callable[[], object],
+        clipped: bool = False,
     ) -> None:
-        """`factory` gets the host's copies of the parameters that require a gradient, as `named_parameters` gives them,
-        and returns their optimizer. U runs on `updates`, which the optimizers of a rank share, and not if `require`
-        raises while it waits for the gradients. Raises `InputError` if the stage cannot be updated here."""
-        self._stage, self._module, self._factory, self._link, self._updates = stage, module, factory, link, updates
-        self._require = require
-        self._parameters = list(_host_parameters(stage, module))
+        """`factory` gets the host's copies of those `named` parameters that require a gradient, and returns their
+        optimizer. U runs on `updates`, which the optimizers of a rank share, and not if `require` raises while it waits
+        for the gradients; if `clipped` not before `apply`. Raises `InputError` if the stage cannot be updated here."""
+        self._stage, self._factory, self._link, self._updates = stage, factory, link, updates
+        self._require, self._clipped = require, clipped
+        self._parameters = list(_host_parameters(stage, named))
         self.optimizer = factory([(entry.name, entry.master) for entry in self._parameters])
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise InputError(
@@ -94,6 +103,7 @@ class HostOptimizer:
         self._updating: Sequence[Handle] = ()
         self._in: Sequence[Handle] = ()
         self._behind = False  # whether the device still has the parameters from before the last update
+        self._clipping = False  # whether gradients are here that wait to be clipped
         for entry in self._parameters:
             entry.fill()
 
@@ -108,6 +118,7 @@ class HostOptimizer:
         """G: copies the gradients to the host. Each parameter's `.grad` is None from here on."""
         for entry in self._parameters:
             entry.leaving, entry.parameter.grad = entry.parameter.grad, None
+            entry.leaving = None if entry.leaving is None else local(entry.leaving)
             if entry.leaving is not None and entry.leaving.layout is not torch.strided:
                 raise InputError(
                     f"stage {self._stage}: the gradient of {entry.name} is sparse; updates on the host take dense ones"
@@ -117,13 +128,26 @@ class HostOptimizer:
         return self._out
 
     def update(self) -> Sequence[Handle]:
-        """U: updates when the gradients are there."""
+        """U: updates when the gradients are there, or, with clipping, only takes them."""
         self._updates.run(self._wait_for_gradients)  # a job of its own, so that waiting is no part of U's time
-        self._updating = [self._updates.run(self._update)]
+        self._clipping = self._clipped
+        self._updating = [self._updates.run(self._take if self._clipped else self._take_and_apply)]
         return self._updating
+
+    def gradients(self) -> dict[nn.Parameter, nn.Parameter]:
+        """For clipping, after a step: the host's copies, which have the gradients, by the stage's parameters."""
+        self.wait_update()
+        return {entry.parameter: entry.master for entry in self._parameters}
+
+    def apply(self) -> None:
+        """Updates by the clipped gradients, beside whatever follows."""
+        if self._clipping:
+            self._clipping = False
+            self._updating = [self._updates.run(self._apply)]
 
     def parameters_in(self) -> Sequence[Handle]:
         """P: copies the parameters to the device, unless it has them."""
+        self.wait_update()
         if self._behind:
             self._in, self._behind = self._copy_in(), False
         return self._in
@@ -149,10 +173,16 @@ class HostOptimizer:
             else:
                 handle.wait()
 
-    def _update(self) -> None:
+    def _take_and_apply(self) -> None:
+        self._take()
+        self._apply()
+
+    def _take(self) -> None:
         for entry in self._parameters:
-            entry.master.grad = None if entry.leaving is None else entry.slot.to(entry.master.dtype)
+            entry.master.grad = None if entry.leaving is None else entry.slot.to(entry.master.dtype, copy=True)
             entry.leaving = None
+
+    def _apply(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for entry in self._parameters:
@@ -160,19 +190,26 @@ class HostOptimizer:
         self._behind = True
 
     def _copy_in(self) -> Sequence[Handle]:
-        copies = [(entry.parameter.data, entry.slot) for entry in self._parameters]
+        copies = [(entry.own.data, entry.slot) for entry in self._parameters]
         return [self._link.back.run(lambda: copy_all(copies))]
 
     # Between two steps
 
     def start_step(self) -> None:
         """Copies to the host what has been loaded into the module since the last step."""
+        if self._clipping:
+            raise InputError(
+                f"stage {self._stage}: its gradients wait on the host to be clipped: with clip_host_updates, call the "
+                "Pipeline's clip_grad_norm_ after every step"
+            )
+        self.wait_update()
         self._require_untouched()
         for entry in self._parameters:
             entry.take_over()
 
     def synchronize(self) -> None:
         """Copies the parameters of the last update to the device, if they are not there yet."""
+        self.wait_update()
         self._require_untouched()
         self.parameters_in()
         self.wait_in()
@@ -221,14 +258,15 @@ class HostOptimizer:
 
     def duplicate(self) -> HostOptimizer:
         """Another optimizer of the same parameters, to `try_ops` with."""
-        return HostOptimizer(self._stage, self._module, self._factory, self._link, self._updates, self._require)
+        named = [(entry.name, entry.parameter) for entry in self._parameters]
+        return HostOptimizer(self._stage, named, self._factory, self._link, self._updates, self._require)
 
     @torch.no_grad()
     def try_ops(self) -> dict[str, Sequence[Handle]]:
         """Runs P, G and U and waits for them; returns their transfers by the names of their times. The parameters on
         the device stay as they are, and gradients are None afterwards."""
         for entry in self._parameters:
-            entry.slot.copy_(entry.parameter)
+            entry.slot.copy_(entry.own)
         inward = self._copy_in()
         for handle in inward:
             handle.wait()
@@ -246,29 +284,32 @@ def on_host(
     team: Team,
     link: Link,
     device: torch.device,
+    clipped: bool,
 ) -> dict[int, HostOptimizer]:
-    """The optimizers of this rank's stages. Raises `InputError` if one cannot be on the host."""
+    """The optimizers of this rank's stages, without their wrappers. Raises `InputError` if one cannot be on the
+    host."""
     for s in factories:
         if not 0 <= s < len(layout.placement):
             raise InputError(f"host_optimizers[{s}]: there are {len(layout.placement)} stages, numbered from 0")
     own = sorted(factories.keys() & stages.keys())
     for s in own:
         _require_complete(s, stages, team)
+        _require_clippable(s, stages[s], clipped)
     if not own:
         return {}
     updates = _update_engine(device)
-    return {s: HostOptimizer(s, stages[s], factories[s], link, updates, team.require_alive) for s in own}
+    return {
+        s: HostOptimizer(
+            s, stages[s].named_parameters(), factories[s], link, updates, team.require_alive, clipped=clipped
+        )
+        for s in own
+    }
 
 
 def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> None:
     """Gradients leave at G, inside the step. So nothing may add to them later."""
     if len(team.inner) > 1:
         raise InputError(f"host_optimizers[{s}]: updates on the host take whole parameters, and there are inner peers")
-    if isinstance(stages[s], DistributedDataParallel) or team.size < dist.get_world_size():
-        raise InputError(
-            f"host_optimizers[{s}]: this pipeline has replicas, and gradients may be averaged over them only after G, "
-            "when these have left for the host"
-        )
     own = {parameter: name for name, parameter in stages[s].named_parameters()}
     for other, module in stages.items():
         shared = own.keys() & set(module.parameters()) if other != s else ()
@@ -276,6 +317,14 @@ def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> No
             raise InputError(
                 f"host_optimizers[{s}]: {own[parameter]} is in stage {other}, too, which adds to its gradient"
             )
+
+
+def _require_clippable(s: int, stage: nn.Module, clipped: bool) -> None:
+    if clipped and any(isinstance(parameter, DTensor) for parameter in stage.parameters()):
+        raise InputError(
+            f"host_optimizers[{s}]: the stage is sharded, and the host cannot compute the norm of shards on several "
+            "ranks: leave out clip_host_updates, or use DistributedDataParallel"
+        )
 
 
 def _update_engine(device: torch.device) -> CopyEngine:
@@ -291,18 +340,19 @@ def _update_engine(device: torch.device) -> CopyEngine:
     return ThreadEngine(mark)
 
 
-def _host_parameters(stage: int, module: nn.Module) -> Iterable[_HostParameter]:
-    """The module's parameters, with slots in one piece of host memory, page-locked on CUDA."""
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+def _host_parameters(stage: int, named: Iterable[tuple[str, nn.Parameter]]) -> Iterable[_HostParameter]:
+    """The parameters, or this rank's shards of them, with slots in one piece of host memory, page-locked on CUDA."""
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
         raise InputError(f"host_optimizers[{stage}]: no parameter of stage {stage} requires a gradient")
     for name, parameter in trained:
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) not in (nn.Parameter, DTensor):
             raise InputError(
-                f"host_optimizers[{stage}]: {name} is a {type(parameter).__name__}; updates on the host take whole "
-                "parameters"
+                f"host_optimizers[{stage}]: {name} is a {type(parameter).__name__}; updates on the host take plain "
+                "parameters, and those of fully_shard"
             )
-    sizes = [-(-parameter.nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
+    sizes = [-(-local(parameter).nbytes // ALIGNED) * ALIGNED for _, parameter in trained]
     memory = allocate(max(ALIGNED, sum(sizes)), trained[0][1].device).tensor()
     for (name, parameter), place in zip(trained, torch.split(memory[: sum(sizes)], sizes), strict=True):
-        yield _HostParameter(name, parameter, place[: parameter.nbytes].view(parameter.dtype).view(parameter.shape))
+        own = local(parameter)
+        yield _HostParameter(name, parameter, place[: own.nbytes].view(own.dtype).view(own.shape))

@@ -17,6 +17,7 @@ from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.peers import Peers
 from optpipe_runtime.ranks.cpu_group import CpuGroup
 from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.ranks.team import LostError, Team
 from optpipe_runtime.stage.io import StageIO
 from optpipe_runtime.stage.runner import StageRunner
@@ -32,6 +33,7 @@ class Rank:
     layout: Layout
     device: torch.device
     stages: Mapping[int, StageRunner]
+    replicas: Replicas
     cpu_group: CpuGroup
     messages: Messages
     pool: HostPool

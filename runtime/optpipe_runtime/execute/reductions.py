@@ -24,12 +24,28 @@ class Reductions:
         self._replicas = replicas
         self._engine = copy_engine(device) if replicas.reduced else None
         self._complete: set[int] = set()
-        self._started: list[tuple[Handle, object]] = []  # with the gradients that are read
+        self._started: dict[int, Handle] = {}
+        self._read: list[object] = []  # the gradients that they read
 
     @property
     def any(self) -> bool:
         """Whether a stage here has replicas."""
         return bool(self._replicas.reduced)
+
+    def start_step(self) -> None:
+        self._complete.clear()
+        self._started.clear()
+
+    def ended(self, s: int) -> bool:
+        """Whether the gradients of a stage here are those of this step over all replicas. Does not wait."""
+        if s not in self._replicas.reduced:
+            return True
+        end = self._started[s].end if s in self._started else None
+        if end is None or (isinstance(end, torch.cuda.Event) and not end.query()):  # type: ignore[no-untyped-call]
+            return False
+        with self._replicas.exchanging():
+            self._started[s].wait()
+        return True
 
     def complete(self, s: int) -> None:
         """In a step that counts, after the last W of a stage here: starts the reductions whose turn it is."""
@@ -41,14 +57,14 @@ class Reductions:
 
     def finish(self) -> None:
         """Collective over the replicas, at the end of a step that counts: starts the reductions that are left, and
-        waits for all."""
+        waits for all. May be called twice."""
         for stage in self._replicas.reduced[len(self._started) :]:
             self._start(stage)
         with self._replicas.exchanging():
-            for started, _ in self._started:
+            for started in self._started.values():
                 started.wait()
-        self._complete.clear()
-        self._started.clear()
+        self._read.clear()
+        self._replicas.end_reductions()
 
     def close(self) -> None:
         """Ends the thread."""
@@ -61,4 +77,5 @@ class Reductions:
         assert self._engine is not None
         with self._replicas.exchanging():
             read, reduce = self._replicas.reduction(stage)
-            self._started.append((self._engine.run(reduce), read))
+            self._read.append(read)
+            self._started[stage] = self._engine.run(reduce)

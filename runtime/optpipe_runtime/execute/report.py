@@ -74,6 +74,10 @@ class StepReport:
         How many of these bytes the schedule allows (`Plan.message_peak`).
     cuda_peak_bytes
         `torch.cuda.max_memory_allocated` of the step; None on CPU.
+    gathered_peak_bytes
+        Parameters that FSDP2 has gathered for the step, and their whole gradients. None if the step was not counted.
+    gathered_certified_bytes
+        How many of these bytes the schedule allows (`Plan.gathered_peak`).
     excess
         The op after which the rank held most above the certificate; None if it never did, or was not counted.
     trace
@@ -92,6 +96,8 @@ class StepReport:
     buffer_peak_bytes: int
     buffer_certified_bytes: int
     cuda_peak_bytes: int | None
+    gathered_peak_bytes: int | None = None
+    gathered_certified_bytes: int = 0
     excess: Excess | None = None
     trace: tuple[OpTime, ...] = ()
     version: int = 0
@@ -116,6 +122,9 @@ class StepRecord:
         self.held: list[int] = []  # bytes after each op
         self.allocated: list[int | None] = []
         self.peak_bytes = 0
+        self.gathered_bytes: int | None = None  # of FSDP2's parameters and gradients, at most
+        self.begun: set[int] = set()  # stages that have run a forward
+        self.put_off: dict[int, list[tuple[Callable[[], Sequence[Handle]], list[Handle]]]] = {}  # by stage: G, U
         self.excess: Excess | None = None
         self._held: dict[tuple[int, int], int] = {}
         self._now = 0

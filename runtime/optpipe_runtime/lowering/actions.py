@@ -28,6 +28,7 @@ import numpy as np
 from optpipe.errors import ScheduleError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.model.ops import BACKWARD, Kind, Op
+from optpipe_runtime.lowering.gathers import gathers
 from optpipe_runtime.lowering.plan import Action, Message
 from optpipe_runtime.ranks.layout import Layout
 
@@ -56,10 +57,10 @@ def lower_ops(programs: Programs, rank: int, layout: Layout) -> tuple[Action, ..
     _require_matched(sent, senders)
     post = _posted(list(ops.values()), sent)
     actions = []
-    for op, posted, found in zip(ops, post, received, strict=True):
+    for op, posted, found, gathered in zip(ops, post, received, gathers(programs, rank, layout), strict=True):
         sends = _sent(op, layout)
         to = None if sends is None else layout.placement[sends.stage]
-        actions.append(Action(op, tuple(posted), None if found is None else found[0], sends, to))
+        actions.append(Action(op, tuple(posted), None if found is None else found[0], sends, to, gathered))
     return tuple(actions)
 
 

@@ -13,6 +13,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.link_order import LinkOrder
 
+WEIGHT = BACKWARD | {Kind.W}  # the ops that may add to weight gradients
 UNDER_WAY = 2  # messages to one rank at a time: one is on its way while the next is made
 
 StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
@@ -45,6 +46,7 @@ class Action(NamedTuple):
     receives: Message | None  # also where the sender is a stage on this rank
     sends: Message | None
     to: int | None  # the rank that receives what the op sends
+    gathers: tuple[int, ...] = ()  # the stages whose sharded parameters begin to be gathered before the op
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Plan:
         The activations that a C computes again.
     completing
         The last W or BW of each stage of this rank.
+    closing
+        The last F of each stage of this rank: in an evaluation, the last use of its parameters.
     updated
         The stages of this rank with the ops G, U and P.
     evictions
@@ -91,6 +95,7 @@ class Plan:
     forwards: tuple[Action, ...]
     recomputed: frozenset[StageMicrobatch]
     completing: frozenset[Op]
+    closing: frozenset[Op]
     updated: frozenset[int]
     evictions: dict[int, EvictionOrder]
     link_orders: tuple[LinkOrder | None, ...]
@@ -133,4 +138,24 @@ class Plan:
             if action.sends is not None and action.to not in (None, self.rank):
                 sending[action.to].append(nbytes(action.sends))
                 most = max(most, held())
+        return most
+
+    def gathered_peak(
+        self, parameters: Callable[[int], int], gradients: Callable[[int], int], evaluating: bool = False
+    ) -> int:
+        """The most bytes that this rank holds at once of gathered parameters, if those of a stage take `parameters(s)`,
+        and of their whole gradients, which take `gradients(s)`: parameters from the op at which they begin to be
+        gathered, gradients from the stage's first backward on. A stage's reduction may take until the end of the step,
+        so only an evaluation lets parameters go earlier, behind the stage's last F."""
+        now = most = 0
+        whole: set[int] = set()
+        for action in self.forwards if evaluating else self.actions:
+            s = action.op.stage
+            now += sum(map(parameters, action.gathers))
+            if action.op.kind in WEIGHT and s not in whole:
+                whole.add(s)
+                now += gradients(s)
+            most = max(most, now)
+            if evaluating and action.op in self.closing:
+                now -= parameters(s)
         return most

@@ -92,6 +92,7 @@ def lower(
         forwards=lower_ops(cache(lambda d: _forwards(programs(d))), rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
         completing=frozenset({op.stage: op for op in ops if op.kind in (Kind.W, Kind.BW)}.values()),
+        closing=frozenset({op.stage: op for op in ops if op.kind == Kind.F}.values()),
         updated=frozenset(op.stage for op in ops if op.kind == Kind.U),
         evictions=_evictions(programs, rank, layout),
         link_orders=link_orders(schedule, rank, layout),

@@ -76,6 +76,11 @@ class Layout:
         routes = self.routes, self.microbatch_routes
         return _unmeasured(self.placement, self.microbatches, *routes, self.peers, self.links, self.full_duplex)
 
+    @property
+    def in_order(self) -> tuple[int, ...]:
+        """All stages, in the order in which a route passes them, one route after the other."""
+        return tuple(dict.fromkeys(s for route in self.routes for s in route))
+
     def to_dict(self) -> dict[str, Any]:
         """The fields of a problem that say how many micro-batches there are, and their routes."""
         if self.routes == (tuple(range(len(self.placement))),):

@@ -5,13 +5,15 @@ W adds weight gradients outside autograd, so the wrappers' hooks do not see when
 step therefore looks like gradient accumulation: all micro-batches without communication, then one reduction by the
 wrapper itself, with its buckets, types and hooks.
 
-    with replicas.whole():        FSDP gathers the parameters, once
+    with replicas.gathering():
+        replicas.gather(s)        before the first F of stage s: FSDP begins to gather its parameters, once
+        replicas.wait(s)
         every F, B and W
         replicas.reduction(s)     behind the last W of stage s: DDP's reducer averages the gradients, FSDP reduces and
                                   scatters them and shards the parameters again
 
-Replicas communicate when a step begins, and once for each stage, in an order that does not depend on the schedule
-(`execute.reductions`). So replicas may run different schedules. Until a stage is reduced, its rank holds its whole
+Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.gathers`,
+`execute.reductions`). So replicas may run different schedules. Until a stage is reduced, its rank holds its whole
 parameters and gradients; they are no activations.
 """
 
@@ -30,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_runtime.ranks.grid import ranks_of
-from optpipe_runtime.ranks.parts import dimensions
+from optpipe_runtime.ranks.layout import Layout
+from optpipe_runtime.ranks.parts import dimensions, local
 from optpipe_runtime.ranks.team import Team
 
 log = logging.getLogger("optpipe.runtime")
@@ -49,8 +52,9 @@ class Replicas:
         For each stage those here that have a parameter or a buffer of it, with itself.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], team: Team) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], layout: Layout, team: Team) -> None:
         self._team = team
+        self._order = [s for s in layout.in_order if s in stages]
         self.modules: dict[int, nn.Module] = {}
         self._copied: dict[int, _Copied] = {}
         self._sharded: dict[int, _Sharded] = {}
@@ -68,6 +72,7 @@ class Replicas:
                 self._sharded[s] = _Sharded(s, inner, team)
             self.modules[s] = inner
         self.reduced = sorted(self._copied.keys() | self._sharded.keys(), reverse=True)
+        self._gathered: list[int] = []  # stages, in the context of `gathering`
         own = {s: {id(tensor) for tensor in (*m.parameters(), *m.buffers())} for s, m in self.modules.items()}
         self.sharing = {s: {s, *(other for other in own if own[s] & own[other])} for s in own}
 
@@ -76,22 +81,64 @@ class Replicas:
         return set(self._sharded[s].ranks) if s in self._sharded else set()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Collective over the replicas: in this context FSDP's parameters are whole. Gradients that are not reduced by
-        its end are dropped."""
-        with self.exchanging():
-            for stage in self._sharded.values():
-                stage.gather()
+    def gathering(self) -> Iterator[None]:
+        """Collective over the replicas: in this context FSDP's parameters may be gathered. At its end all are sharded.
+        So that all replicas communicate equally often, those that have not been gathered are, before its end.
+        Gradients that are not reduced by then are dropped."""
+        self._gathered.clear()
         try:
             yield
+            self.gather_all()
         finally:
             for stage in self._sharded.values():
                 stage.shard()
+
+    def gather(self, s: int) -> None:
+        """Begins to gather the parameters of a stage, once in a context of `gathering`. All replicas gather their
+        stages in the same order."""
+        if s in self._sharded and s not in self._gathered:
+            self._gathered.append(s)
+            with self.exchanging():
+                self._sharded[s].gather()
+
+    def wait(self, s: int) -> None:
+        """Waits until the parameters of a stage are whole."""
+        if s in self._sharded:
+            with self.exchanging():
+                self._sharded[s].wait()
+
+    def gather_all(self) -> None:
+        """Gathers the stages that have not been gathered, and waits for all."""
+        for s in self._order:
+            self.gather(s)
+            self.wait(s)
+
+    def shard(self, s: int) -> None:
+        """After an evaluation's last use of a stage: shards its parameters again."""
+        if s in self._sharded:
+            self._sharded[s].shard()
+
+    def parameter_bytes(self, s: int) -> int:
+        """What the whole parameters of a stage take where they are gathered. It must have been gathered before."""
+        return self._sharded[s].parameter_bytes if s in self._sharded else 0
+
+    def gradient_bytes(self, s: int) -> int:
+        """What their whole gradients take at most."""
+        return self._sharded[s].gradient_bytes if s in self._sharded else 0
+
+    def held_bytes(self) -> int:
+        """What this rank holds now of gathered parameters and their whole gradients."""
+        return sum(stage.held_bytes() for stage in self._sharded.values())
 
     def forget(self) -> None:
         """Drops what a step, or a part of one, has added to whole gradients of sharded parameters."""
         for stage in self._sharded.values():
             stage.forget()
+
+    def end_reductions(self) -> None:
+        """All that were started have ended: lets go of what they have read."""
+        for stage in self._sharded.values():
+            stage.end_reduction()
 
     def reduction(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Takes leave of a stage of `reduced`, after its last W. Returns the gradients that its reduction reads, and
@@ -189,12 +236,15 @@ class _Sharded:
     def __init__(self, s: int, module: nn.Module, team: Team) -> None:
         self.ranks: set[int] = set()
         self._whole = False
+        self._waiting: list[Any] = []  # gathers of the parts, under way
+        self._reduced: list[Tensor] = []  # whole gradients that a reduction reads
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        groups = [group for part in self._parts for group in _groups(part)]
+        self._fsdp_groups = groups = [group for part in self._parts for group in _groups(part)]
+        self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
         for mesh in (group.mesh_info.mesh for group in groups):
             _require_apart(s, "fully_shard", list(ranks_of(mesh)), team, "mesh")
             self.ranks |= set(ranks_of(mesh))
-        managed = {parameter.sharded_param for group in groups for parameter in group.fsdp_params}
+        managed = {parameter.sharded_param for parameter in self._fsdp_parameters}
         sharded: dict[str, Any] = {name: p for name, p in module.named_parameters() if p in managed}
         for parameter in sharded.values():
             mesh = parameter.device_mesh
@@ -220,17 +270,43 @@ class _Sharded:
         self._roots = [part for part in self._parts if id(part) not in inside]
 
     def gather(self) -> None:
-        self._set(reducing=False)
-        for part in self._parts:
-            part.unshard()
         self._whole = True
+        self._set(reducing=False)
+        self._waiting = [part.unshard(async_op=True) for part in self._parts]
+
+    def wait(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0).wait()
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(out.numel() * out.itemsize for p in self._fsdp_parameters for out in p.all_gather_outputs)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """FSDP adds a gradient of another type than the parameter's to what it has put aside."""
+        trained = [p for p in self._fsdp_parameters if p.sharded_param.requires_grad]
+        whole = [(p, local(p._unsharded_param)) for p in trained]
+        return sum(own.nbytes + (own.numel() * p.reduce_dtype.itemsize if p.reduce_dtype else 0) for p, own in whole)
+
+    def held_bytes(self) -> int:
+        """By live storages. Its reduction may run meanwhile."""
+        storages = [local(tensor).untyped_storage() for tensor in (*self._held(), *self._reduced)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def _held(self) -> Iterator[Tensor]:
+        for group in self._fsdp_groups:
+            if group._all_gather_result is not None:
+                yield group._all_gather_result.all_gather_output
+        for parameter in self._fsdp_parameters:
+            yield from parameter.all_gather_outputs
+            yield from _whole_gradients(parameter)
 
     def leave(self) -> list[Tensor]:
-        """From here on the stage is left to `reduce`. Returns the gradients that FSDP has put aside."""
+        """From here on the stage is left to `reduce`. Returns its whole gradients."""
         self._whole = False
-        parameters = (parameter for part in self._parts for group in _groups(part) for parameter in group.fsdp_params)
-        aside = (parameter.unsharded_accumulated_grad for parameter in parameters)
-        return [gradient for gradient in aside if gradient is not None]
+        self._reduced = [gradient for parameter in self._fsdp_parameters for gradient in _whole_gradients(parameter)]
+        return self._reduced
 
     def reduce(self) -> None:
         self._set(reducing=True)
@@ -238,20 +314,27 @@ class _Sharded:
             # FSDP itself calls this when a backward has ended.
             root._get_fsdp_state()._root_post_backward_final_callback()
 
+    def end_reduction(self) -> None:
+        self._reduced = []
+
     def shard(self) -> None:
         """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
         communication."""
         if not self._whole:
             return
+        self._waiting.clear()
+        self._reduced = []
+        for group in self._fsdp_groups:
+            group._all_gather_result = None  # of a gather that nobody waits for, after a failure
         self.forget()
         for part in self._parts:
             part.reshard()
         self._whole = False
 
     def forget(self) -> None:
-        for group in (group for part in self._parts for group in _groups(part)):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+        for parameter in self._fsdp_parameters:
+            if hasattr(parameter, "_unsharded_param"):  # else it was never gathered
+                parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
 
     def _set(self, reducing: bool) -> None:
         for root in self._roots:
@@ -260,6 +343,13 @@ class _Sharded:
             root.set_reshard_after_backward(reducing)
             if self._shards:
                 root.set_reshard_after_forward(False)
+
+
+def _whole_gradients(parameter: Any) -> list[Tensor]:
+    """Of one of FSDP's parameters: what backwards have added up, and what FSDP has put aside in another type."""
+    own = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered
+    found = (own.grad if own is not None else None, parameter.unsharded_accumulated_grad)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _groups(part: FSDPModule) -> list[Any]:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from support.ranks import cases
 from support.ranks.cases import WIDTH, WORDS, Gradients, batch, loss_fn, problem
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, SPLIT
 from support.ranks.replicas import gradients, wrapped
@@ -113,6 +114,24 @@ class Seen(NamedTuple):
     excess: Any
 
 
+def plain_step(modules: Sequence[nn.Module], data: tuple[Tensor, Tensor], microbatches: int) -> Seen:
+    """A step of the whole model in one process, with clipping."""
+    losses = cases.plain_step(modules, *data, microbatches)
+    found = gradients(dict(enumerate(modules)))
+    every = [p for module in modules for p in module.parameters()]
+    return Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None)
+
+
+def step_of(pipe: Pipeline, modules: dict[int, nn.Module], data: Sequence[Tensor]) -> tuple[Seen, int]:
+    """A step of a pipeline, with clipping; and its version."""
+    for module in modules.values():
+        module.zero_grad()
+    report = pipe.step(*data)
+    found = gradients(modules)
+    norm = pipe.clip_grad_norm_(0.1)
+    return Seen(report.losses, found, norm, report.host_peak_bytes, report.excess), report.version
+
+
 def plain(microbatches: int, steps: int) -> list[Seen]:
     """The whole model in one process, with clipping and an SGD step after each step."""
     torch.set_num_threads(1)
@@ -122,15 +141,7 @@ def plain(microbatches: int, steps: int) -> list[Seen]:
     seen = []
     for step in range(steps):
         optimizer.zero_grad()
-        losses = []
-        for x, y in zip(*(given.chunk(microbatches) for given in batch(step, microbatches)), strict=True):
-            for module in modules:
-                x = module(x)
-            loss = loss_fn(x, y)
-            torch.autograd.backward(loss / microbatches)
-            losses.append(loss.item())
-        found = gradients(dict(enumerate(modules)))
-        seen.append(Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None))
+        seen.append(plain_step(modules, batch(step, microbatches), microbatches))
         optimizer.step()
     return seen
 
@@ -156,23 +167,16 @@ def trained(microbatches: int, programs: Sequence[Sequence[Sequence[str]]], bett
         measured = pipe.profile(*batch(0, m), activation_budget_bytes=10**9, repeats=1)
         schedules = [Schedule.parse(measured, program, method=f"schedule {k}") for k, program in enumerate(programs)]
         for k in range(len(schedules)):
-            optimizer.zero_grad()
             pipe.load(schedules[k - peer])
-            report = pipe.step(*batch(0, m))
-            found = gradients({stage: module})
-            norm = pipe.clip_grad_norm_(0.1)
-            steps.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+            steps.append(step_of(pipe, {stage: module}, batch(0, m))[0])
         if pipe.number == 0:
             pipe.offer(schedules[better - peer])
         for step in range(2000):  # until the swap: how many steps the preparation takes is not the test
             optimizer.step()
-            optimizer.zero_grad()
-            report = pipe.step(*batch(step + 1, m))
-            found = gradients({stage: module})
-            norm = pipe.clip_grad_norm_(0.1)
-            steps.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
-            versions.append(report.version)
-            if report.version > len(schedules):
+            seen, version = step_of(pipe, {stage: module}, batch(step + 1, m))
+            steps.append(seen)
+            versions.append(version)
+            if version > len(schedules):
                 break
         assert pipe.schedule is not None
         return Trained(measured.to_json(), steps, versions, pipe.schedule.method or "", pipe.at_b[stage])
@@ -329,11 +333,7 @@ def replicated(microbatches: int, programs: Sequence[Sequence[Sequence[Sequence[
                 pipeline.profile(*given, activation_budget_bytes=10**9, repeats=1)
                 assert pipeline.problem is not None
             pipeline.load(Schedule.parse(pipeline.problem, program))
-            optimizer.zero_grad()
-            report = pipeline.step(*given)
-            found = gradients({stage: module})
-            norm = pipeline.clip_grad_norm_(0.1)
-            seen.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+            seen.append(step_of(pipeline, {stage: module}, given)[0])
             optimizer.step()
     return seen
 
@@ -369,9 +369,7 @@ def of_two_dimensions(programs: Sequence[Sequence[str]]) -> Seen:
     modules = {s: parallel(module, ranks["tensor"]) for s, module in enumerate(make_stages())}
     with Pipeline(modules, [0, 0], loss_fn, m, group=ranks["pipe"].get_group(), inner=ranks["copy", "tensor"]) as pipe:
         pipe.load(Schedule.parse(problem((0, 0), m), programs))
-        report = pipe.step(*batch(0, m))
-        found = gradients(modules)
-        return Seen(report.losses, found, pipe.clip_grad_norm_(0.1), report.host_peak_bytes, None)
+        return step_of(pipe, modules, batch(0, m))[0]
 
 
 def measured() -> tuple[list[int], frozenset[str], int]:

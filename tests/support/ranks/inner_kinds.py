@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from support.ranks.cases import WIDTH, WORDS, batch, loss_fn
-from support.ranks.inner import Seen, mesh
-from support.ranks.replicas import gradients
+from support.ranks.inner import Seen, mesh, plain_step, step_of
 
 RANKS = 2
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
@@ -103,18 +102,8 @@ def uneven(kind: str, microbatches: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(kind: str, microbatches: int) -> Seen:
-    """A step of the whole model in one process."""
     torch.set_num_threads(1)
-    modules, losses = make_stages(kind), []
-    for x, y in zip(*(given.chunk(microbatches) for given in uneven(kind, microbatches)), strict=True):
-        for module in modules:
-            x = module(x)
-        loss = loss_fn(x, y)
-        torch.autograd.backward(loss / microbatches)
-        losses.append(loss.item())
-    every = [p for module in modules for p in module.parameters()]
-    found = gradients(dict(enumerate(modules)))
-    return Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None)
+    return plain_step(make_stages(kind), uneven(kind, microbatches), microbatches)
 
 
 def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[str]]]) -> list[Seen]:
@@ -134,9 +123,5 @@ def trained(kind: str, microbatches: int, programs: Sequence[Sequence[Sequence[s
         problem = pipe.profile(*given, activation_budget_bytes=10**9, repeats=1)
         for program in programs:
             pipe.load(Schedule.parse(problem, program))
-            module.zero_grad()
-            report = pipe.step(*given)
-            found = gradients({stage: module})
-            norm = pipe.clip_grad_norm_(0.1)
-            seen.append(Seen(report.losses, found, norm, report.host_peak_bytes, report.excess))
+            seen.append(step_of(pipe, {stage: module}, given)[0])
     return seen

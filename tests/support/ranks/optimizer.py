@@ -3,9 +3,10 @@ optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,10 @@ from optpipe.errors import OptPipeError
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, Pipeline, StepReport
+from optpipe_runtime.execute.host_optimizer import HostOptimizer
+from optpipe_runtime.ranks.replicas import Replicas
 from support.ranks.cases import batch, loss_fn, make_stages, numbers, plain_step
+from support.ranks.replicas import mesh, parameters, replaced, wrapped
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -89,6 +93,103 @@ def train(
         reports = [training.step(k, schedule) for k, schedule in enumerate(schedules)]
         pipe.synchronize()
         return reports, values(training.modules), set(numbers(training.modules))
+
+
+class Replicated(NamedTuple):
+    """On one rank. `events`: of each step, the stages whose reduction "ended", and whose gradients go "out" to the
+    host, in their order."""
+
+    losses: list[list[float] | None]
+    norms: list[float]
+    events: list[list[str]]
+    parameters: Values
+
+
+def replicated(
+    schedules: Sequence[Sequence[Schedule]],
+    hosted: Sequence[int],
+    how: str,
+    max_norm: float = 0.0,
+    profiles: bool = False,
+) -> Replicated:
+    """Two replicas of two ranks, each by its own schedules; or with `how` = "alone" one pipeline of two ranks. With a
+    `max_norm` gradients are clipped."""
+    alone = how == "alone"
+    group, replica = (None, 0) if alone else (mesh()["pipe"].get_group(), torch.distributed.get_rank() // 2)
+    number, m = torch.distributed.get_rank(group), schedules[0][0].problem.microbatches
+    placement = [stage.device for stage in schedules[0][0].problem.stages]
+    modules = {
+        s: wrapped(module, how) for s, module in enumerate(make_stages(len(placement))) if placement[s] == number
+    }
+    here = [p for s, module in modules.items() if s not in hosted for p in module.parameters()]
+    optimizer, ran = adam([torch.zeros(0), *here]), Replicated([], [], [], {})
+    hosts: dict[str, Any] = {"host_optimizers": dict.fromkeys(hosted, adam), "clip_host_updates": max_norm > 0}
+    with Pipeline(modules, placement, loss_fn, m, group=group, **hosts) as pipe:
+        if profiles:
+            pipe.profile(*(part.chunk(2)[replica] for part in batch(0, 2 * m)), 10**9, repeats=1)
+            pipe.problem = None
+        for step, schedule in enumerate(schedules[replica]):
+            pipe.load(schedule)
+            optimizer.zero_grad()
+            data = batch(step, m) if alone else [part.chunk(2)[replica] for part in batch(step, 2 * m)]
+            events: list[str] = []
+            with followed(pipe, events):
+                ran.losses.append(pipe.step(*data).losses)
+            ran.events.append(events)
+            if max_norm:
+                ran.norms.append(pipe.clip_grad_norm_(max_norm))
+            optimizer.step()
+        pipe.synchronize()
+    return ran._replace(parameters=parameters(modules))
+
+
+@contextmanager
+def followed(pipe: Pipeline, events: list[str]) -> Iterator[None]:
+    """Tells the events of `Replicated`."""
+
+    def reduction(s: int) -> Any:
+        read, reduce = Replicas.reduction(pipe._rank.replicas, s)
+
+        def told() -> None:
+            reduce()
+            events.append(f"ended {s}")
+
+        return read, told
+
+    def out(s: int) -> Any:
+        def told() -> Any:
+            events.append(f"out {s}")
+            return HostOptimizer.gradients_out(pipe.host_optimizers[s])
+
+        return told
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(pipe._rank.replicas, reduction=reduction))
+        for s, host in pipe.host_optimizers.items():
+            stack.enter_context(replaced(host, gradients_out=out(s)))
+        yield
+
+
+def unclipped(schedule: Schedule) -> list[str]:
+    """What a user is told who does not clip, and who clips shards."""
+    layout, told = Layout.of(schedule.problem), []
+    number = torch.distributed.get_rank() % 2
+    own = {s: module for s, module in enumerate(make_stages(4)) if layout.placement[s] == number}
+
+    def run(modules: dict[int, nn.Module]) -> None:
+        hosts: dict[str, Any] = {"host_optimizers": {2: adam, 3: adam}, "clip_host_updates": True}
+        group = mesh()["pipe"].get_group()
+        with Pipeline(modules, layout.placement, loss_fn, layout.microbatches, group=group, **hosts) as pipe:
+            pipe.load(schedule)
+            for k in range(2):
+                pipe.step(*batch(k, layout.microbatches))
+
+    for how in ("alone", "fsdp"):
+        try:
+            run({s: wrapped(module, how) for s, module in own.items()})
+        except OptPipeError as error:
+            told.append(str(error))
+    return told
 
 
 def resume(

@@ -37,8 +37,9 @@ class Turn(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """On one rank. `events`: of each step, in their order: ops as they begin, and "starts" and "ended" of stages'
-    reductions."""
+    """On one rank. `events`: of each step, in their order: ops as they begin, "gathers" as a stage begins to be
+    gathered, "starts" and "ended" of stages' reductions. `held`: of each step, the bytes of gathered parameters and
+    their gradients as ops begin. `gathered`: their peak and what is certified."""
 
     events: list[list[str]]
     losses: list[list[float] | None]
@@ -46,6 +47,8 @@ class Ran(NamedTuple):
     norms: list[float]
     parameters: Gradients
     versions: list[int]
+    held: list[dict[str, int]]
+    gathered: list[tuple[int | None, int]]
 
 
 class Events:
@@ -53,6 +56,7 @@ class Events:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.held: dict[str, int] = {}
         self._happened: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
     def tell(self, event: str) -> None:
@@ -71,6 +75,7 @@ def trained(
     max_norm: float = 0.0,
     tied: bool = False,
     shared: bool = False,
+    trace: bool = False,
 ) -> Ran:
     """Each replica trains by its own schedules. `late`: gradients are reduced when the step has ended. `tied`: a layer
     of the first stage is tied to that of the second. `shared`: the head's weight is the embedding's."""
@@ -82,7 +87,7 @@ def trained(
     modules = {s: wrapped(module, how) for s, module in own.items()}
     trained = dict.fromkeys(p for module in modules.values() for p in module.parameters())
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    ran = Ran([], [], [], [], {}, [])
+    ran = Ran([], [], [], [], {}, [], [], [])
     with Pipeline(modules, PLACEMENT, loss_fn, m, group=group) as pipe:
         if tied:
             pipe.tie(_norm(own[number]))
@@ -100,10 +105,12 @@ def trained(
                     around.enter_context(never())
                 if turn.memory and dist.get_rank() == 0:
                     around.enter_context(failing("backward", 2, torch.OutOfMemoryError("too much")))
-                report = pipe.step(*data)
+                report = pipe.step(*data, trace=trace)
             ran.events.append(events.seen)
             ran.losses.append(report.losses)
             ran.versions.append(report.version)
+            ran.held.append(events.held)
+            ran.gathered.append((report.gathered_peak_bytes, report.gathered_certified_bytes))
             if max_norm:
                 ran.norms.append(pipe.clip_grad_norm_(max_norm))
             ran.gradients.append(gradients(modules))
@@ -124,13 +131,14 @@ def recorded(pipe: Pipeline, events: Events, microbatches: int, awaits: str | No
         def op(stage: StageRunner, j: int, *arguments: Any, **options: Any) -> Any:
             if awaits and kind == "B" and stage.index < 2 and j == microbatches - 1:
                 events.wait(f"{awaits} {3 - stage.index}")
+            events.held[f"{stage.index}{kind}{j}"] = pipe._rank.replicas.held_bytes()
             events.tell(f"{stage.index}{kind}{j}")
             return real(stage, j, *arguments, **options)
 
         return op
 
     def reduction(s: int) -> Any:
-        read, reduce = Replicas.reduction(pipe._replicas, s)
+        read, reduce = Replicas.reduction(pipe._rank.replicas, s)
 
         def told() -> None:
             events.tell(f"starts {s}")
@@ -139,13 +147,21 @@ def recorded(pipe: Pipeline, events: Events, microbatches: int, awaits: str | No
 
         return read, told
 
-    real = StageRunner.backward, StageRunner.weight
-    with replaced(pipe._replicas, reduction=reduction):
-        StageRunner.backward, StageRunner.weight = told("B", real[0]), told("W", real[1])  # type: ignore[method-assign]
+    def gather(s: int) -> None:
+        if s not in pipe._rank.replicas._gathered:
+            events.tell(f"gathers {s}")
+        Replicas.gather(pipe._rank.replicas, s)
+
+    ops = {"F": "forward", "B": "backward", "W": "weight"}
+    real = {name: getattr(StageRunner, name) for name in ops.values()}
+    with replaced(pipe._rank.replicas, reduction=reduction, gather=gather):
+        for kind, name in ops.items():
+            setattr(StageRunner, name, told(kind, real[name]))
         try:
             yield
         finally:
-            StageRunner.backward, StageRunner.weight = real  # type: ignore[method-assign]
+            for name, method in real.items():
+                setattr(StageRunner, name, method)
 
 
 @contextmanager

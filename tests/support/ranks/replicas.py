@@ -196,7 +196,7 @@ def collectives(pipe: Pipeline) -> Iterator[Counter[str]]:
     count: Counter[str] = Counter()
 
     def reduction(s: int) -> Any:
-        read, reduce = Replicas.reduction(pipe._replicas, s)
+        read, reduce = Replicas.reduction(pipe._rank.replicas, s)
 
         def counted() -> None:
             with Collectives(count):
@@ -204,7 +204,7 @@ def collectives(pipe: Pipeline) -> Iterator[Counter[str]]:
 
         return read, counted
 
-    with Collectives(count), replaced(pipe._replicas, reduction=reduction):
+    with Collectives(count), replaced(pipe._rank.replicas, reduction=reduction):
         yield count
 
 
