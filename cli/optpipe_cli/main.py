@@ -46,7 +46,7 @@ def main() -> None:
     from optpipe.errors import OptPipeError
 
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="optpipe", standalone_mode=False))
     except WrongWords as error:
         if message := error.format_message():  # empty where help was shown instead
             print(f"error: {message.rstrip('.')}; see {_command(error)} --help", file=sys.stderr)
