@@ -145,8 +145,8 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
 def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, joins: Flags) -> Ints:
     """(n,) slots: compute ops are numbered along their device, the others come before the compute op with their number.
 
-    A transfer comes after the compute ops that have ended at its start, a drop before the first that starts when its
-    offload has ended.
+    A transfer comes after the compute ops that have ended at its start, and after its forward even where the times given
+    overlap; a drop before the first that starts when its offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
     compute = np.isin(table[:, KIND], list(COMPUTE))
@@ -159,6 +159,11 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
         moving = others[of_kinds(table[others], *TRANSFERS)]
         ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + grain(start), side="right")
         slot[moving] = np.minimum(slot[moving], ended)
+    forward = np.zeros(table[:, [STAGE, MICROBATCH]].max(axis=0, initial=0) + 1, dtype=np.int64)
+    forwards = table[:, KIND] == Kind.F
+    forward[tuple(table[forwards][:, [STAGE, MICROBATCH]].T)] = slot[forwards] + 1
+    others = np.flatnonzero(~compute)
+    slot[others] = np.maximum(slot[others], forward[tuple(table[others][:, [STAGE, MICROBATCH]].T)])
     _keep_order(table, device, rank, slot)
     return slot
 
