@@ -2,11 +2,14 @@
 whoever asks."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
+from support.patience import GRACE_S
 from support.postgres import database, database_url, postgres, postgres_url, sqlite_url
+
+from optpipe import anytime
 
 __all__ = ["database", "database_url", "postgres", "postgres_url", "sqlite_url"]  # fixtures
 
@@ -15,6 +18,14 @@ settings.register_profile("soak", settings.get_profile("optpipe"))
 settings.load_profile("optpipe")
 
 FEWEST_EXAMPLES = 10
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """A solver that a busy machine starts late ends by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anytime, "GRACE_S", GRACE_S)
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
