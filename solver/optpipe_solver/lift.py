@@ -87,16 +87,18 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
-    moment = np.rint(start / grain(start))
     lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * grain(start)) & np.isin(
         table[:, KIND], list(COMPUTE)
     )
     rows = np.flatnonzero(lasting)
+    rows = rows[np.argsort(start[rows])]
+    moment = np.cumsum(np.diff(start[rows], prepend=-np.inf) > grain(start))  # rounding would divide some
     device = problem.costs.device[table[rows, STAGE]]
-    by_time = np.lexsort((table[rows, KIND], moment[rows], device))
-    rows, device = rows[by_time], device[by_time]
+    by_time = np.lexsort((table[rows, KIND], moment, device))
+    rows, device, moment = rows[by_time], device[by_time], moment[by_time]
     a, b = rows[:-1], rows[1:]
-    together = (device[:-1] == device[1:]) & (moment[a] == moment[b]) & (table[a, MICROBATCH] != table[b, MICROBATCH])
+    together = (device[:-1] == device[1:]) & (moment[:-1] == moment[1:])
+    together &= table[a, MICROBATCH] != table[b, MICROBATCH]
     together &= (table[a, KIND] == Kind.F) & np.isin(table[b, KIND], list(BACKWARD))
     return a[together], b[together]
 
