@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -108,7 +109,8 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tm
     """
     port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
-    plan = SMALL
+    # Half of it may be over before the service is there again.
+    plan = replace(SMALL, options={"time_limit_s": 15.0})
     plan.save(tmp_path / "plan.json")
 
     with contextlib.ExitStack() as services:
