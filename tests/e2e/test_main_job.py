@@ -16,6 +16,7 @@ from optpipe_cli.launch import torchrun
 from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SMALL = DemoSettings(
     budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     microbatches=4,
@@ -33,7 +34,6 @@ def _two_ranks(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
-@pytest.mark.long
 def test_the_main_job(tmp_path, capsys):
     outcome = demo.run(SMALL, tmp_path)
     told = DemoResult.load(tmp_path / "told.json")
@@ -65,7 +65,6 @@ def searches(url):
     return [job for job in running["jobs"] if job["options"]["method"] == "auto"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("searching", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, searching):
     serve = demo._service
@@ -101,7 +100,6 @@ def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, s
     assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"
 
 
-@pytest.mark.long
 def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tmp_path):
     """kill -9 during the search and the training.
 
