@@ -5,6 +5,8 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 # Ranks and solver engines share the cores: one thread each.
 export OMP_NUM_THREADS := 1
+# Tests start many processes: none shall compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What `test-gpu` and `bench-gpu` need beside torch: fetched by `make wheels` where there is a registry, for a machine with
 # a GPU and Python 3.12 that has none. Without numba the simulator runs as plain Python.
@@ -39,13 +41,14 @@ check: setup ## check style, types and imports
 
 test: check suite ## check, then run the whole suite
 
-# Two at a time: a test waits as often as it computes.
+# Twice as many tests at a time as two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
-# The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.
+# The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
+# each property; ARGS are pytest's.
 soak: setup ## run the long versions of some tests
-	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m 'soak or hypothesis' --hypothesis-profile soak --timeout 3600 $(ARGS)
 
 demo: setup ## train a small GPT on two ranks while its schedule improves
 	$(BIN)/optpipe demo

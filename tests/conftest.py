@@ -1,9 +1,58 @@
-"""The same examples on every machine, and no deadline: machines are noisy. Databases for whoever asks."""
+"""The same examples on every machine, and no deadline: machines are noisy. Which tests begin first. Databases for
+whoever asks."""
 
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
 from hypothesis import settings
+from support.patience import GRACE_S
 from support.postgres import database, database_url, postgres, postgres_url, sqlite_url
+
+from optpipe import anytime
 
 __all__ = ["database", "database_url", "postgres", "postgres_url", "sqlite_url"]  # fixtures
 
 settings.register_profile("optpipe", deadline=None, derandomize=True)
+settings.register_profile("soak", settings.get_profile("optpipe"))
 settings.load_profile("optpipe")
+
+FEWEST_EXAMPLES = 10
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """A solver that a busy machine starts late ends by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anytime, "GRACE_S", GRACE_S)
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak = config.getoption("--hypothesis-profile") == "soak"
+    for test in {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}:
+        own = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = settings(own, max_examples=examples(own.max_examples, soak))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = long_first(long, [item for item in items if item not in set(long)], workers)
+
+
+def examples(stated: int, soak: bool) -> int:
+    """How many of a property's stated examples to run: a quarter, or in `make soak` five times as many."""
+    return 5 * stated if soak else max(stated // 4, min(stated, FEWEST_EXAMPLES))
+
+
+def long_first(long: Sequence[pytest.Item], rest: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Long tests at the front of each worker's share, so that none begins when the others have ended.
+
+    pytest-xdist's `worksteal` deals the tests out in order, an equal share to each worker.
+    """
+    order: list[pytest.Item] = []
+    remaining = list(rest)
+    for worker in range(workers):
+        own = long[worker::workers]
+        share = (len(long) + len(rest) - len(order)) // (workers - worker)
+        order += [*own, *remaining[: share - len(own)]]
+        del remaining[: share - len(own)]
+    return order

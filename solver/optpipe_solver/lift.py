@@ -87,16 +87,18 @@ def _pairs(problem: Problem, table: Table, start: Floats) -> tuple[Ints, Ints]:
     nothing = np.empty(0, dtype=np.int64)
     if problem.overlap_factor is None or len(table) == 0:
         return nothing, nothing
-    moment = np.rint(start / grain(start))
     lasting = (problem.costs.ms[table[:, KIND], table[:, STAGE]] > 2 * grain(start)) & np.isin(
         table[:, KIND], list(COMPUTE)
     )
     rows = np.flatnonzero(lasting)
+    rows = rows[np.argsort(start[rows])]
+    moment = np.cumsum(np.diff(start[rows], prepend=-np.inf) > grain(start))  # rounding would divide some
     device = problem.costs.device[table[rows, STAGE]]
-    by_time = np.lexsort((table[rows, KIND], moment[rows], device))
-    rows, device = rows[by_time], device[by_time]
+    by_time = np.lexsort((table[rows, KIND], moment, device))
+    rows, device, moment = rows[by_time], device[by_time], moment[by_time]
     a, b = rows[:-1], rows[1:]
-    together = (device[:-1] == device[1:]) & (moment[a] == moment[b]) & (table[a, MICROBATCH] != table[b, MICROBATCH])
+    together = (device[:-1] == device[1:]) & (moment[:-1] == moment[1:])
+    together &= table[a, MICROBATCH] != table[b, MICROBATCH]
     together &= (table[a, KIND] == Kind.F) & np.isin(table[b, KIND], list(BACKWARD))
     return a[together], b[together]
 
@@ -145,8 +147,8 @@ def _forward_in_time(problem: Problem, table: Table, start: Floats, duration: Fl
 def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, joins: Flags) -> Ints:
     """(n,) slots: compute ops are numbered along their device, the others come before the compute op with their number.
 
-    A transfer comes after the compute ops that have ended at its start, a drop before the first that starts when its
-    offload has ended.
+    A transfer comes after the compute ops that have ended at its start, and after its forward even where the times
+    given overlap; a drop before the first that starts when its offload has ended.
     """
     slot = np.zeros(len(table), dtype=np.int64)
     compute = np.isin(table[:, KIND], list(COMPUTE))
@@ -159,6 +161,11 @@ def _slots(table: Table, device: Ints, start: Floats, end: Floats, rank: Ints, j
         moving = others[of_kinds(table[others], *TRANSFERS)]
         ended = np.searchsorted(np.maximum.accumulate(end[own]), start[moving] + grain(start), side="right")
         slot[moving] = np.minimum(slot[moving], ended)
+    forward = np.zeros(table[:, [STAGE, MICROBATCH]].max(axis=0, initial=0) + 1, dtype=np.int64)
+    forwards = table[:, KIND] == Kind.F
+    forward[tuple(table[forwards][:, [STAGE, MICROBATCH]].T)] = slot[forwards] + 1
+    others = np.flatnonzero(~compute)
+    slot[others] = np.maximum(slot[others], forward[tuple(table[others][:, [STAGE, MICROBATCH]].T)])
     _keep_order(table, device, rank, slot)
     return slot
 

@@ -19,9 +19,10 @@ SMALL = DemoSettings(
 )
 
 
+@pytest.mark.long
 def test_the_protocol_runs_with_a_backend_that_is_named() -> None:
     pytest.importorskip("pulp")
-    told = run(ProtocolSettings(milp_s=20.0, solver="pulp:cbc", training=SMALL))
+    told = run(ProtocolSettings(milp_s=10.0, solver="pulp:cbc", training=SMALL))
     assert told["first"]["method"] == FIRST
     assert told["steps_beside"] > 0
     predicted = [told["first"]["predicted_ms"], *(found["predicted_ms"] for found in told["found"])]

@@ -288,6 +288,7 @@ def test_the_diff_in_the_docs_is_that_of_the_examples() -> None:
     assert len(list(filter(None, added))) == 10
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_both_examples_print_the_same_losses_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

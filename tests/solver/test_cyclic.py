@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import combinations, product
 from types import ModuleType
 
@@ -16,7 +15,7 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe.schedule import Schedule, certify, check
-from optpipe_solver import budget, cyclic
+from optpipe_solver import cyclic
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cpsat.grid_schedule import is_expressible, place_on_grid, split_dispensable
@@ -96,17 +95,8 @@ def problems(draw: st.DrawFn, least_ms: int = 0) -> Problem:
     )
 
 
-@contextmanager
-def effort() -> Iterator[None]:
-    """Where work is counted, the clock ends nothing: what is found is the same on a slow or busy machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "BACKSTOP", 1000.0)
-        yield
-
-
 def solve(grid: Grid, K: int, T: int, seconds: float = 60.0) -> Pattern | None:
-    with effort():
-        return PatternModel(grid, K, T).solve(Budget(seconds, 1), 0).pattern
+    return PatternModel(grid, K, T).solve(Budget(seconds, 1), 0).pattern
 
 
 def answers(problem: Problem, seconds: float, engine: ModuleType = cyclic, **request: object) -> list[Frame]:
@@ -255,8 +245,7 @@ def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, 
     known = place_on_grid(grid, schedule)
     begin = data.draw(st.integers(0, known.end))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
-    with effort():
-        answer = WindowModel(grid, known, window, "stages").solve(Budget(0.5, 1), 0)
+    answer = WindowModel(grid, known, window, "stages").solve(Budget(0.5, 1), 0)
     if answer.starts is None:
         assert not answer.proven  # the incumbent itself is a solution
         return

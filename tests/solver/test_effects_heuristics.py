@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from support import enumeration
 from support.effects import TABLES
 from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, programs_of
 from support.problems import pipeline, stage
@@ -41,12 +39,9 @@ CHANGES = {
 
 
 @pytest.fixture(params=CHANGES, autouse=True)
-def changed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def changed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, effect in CHANGES[request.param].items():
         monkeypatch.setitem(TABLE, kind, effect)
-    enumeration._bests.cache_clear()
-    yield
-    enumeration._bests.cache_clear()
 
 
 def with_budgets(problem: Problem, budgets: list[int]) -> Problem:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.strategies import AMPLE, problems, problems_with_schedules
 
 from optpipe import Device, Kind, Op, Pair, Problem, Schedule, Stage, certify, check
-from optpipe_solver.lift import lift
+from optpipe_solver.lift import grain, lift
 
 STAGE = {
     "forward_ms": 10.0,
@@ -104,9 +105,13 @@ def test_a_shared_link_gets_its_order_by_start():
     assert schedule.makespan_ms == 82.0
 
 
-def test_a_forward_and_a_backward_that_start_together_become_a_pair():
+@pytest.mark.parametrize("noise", [-1e-9, 0.0, 1e-9])
+@pytest.mark.parametrize("grains", [0.0, 0.5])
+def test_a_forward_and_a_backward_that_start_together_become_a_pair(grains, noise):
     problem = one_device(2, overlap_factor=0.75)
-    starts = {"0F0": 0.0, "0F1": 10.0, "0B0": 10.0, "0W0": 25.0, "0BW1": 33.0}
+    moment = grain(np.array([33.0]))
+    at = (np.ceil(10.0 / moment) + grains) * moment  # also between two grains, where rounding would part them
+    starts = {"0F0": 0.0, "0F1": at + noise, "0B0": at - noise, "0W0": 25.0, "0BW1": 33.0}
     schedule = lift(problem, {Op.parse(text): start for text, start in starts.items()})
     assert schedule.programs[0].texts() == ["0F0", "0F1+0B0", "0W0", "0BW1"]
-    assert schedule.makespan_ms == 51.0
+    assert schedule.makespan_ms == pytest.approx(51.0)

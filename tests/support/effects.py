@@ -10,7 +10,6 @@ import pytest
 
 from optpipe.evaluate.effects import TABLE, nothing
 from optpipe.model.ops import Kind
-from support import enumeration
 
 B, W = TABLE[Kind.B], TABLE[Kind.W]
 TABLES = {
@@ -33,6 +32,4 @@ def effects(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind, effect in TABLES[name].items():
             patch.setitem(TABLE, kind, effect)
-        enumeration._bests.cache_clear()
         yield
-    enumeration._bests.cache_clear()

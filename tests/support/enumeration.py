@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from optpipe import Kind, Op, Problem, Program, Schedule, ScheduleError, Stage, certify, simulate
+from optpipe.evaluate.effects import TABLE, Effect
 from optpipe.evaluate.objective import Objective
 from support import problems
 from support.problems import pipeline
@@ -143,12 +144,13 @@ def shared_orders(problem: Problem, programs: tuple[Program, ...]) -> Iterator[d
 
 def best_of_all(problem: Problem, objective: Objective) -> tuple[float, int]:
     """The shortest length over all schedules there are, and how many schedules were tried."""
-    best, tried = _bests(problem)
+    best, tried = _bests(problem, tuple(TABLE.values()))
     return best[objective], tried
 
 
 @cache
-def _bests(problem: Problem) -> tuple[dict[Objective, float], int]:
+def _bests(problem: Problem, effects: tuple[Effect, ...]) -> tuple[dict[Objective, float], int]:
+    """`effects` are those of the table that is in place, by which programs fit."""
     first = problem.stages[0].device
     candidates = [programs_of(problem, d) for d in range(len(problem.devices))]
     if problem.routes is None:

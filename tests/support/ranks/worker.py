@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support.device import ON_CUDA
+from support.patience import GRACE_S
 
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
 STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
@@ -26,10 +27,11 @@ def serve(
     import torch
     import torch.distributed as dist
 
+    from optpipe import anytime
     from optpipe_runtime.ranks import team
 
     torch.set_num_threads(1)
-    team.ANSWER_S = ANSWER_S
+    team.ANSWER_S, anytime.GRACE_S = ANSWER_S, GRACE_S
     if ON_CUDA:
         torch.cuda.set_device(rank)
     dist.init_process_group(
