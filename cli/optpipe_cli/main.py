@@ -49,7 +49,8 @@ def main() -> None:
         sys.exit(app(prog_name="optpipe", standalone_mode=False))
     except WrongWords as error:
         if message := error.format_message():  # empty where help was shown instead
-            print(f"error: {message.rstrip('.')}; see {_command(error)} --help", file=sys.stderr)
+            end = "" if message.endswith((".", "?")) else "."
+            print(f"error: {message}{end} See {_command(error)} --help.", file=sys.stderr)
         sys.exit(2)
     except OptPipeError as error:
         print(f"error: {error}", file=sys.stderr)

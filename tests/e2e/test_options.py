@@ -272,9 +272,9 @@ def test_a_wrong_value_is_refused_in_the_same_words(
         ("solve x.json --threads many", "--threads = 'many': an integer was expected"),
         ("solve x.json --milp-ops 3.5", "--milp-ops = '3.5': an integer was expected"),
         ("compare x.json --time-limit soon", "--time-limit = 'soon': a number was expected"),
-        ("solve", "Missing argument 'problem'; see optpipe solve --help"),
-        ("solv", "No such command 'solv'; see optpipe --help"),
-        ("bench milp --nope", "No such option: --nope; see optpipe bench milp --help"),
+        ("solve", "Missing argument 'problem'. See optpipe solve --help."),
+        ("solv", "No such command 'solv'. Did you mean 'solve'? See optpipe --help."),
+        ("bench milp --nope", "No such option: --nope. See optpipe bench milp --help."),
     ],
 )
 def test_wrong_words_of_a_command_end_in_one_sentence(
