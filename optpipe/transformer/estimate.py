@@ -150,8 +150,7 @@ class Estimate:
 
         Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not.
         """
-        skipped = 2 if self.run.attention == "flash" else 1
-        one = [piece.work.matmul + skipped * piece.work.scores for piece in self.pieces]
+        one = [piece.work.matmul + self._pieces.skipped * piece.work.scores for piece in self.pieces]
         return 3 * sum(one) * self.parallelism.tp * self.parallelism.cp
 
     @property

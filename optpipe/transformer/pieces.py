@@ -110,6 +110,11 @@ class Pieces:
         e, n, h = self.run.value_bytes, self.tokens, self.shape.hidden
         return e * n * h / self.parallelism.along_sequence
 
+    @property
+    def skipped(self) -> int:
+        """By how much a causal kernel divides the scores: flash attention leaves out those of later tokens."""
+        return 2 if self.shape.causal and self.run.attention == "flash" else 1
+
     def all(self) -> list[Piece]:
         """Embedding, layers, head."""
         dense, expert = self.layer(experts=False), self.layer(experts=True) if self.shape.experts else None
@@ -171,8 +176,7 @@ class Pieces:
     def _attention(self) -> Piece:
         """11·b·s·h + 5·a·s²·b and its norm's 2·b·s·h (Korthikanti et al. 2023, section 4.1).
 
-        Flash attention saves no scores but 4 bytes a row of them (Dao et al. 2022). Causal kernels skip the scores of
-        later tokens, half of all. Keys and values are narrower with grouped queries.
+        Flash attention saves no scores but 4 bytes a row of them (Dao et al. 2022). Keys and values are narrower with grouped queries.
         """
         shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
         h, q, s, cp = shape.hidden, shape.query_width / t, self.sequence, self.parallelism.cp
@@ -204,7 +208,7 @@ class Pieces:
             gradients=e * n * (q + 2 * kv) + whole,
             work=Work(
                 matmul=2 * n * h * (2 * q + 2 * kv),
-                scores=4 * n * s * q / (2 if self.run.attention == "flash" else 1),
+                scores=4 * n * s * q / self.skipped,
                 traffic=traffic,
                 again=NORM * whole,
                 over_tensor=self._reduced(1),

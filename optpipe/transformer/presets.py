@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from optpipe.errors import InputError, did_you_mean
 from optpipe.transformer.records import Gpu, Transformer
 
+T = TypeVar("T")
 GIB = 2**30  # what vendors call GB of GPU memory; drivers show a little less
 TFLOPS, GBPS = 1e12, 1e9
 
@@ -171,8 +175,10 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def model(name: str) -> Transformer:
-    """The preset of this name. Raises InputError if there is none."""
-    if name not in MODELS:
-        raise InputError(f"model = {name!r}: {did_you_mean(name, MODELS, '') or 'see optpipe model --presets'}")
-    return MODELS[name]
+def preset(presets: Mapping[str, T], kind: str, name: str) -> T:
+    """The preset of this name; case does not matter. Raises InputError if there is none."""
+    known = {each.lower(): each for each in presets}
+    if name.lower() not in known:
+        near = did_you_mean(name.lower(), known, "; ")
+        raise InputError(f"{kind} = {name}: neither a file nor a preset, which optpipe model --presets lists{near}")
+    return presets[known[name.lower()]]

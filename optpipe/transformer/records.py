@@ -42,7 +42,7 @@ class Checked(Record):
 
 
 class Transformer(Checked):
-    """The shape of a decoder-only transformer.
+    """The shape of a transformer.
 
     `query_groups` are the heads of keys and values, by default as many as `heads`; `head_size` is `hidden / heads` by
     default. A gated MLP has three matrices, others two. With `experts`, layer i has them if `i >= dense_layers` and
@@ -64,6 +64,7 @@ class Transformer(Checked):
     positions: Count = 0  # learned position embeddings
     gated: bool = False
     tied: bool = False  # one matrix for the embedding and the head
+    causal: bool = True
     dropout: bool = False
     experts: Count = 0
     experts_per_token: Count = 0

@@ -57,9 +57,12 @@ class Clock:
         return self._matmul(work.matmul) + scores + 2 * self._memory(work.traffic) + again + self._recomputed(piece)
 
     def backward_weight_ms(self, piece: Piece) -> float:
-        """A matmul's weight gradient is one matmul of the same size, added to what earlier micro-batches left."""
+        """A matmul's weight gradient is one matmul of the same size, or longer if memory is too slow for its sums.
+
+        The matmul adds to the gradients of earlier micro-batches while it runs.
+        """
         sums = 2 * self.run.gradient_bytes * (piece.weights + piece.expert_weights)
-        return self._matmul(piece.work.matmul) + self._memory(sums)
+        return max(self._matmul(piece.work.matmul), self._memory(sums))
 
     def message_ms(self, nbytes: float) -> float:
         """Time of a message between stages; they are on other nodes unless one node has all GPUs."""
