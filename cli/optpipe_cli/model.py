@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as reader
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from optpipe.transformer.records import Gpu, Transformer
 
 GB = 1e9
+HELD = {"weights": 10, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "for activations": 17}
+COSTS = {"device": 8, "layers": 8, "F ms": 9, "B ms": 9, "W ms": 9, "activation GB": 15, "until W GB": 12, "k": 7}
 
 
 def model(
@@ -63,9 +66,19 @@ def model(
     if name is None:
         raise InputError("MODEL is missing: a preset, which --presets lists, or a config.json")
     require_writable(output)
-    division = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": dp, "zero": zero, "chunks": chunks, "shape": shape}
+    division: dict[str, Any] = {
+        "pp": pp,
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+        "dp": dp,
+        "zero": zero,
+        "chunks": chunks,
+        "shape": shape,
+    }
     division |= {"sequence_parallel": sequence_parallel, "layers": _numbers(layers)}
-    run = {"microbatches": 4 * max(pp, 1) if microbatches is None else microbatches, "microbatch_size": microbatch_size}
+    run: dict[str, Any] = {"microbatch_size": microbatch_size}
+    run |= {"microbatches": 4 * max(pp, 1) if microbatches is None else microbatches}
     run |= {"sequence": sequence, "precision": precision, "attention": attention, "fused": fused}
     run |= {"recompute": recompute, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
     run |= {"expert_load": expert_load, "host_memory_bytes": host_memory_gb and round(host_memory_gb * GB)}
@@ -85,44 +98,41 @@ def model(
             typer.echo(f"written to {output}")
 
 
-def lines(made: Estimate) -> list[str]:
-    """What the estimate assumes and finds, in words and two tables."""
+def lines(made: Estimate) -> Iterator[str]:
+    """What the estimate assumes and finds, in words and two tables. The second one needs a problem that fits."""
     shape, parallelism, gpu, run = made.shape, made.parallelism, made.gpu, made.run
     peak = made.clock.peak(run.precision)
     division = ", ".join(f"{n} {getattr(parallelism, n)}" for n in ("pp", "tp", "cp", "ep", "dp", "zero", "chunks"))
-    text = [
-        f"{shape.name or 'model'}: {made.parameters / GB:.2f} billion parameters, {shape.layers} layers; {shape.source}",
-        f"{parallelism.gpus} × {gpu.name or 'GPU'}: {division}; {gpu.source}",
+    yield f"{shape.name or 'model'}: {made.parameters / GB:.2f} billion parameters, {shape.layers} layers"
+    yield f"  from {shape.source or 'a file'}"
+    yield f"{parallelism.gpus} × {gpu.name or 'GPU'}: {division}"
+    yield f"  from {gpu.source or 'a file'}"
+    yield (
         f"{run.microbatches} micro-batches of {run.microbatch_size} × {made.sequence} tokens; {run.precision}, "
-        f"{run.attention} attention, recompute {run.recompute}",
+        f"{run.attention} attention, recompute {run.recompute}"
+    )
+    yield (
         f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
         f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, "
-        f"the host link {gpu.host_fraction:.0%}",
-        f"if no device waited, MFU would be {made.utilization:.1%}: that is these fractions, not a measurement",
-        "",
-        f"{'GB':>9}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'workspace':>11}{'reserved':>10}{'for activations':>17}",
-    ]
+        f"the host link {gpu.host_fraction:.0%}"
+    )
+    yield f"if no device waited, MFU would be {made.utilization:.1%}: that is these fractions, not a measurement"
+    yield ""
+    yield f"{'GB':>9}" + "".join(f"{title:>{width}}" for title, width in HELD.items())
     for d, memory in enumerate(made.devices):
         held = (memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved, memory.budget)
-        cells = zip(held, (10, 11, 11, 11, 10, 17), strict=True)
-        text.append(f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells))
-    problem, ratios = made.problem, _ratios(made)
-    text += [
-        "",
-        f"{'':>9}{'device':>8}{'layers':>8}{'F ms':>9}{'B ms':>9}{'W ms':>9}{'activation GB':>15}{'until W GB':>12}{'k':>7}",
-    ]
-    for s, (stage, pieces, k) in enumerate(zip(problem.stages, made.stages, ratios, strict=True)):
-        count = sum(made.pieces[i].is_layer for i in pieces)
-        times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
-        text.append(
-            f"{f'stage {s}':>9}{stage.device:>8}{count:>8}"
-            + "".join(f"{ms:9.2f}" for ms in times)
-            + f"{stage.activation_bytes / GB:15.3f}{stage.saved_for_weight_bytes / GB:12.3f}{k:7.2f}"
+        cells = zip(held, HELD.values(), strict=True)
+        yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
+    problem = made.problem
+    yield ""
+    yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
+    for s, (stage, pieces, k) in enumerate(zip(problem.stages, made.stages, _ratios(made), strict=True)):
+        yield (
+            f"{f'stage {s}':>9}{stage.device:>8}{sum(made.pieces[i].is_layer for i in pieces):>8}"
+            f"{stage.forward_ms:9.2f}{stage.backward_input_ms:9.2f}{stage.backward_weight_ms:9.2f}"
+            f"{stage.activation_bytes / GB:15.3f}{stage.saved_for_weight_bytes / GB:12.3f}{k:7.2f}"
         )
-    text.append(
-        f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
-    )
-    return text
+    yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
 
 
 def figures(made: Estimate) -> dict[str, Any]:

@@ -176,7 +176,8 @@ class Pieces:
     def _attention(self) -> Piece:
         """11·b·s·h + 5·a·s²·b and its norm's 2·b·s·h (Korthikanti et al. 2023, section 4.1).
 
-        Flash attention saves no scores but 4 bytes a row of them (Dao et al. 2022). Keys and values are narrower with grouped queries.
+        Flash attention saves no scores but 4 bytes a row of them (Dao et al. 2022). Keys and values are narrower
+        with grouped queries.
         """
         shape, t, e, n = self.shape, self.parallelism.tp, self.run.value_bytes, self.tokens
         h, q, s, cp = shape.hidden, shape.query_width / t, self.sequence, self.parallelism.cp
