@@ -126,7 +126,13 @@ def offload_ratios() -> Iterator[Check]:
     speeds |= dict.fromkeys(("matmul_fraction", "attention_fraction", "memory_fraction", "host_fraction"), 1.0)
     for hidden in (4096, 8192, 12288):
         for sequence in (1024, 4096, 16384):
-            shape = {"layers": 1, "hidden": hidden, "ffn": 4 * hidden, "heads": hidden // 128, "query_groups": None}
+            shape: dict[str, Any] = {
+                "layers": 1,
+                "hidden": hidden,
+                "ffn": 4 * hidden,
+                "heads": hidden // 128,
+                "query_groups": None,
+            }
             run = {"sequence": sequence, "recompute": "cheap"}
             made = _estimate("pipeoffload-5.8b", {}, "A100", run, speeds, causal=False, **shape)
             layer = made.layers[1]
@@ -147,7 +153,13 @@ def zero_bubble() -> Iterator[Check]:
         (62, 48, 6144, 32, 1): (10.419, 10.207, 7.715),
     }
     for (layers, heads, hidden, pp, size), times in measured.items():
-        shape = {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": heads, "query_groups": None}
+        shape: dict[str, Any] = {
+            "layers": layers,
+            "hidden": hidden,
+            "ffn": 4 * hidden,
+            "heads": heads,
+            "query_groups": None,
+        }
         run = {"sequence": 1024, "microbatch_size": size, "attention": "unfused"}
         made = _estimate("pipeoffload-5.8b", {"pp": pp}, "A100", run, **shape)
         stage = made.problem.stages[1]
