@@ -203,18 +203,15 @@ class Estimate:
         return self.parallelism.dp * self.parallelism.cp / self.parallelism.ep
 
     def _workspace(self, pieces: Sequence[Piece]) -> int:
-        """What lives while an op runs: recomputed tensors and gradients of a piece, logits, messages, whole weights."""
+        """What lives while an op runs: recomputed tensors and gradients of a piece, messages, whole weights."""
         run, zero = self.run, self.parallelism.zero
         inside = max(
             piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
         )
-        logits = max(piece.logits for piece in pieces)
         messages = MESSAGES * self._pieces.message_bytes if self.parallelism.pp > 1 else 0.0
         # With ZeRO 3 the weights of a layer and the next, with ZeRO 2 a layer's gradients before they are reduced.
         gathered = 2 * run.value_bytes * (zero >= 3) + run.gradient_bytes * (zero >= 2)
-        return ceil(
-            inside + logits + messages + gathered * max(piece.weights + piece.expert_weights for piece in pieces)
-        )
+        return ceil(inside + messages + gathered * max(piece.weights + piece.expert_weights for piece in pieces))
 
 
 def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -> Estimate:

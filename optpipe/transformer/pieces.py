@@ -61,8 +61,7 @@ class Work:
 class Piece:
     """One piece on one GPU. Sizes in bytes and per micro-batch, weights in numbers of them.
 
-    `gradients` are those of what matmuls put out, which wait for W with the operands. `logits` are the bytes of 16-bit
-    logits that a head needs only while it runs.
+    `gradients` are those of what matmuls put out, which wait for W with the operands.
     """
 
     kind: Literal["embedding", "dense", "expert", "head"]
@@ -71,7 +70,6 @@ class Piece:
     saved: tuple[Saved, ...]
     gradients: float
     work: Work
-    logits: float = 0.0
 
     def activation_bytes(self, recompute: Recompute) -> float:
         """What stays from F until the backward."""
@@ -131,7 +129,7 @@ class Pieces:
             expert_weights=0.0,
             saved=(Saved("tokens", INDEX * self.tokens, None, operand=True), Saved("dropout mask", mask, None)),
             gradients=self.message_bytes,
-            work=Work(traffic=2 * self.message_bytes, over_tensor=self._reduced(1)),
+            work=Work(traffic=2 * self.message_bytes, over_tensor=self.reduced),
         )
 
     def head(self) -> Piece:
@@ -154,9 +152,8 @@ class Pieces:
             work=Work(
                 matmul=2 * logits * shape.hidden,
                 traffic=2 * self.message_bytes + (e + 2 * FP32) * logits,
-                over_tensor=self._reduced(1),
+                over_tensor=self.reduced,
             ),
-            logits=e * logits,
         )
 
     def layer(self, experts: bool) -> Piece:
@@ -212,7 +209,7 @@ class Pieces:
                 scores=4 * n * s * q / self.skipped,
                 traffic=traffic,
                 again=NORM * whole,
-                over_tensor=self._reduced(1),
+                over_tensor=self.reduced,
                 over_context=2 * e * n * kv * (cp - 1),
             ),
         )
@@ -236,7 +233,7 @@ class Pieces:
                 matmul=2 * n * shape.hidden * width * matrices / t,
                 traffic=(NORM + RESIDUAL) * whole + matrices * middle,
                 again=NORM * whole + matrices * middle,
-                over_tensor=self._reduced(1),
+                over_tensor=self.reduced,
             ),
         )
 
@@ -264,7 +261,7 @@ class Pieces:
                 matmul=2 * n * h * shape.experts / parallelism.along_sequence + 2 * h * matrices * (middle + shared),
                 traffic=(NORM + RESIDUAL) * whole + 4 * e * sent * h + matrices * e * (middle + shared),
                 again=NORM * whole + matrices * e * (middle + shared),
-                over_tensor=self._reduced(1),
+                over_tensor=self.reduced,
                 over_experts=2 * e * sent * h * elsewhere / t,
             ),
         )
@@ -279,10 +276,11 @@ class Pieces:
             Saved("activation function's output", size, "cheap", operand=True),
         ]
 
-    def _reduced(self, times: int) -> float:
-        """What a GPU sends for so many all-reduces of the layer's output over the tensor-parallel ring.
+    @cached_property
+    def reduced(self) -> float:
+        """What a GPU sends for an all-reduce of its output over the tensor-parallel ring.
 
         Patarasuk and Yuan 2009: 2(t - 1)/t of its bytes; with sequence parallelism, an all-gather and a reduce-scatter.
         """
         t = self.parallelism.tp
-        return times * 2 * (t - 1) / t * self.run.value_bytes * self.tokens * self.shape.hidden
+        return 2 * (t - 1) / t * self.run.value_bytes * self.tokens * self.shape.hidden

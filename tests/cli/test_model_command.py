@@ -96,7 +96,7 @@ def test_presets_are_listed(monkeypatch, capsys):
 # Times of Zero Bubble are predicted with the preset's fractions, not fitted. Of the whole GPUs one is out by more than
 # a tenth: its allocator's fragments are not published.
 LIMITS = {"ChronosPipe, Figure 1(a)": 0.05, "BPipe": 0.05, "PipeOffload, Eq. 1": 0.07, "its paper": 0.08}
-LIMITS |= {"pith-train": 0.12, "Zero Bubble": 0.27}
+LIMITS |= {"ChronosPipe, Figure 9(b)": 0.0, "pith-train": 0.12, "Zero Bubble": 0.27}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row.source}: {row.what}" for row in ROWS])
