@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from optpipe_cli import cache, compare, demo, keys, profile, schedule_commands, serve, solve, worker
+from optpipe_cli import cache, compare, demo, keys, model, profile, schedule_commands, serve, solve, worker
 from optpipe_cli.bench.commands import app as bench_app
 from optpipe_cli.options import register
 
@@ -27,6 +27,7 @@ register(
     schedule_commands.check,
     schedule_commands.simulate,
     schedule_commands.show,
+    model.model,
     profile.profile,
     serve.serve,
     worker.worker,

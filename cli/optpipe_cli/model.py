@@ -1,0 +1,209 @@
+"""`optpipe model`: from a transformer's shape to a problem file."""
+
+from __future__ import annotations
+
+import json as reader
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optpipe_cli.options import flag
+from optpipe_cli.output import Json, print_json, require_writable
+
+if TYPE_CHECKING:
+    from optpipe.transformer.estimate import Estimate
+    from optpipe.transformer.records import Gpu, Transformer
+
+GB = 1e9
+HELD = {"weights": 10, "gradients": 11, "optimizer": 11, "workspace": 11, "reserved": 10, "for activations": 17}
+COSTS = {"device": 8, "layers": 8, "F ms": 9, "B ms": 9, "W ms": 9, "activation GB": 15, "until W GB": 12, "k": 7}
+
+
+def model(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, or a file with a shape's fields."),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="A preset, or a file with a data sheet's fields.")] = "H100",
+    pp: Annotated[int, typer.Option(help="Devices of the pipeline.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor parallelism.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallelism.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallelism, a part of dp · cp.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data parallelism.")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
+    chunks: Annotated[int, typer.Option(help="Stages a device.")] = 1,
+    shape: Annotated[str, typer.Option(help="How chunks lie: looped or v.")] = "looped",
+    layers: Annotated[str | None, typer.Option(help="Layers of each stage, such as 9,10,10,9. Default: even.")] = None,
+    sequence_parallel: Annotated[bool, typer.Option(help="Divide along the sequence what tp leaves whole.")] = True,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches a step. Default: four times pp.")] = None,
+    microbatch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the preset's.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32.")] = "bf16",
+    attention: Annotated[str, typer.Option(help="flash or unfused.")] = "flash",
+    fused: Annotated[bool, typer.Option(help="One kernel for a gated activation function and its product.")] = True,
+    recompute: Annotated[str, typer.Option(help="none, selective, cheap or full.")] = "none",
+    gradient_bytes: Annotated[int, typer.Option(help="Bytes of a gradient.")] = 4,
+    optimizer_bytes: Annotated[
+        int | None, typer.Option(help="Optimizer state, bytes a parameter. Default: Adam.")
+    ] = None,
+    expert_load: Annotated[float, typer.Option(help="Tokens of the fullest GPU's experts over the mean.")] = 1.0,
+    host_memory_gb: Annotated[float | None, typer.Option(help="Pinned host memory of each GPU.")] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="List models and GPUs with their sources.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the problem file here.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a problem of a transformer's shape, by formula, and say what was assumed."""
+    from optpipe.errors import InputError
+    from optpipe.transformer.estimate import estimate
+    from optpipe.transformer.records import Parallelism, Run
+
+    if presets:
+        _list_presets(json)
+        return
+    if name is None:
+        raise InputError("MODEL is missing: a preset, which --presets lists, or a config.json")
+    require_writable(output)
+    division: dict[str, Any] = {
+        "pp": pp,
+        "tp": tp,
+        "cp": cp,
+        "ep": ep,
+        "dp": dp,
+        "zero": zero,
+        "chunks": chunks,
+        "shape": shape,
+    }
+    division |= {"sequence_parallel": sequence_parallel, "layers": _numbers(layers)}
+    run: dict[str, Any] = {"microbatch_size": microbatch_size}
+    run |= {"microbatches": 4 * max(pp, 1) if microbatches is None else microbatches}
+    run |= {"sequence": sequence, "precision": precision, "attention": attention, "fused": fused}
+    run |= {"recompute": recompute, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
+    run |= {"expert_load": expert_load, "host_memory_bytes": host_memory_gb and round(host_memory_gb * GB)}
+    try:
+        made = estimate(_model(name), Parallelism.of(division, "options"), _gpu(gpu), Run.of(run, "options"))
+    except InputError as error:
+        told = re.sub(r"^options: (\w+)", lambda found: flag(found[1]), str(error))
+        raise InputError(re.sub(r"^(sequence|precision|tp|cp|ep)\b", lambda found: flag(found[1]), told)) from None
+    if json:
+        print_json(figures(made))
+    else:
+        for line in lines(made):
+            typer.echo(line)
+    if output:
+        made.problem.save(output)
+        if not json:
+            typer.echo(f"written to {output}")
+
+
+def lines(made: Estimate) -> Iterator[str]:
+    """What the estimate assumes and finds, in words and two tables. The second one needs a problem that fits."""
+    shape, parallelism, gpu, run = made.shape, made.parallelism, made.gpu, made.run
+    peak = made.clock.peak(run.precision)
+    division = ", ".join(f"{n} {getattr(parallelism, n)}" for n in ("pp", "tp", "cp", "ep", "dp", "zero", "chunks"))
+    yield f"{shape.name or 'model'}: {made.parameters / GB:.2f} billion parameters, {shape.layers} layers"
+    yield f"  from {shape.source or 'a file'}"
+    yield f"{parallelism.gpus} × {gpu.name or 'GPU'}: {division}"
+    yield f"  from {gpu.source or 'a file'}"
+    yield (
+        f"{run.microbatches} micro-batches of {run.microbatch_size} × {made.sequence} tokens; {run.precision}, "
+        f"{run.attention} attention, recompute {run.recompute}"
+    )
+    yield (
+        f"assumed: matmuls reach {gpu.matmul_fraction:.0%} of {peak / 1e12:.0f} TFLOP/s, attention "
+        f"{gpu.attention_fraction:.0%}, memory {gpu.memory_fraction:.0%}, links {gpu.link_fraction:.0%}, "
+        f"the host link {gpu.host_fraction:.0%}"
+    )
+    yield f"if no device waited, MFU would be {made.utilization:.1%}: that is these fractions, not a measurement"
+    yield ""
+    yield f"{'GB':>9}" + "".join(f"{title:>{width}}" for title, width in HELD.items())
+    for d, memory in enumerate(made.devices):
+        held = (memory.weights, memory.gradients, memory.optimizer, memory.workspace, memory.reserved, memory.budget)
+        cells = zip(held, HELD.values(), strict=True)
+        yield f"{f'device {d}':>9}" + "".join(f"{nbytes / GB:{width}.2f}" for nbytes, width in cells)
+    problem = made.problem
+    yield ""
+    yield f"{'':>9}" + "".join(f"{title:>{width}}" for title, width in COSTS.items())
+    for s, (stage, pieces, k) in enumerate(zip(problem.stages, made.stages, _ratios(made), strict=True)):
+        yield (
+            f"{f'stage {s}':>9}{stage.device:>8}{sum(made.pieces[i].is_layer for i in pieces):>8}"
+            f"{stage.forward_ms:9.2f}{stage.backward_input_ms:9.2f}{stage.backward_weight_ms:9.2f}"
+            f"{stage.activation_bytes / GB:15.3f}{stage.saved_for_weight_bytes / GB:12.3f}{k:7.2f}"
+        )
+    yield f"a message between stages takes {problem.p2p_ms:.3f} ms; k up to 1: there is time to offload everything"
+
+
+def figures(made: Estimate) -> dict[str, Any]:
+    """The same as `lines`, for programs."""
+    return {
+        "model": made.shape.model_dump(mode="json"),
+        "parallelism": made.parallelism.model_dump(mode="json"),
+        "gpu": made.gpu.model_dump(mode="json"),
+        "run": made.run.model_dump(mode="json"),
+        "parameters": made.parameters,
+        "mfu_without_waiting": made.utilization,
+        "devices": [vars(memory) for memory in made.devices],
+        "k": _ratios(made),
+        "problem": made.problem.to_dict(),
+    }
+
+
+def _ratios(made: Estimate) -> list[float]:
+    from optpipe.model.offload import offload_ratio
+
+    return [k or 0.0 for k in offload_ratio(made.problem)]
+
+
+def _model(name: str) -> Transformer:
+    """The preset, the Hugging Face config, or the shape that a file has."""
+    from optpipe.errors import InputError
+    from optpipe.model.problem import read_file
+    from optpipe.transformer.huggingface import read
+    from optpipe.transformer.presets import MODELS, preset
+    from optpipe.transformer.records import Transformer
+
+    path = Path(name)
+    if name in MODELS or not path.exists():
+        return preset(MODELS, "model", name)
+    text = read_file(path)
+    try:
+        content = reader.loads(text)
+    except ValueError as error:
+        raise InputError(f"{name} is not JSON: {error}") from None
+    own = isinstance(content, dict) and not {"model_type", "text_config"} & content.keys()
+    return Transformer.of({"name": path.stem, **content}, name) if own else read(text, name)
+
+
+def _gpu(name: str) -> Gpu:
+    """The preset, or the data sheet that a file has."""
+    from optpipe.model.problem import read_file
+    from optpipe.transformer.presets import GPUS, preset
+    from optpipe.transformer.records import Gpu
+
+    path = Path(name)
+    return preset(GPUS, "gpu", name) if name in GPUS or not path.exists() else Gpu.from_json(read_file(path), name)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    """The numbers of `9,10,10,9`."""
+    from optpipe.errors import InputError
+
+    try:
+        return None if text is None else [int(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f"--layers = {text!r}: layers of each stage with commas between, such as 9,10,10,9") from None
+
+
+def _list_presets(json: bool) -> None:
+    from optpipe.transformer.presets import GPUS, MODELS
+
+    sources = {"models": {n: m.source for n, m in MODELS.items()}, "gpus": {n: g.source for n, g in GPUS.items()}}
+    if json:
+        print_json(sources)
+        return
+    for title, entries in sources.items():
+        typer.echo(title)
+        for name, source in entries.items():
+            typer.echo(f"  {name:18} {source}")

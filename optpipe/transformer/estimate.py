@@ -1,0 +1,252 @@
+"""`estimate`: from a transformer's shape to a problem, with what each device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import ceil
+
+from optpipe.errors import InputError
+from optpipe.model.placement import Placement, together
+from optpipe.model.problem import Problem
+from optpipe.model.records import Device, Stage, StageCosts
+from optpipe.transformer.pieces import Piece, Pieces
+from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
+from optpipe.transformer.times import Clock
+
+MESSAGES = 4  # two on the way in, two on the way out
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes of one GPU of a device: what is there all the time, and what remains for activations.
+
+    `budget` is negative if the rest does not fit.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    workspace: int
+    reserved: int
+    budget: int
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a transformer takes on these GPUs, by formula; `problem` is made of it."""
+
+    shape: Transformer
+    parallelism: Parallelism
+    gpu: Gpu
+    run: Run
+
+    @cached_property
+    def sequence(self) -> int:
+        """Tokens of a sequence. Raises InputError if neither the run nor the shape says it."""
+        found = self.run.sequence or self.shape.sequence
+        if found is None:
+            raise InputError("sequence is missing: how many tokens a training sequence has")
+        return found
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """Embedding, layers and head, as one GPU has them."""
+        complaint = self._complaint()
+        if complaint:
+            raise InputError(complaint)
+        return self._pieces.all()
+
+    @cached_property
+    def layers(self) -> list[StageCosts]:
+        """What each piece costs."""
+        costs = {piece: self.clock.costs(piece) for piece in set(self.pieces)}
+        return [costs[piece] for piece in self.pieces]
+
+    @cached_property
+    def clock(self) -> Clock:
+        return Clock(self.gpu, self.parallelism, self.run)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """How many pieces each stage has: its layers, and the embedding or the head."""
+        counts = list(self.parallelism.layers or _even(self.shape.layers, self.parallelism.stages))
+        if sum(counts) != self.shape.layers:
+            raise InputError(f"layers add up to {sum(counts)}: the model has {self.shape.layers}")
+        counts[0] += 1
+        counts[-1] += 1
+        if 0 in counts:
+            raise InputError(
+                f"pp · chunks = {len(counts)}: stage {counts.index(0)} has no layer, the model has {self.shape.layers}"
+            )
+        return tuple(counts)
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The pieces of each stage."""
+        return [range(a, b) for a, b in pairwise((0, *accumulate(self.cuts)))]
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The device of each stage."""
+        placement = Placement(chunks=self.parallelism.chunks, shape=self.parallelism.shape)
+        return placement.along(range(self.parallelism.pp))
+
+    @cached_property
+    def devices(self) -> list[DeviceMemory]:
+        """What each device holds."""
+        return [
+            self._memory([i for s, d in enumerate(self.order) if d == device for i in self.stages[s]])
+            for device in range(self.parallelism.pp)
+        ]
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem. Raises InputError if a device has no room for activations."""
+        for d, memory in enumerate(self.devices):
+            if memory.budget <= 0:
+                raise InputError(
+                    f"device {d} needs {_gb(self.gpu.memory_bytes - memory.budget)} GB without any activation, the GPU "
+                    f"has {_gb(self.gpu.memory_bytes)}: more pp, tp, dp with zero, or a smaller model would fit"
+                )
+        named, n = self.clock.links_shared, self.gpu.gpus_per_host_link
+        return Problem(
+            name=f"{self.shape.name or 'model'}-{self.parallelism.pp}x{self.run.microbatches}"[:200],
+            microbatches=self.run.microbatches,
+            p2p_ms=self.clock.message_ms(self._pieces.message_bytes),
+            transfer_mode="full_duplex",
+            devices=tuple(
+                Device(
+                    activation_budget_bytes=memory.budget,
+                    host_memory_bytes=self.run.host_memory_bytes,
+                    link=f"host {d // n}" if named else None,
+                )
+                for d, memory in enumerate(self.devices)
+            ),
+            stages=tuple(
+                Stage(device=device, **together([self.layers[i] for i in pieces]))
+                for device, pieces in zip(self.order, self.stages, strict=True)
+            ),
+            layers=tuple(self.layers),
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, biases aside; tied matrices count once."""
+        one = Pieces(self.shape, Parallelism(), self.run, self.sequence).all()
+        total = sum(piece.weights + piece.expert_weights for piece in one)
+        return round(total - (self.shape.vocabulary * self.shape.hidden if self.shape.tied else 0))
+
+    @property
+    def model_flops(self) -> float:
+        """Operations of F, B and W of one micro-batch on all GPUs: 72·b·s·h²(1 + s/6h) a layer of width 4h.
+
+        Narayanan et al. 2021, and Chowdhery et al. 2022, appendix B: all scores count, recomputation does not.
+        """
+        one = [piece.work.matmul + self._pieces.skipped * piece.work.scores for piece in self.pieces]
+        return 3 * sum(one) * self.parallelism.tp * self.parallelism.cp
+
+    @property
+    def utilization(self) -> float:
+        """The share of the GPUs' peak that is model FLOPs when the slowest device never waits."""
+        busy = [0.0] * self.parallelism.pp
+        for device, pieces in zip(self.order, self.stages, strict=True):
+            for layer in (self.layers[i] for i in pieces):
+                busy[device] += layer.forward_ms + layer.backward_input_ms + layer.backward_weight_ms
+        gpus = self.parallelism.gpus / self.parallelism.dp
+        return self.model_flops / (max(busy) / 1000 * gpus * self.clock.peak(self.run.precision))
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self.shape, self.parallelism, self.run, self.sequence)
+
+    def _complaint(self) -> str | None:
+        """What of the parallelism does not divide the model."""
+        shape, parallelism = self.shape, self.parallelism
+        if shape.heads % parallelism.tp:
+            return f"tp = {parallelism.tp}: must divide the model's {shape.heads} heads"
+        if self.sequence % parallelism.cp:
+            return f"cp = {parallelism.cp}: must divide the sequence of {self.sequence} tokens"
+        if shape.experts % parallelism.ep or (parallelism.ep > 1 and not shape.experts):
+            return f"ep = {parallelism.ep}: must divide the model's {shape.experts} experts"
+        return None
+
+    def _memory(self, held: Sequence[int]) -> DeviceMemory:
+        """Of the device that has these pieces. ZeRO divides as in Rajbhandari et al. 2020, figure 1."""
+        parallelism, run, pieces = self.parallelism, self.run, [self.pieces[i] for i in held]
+        dense = sum(piece.weights for piece in pieces)
+        if self.shape.tied and {"embedding", "head"} <= {piece.kind for piece in pieces}:
+            dense -= self.shape.vocabulary / parallelism.tp * self.shape.hidden
+        experts = sum(piece.expert_weights for piece in pieces)
+        replicas = parallelism.dp * parallelism.cp
+
+        def size(each: int, zero: int) -> int:
+            divided = parallelism.zero >= zero
+            return ceil(
+                each * (dense / (replicas if divided else 1) + experts / (self._expert_replicas if divided else 1))
+            )
+
+        state = (size(run.value_bytes, 3), size(run.gradient_bytes, 2), size(run.state_bytes, 1))
+        workspace = self._workspace(pieces)
+        left = self.gpu.memory_bytes - self.gpu.reserved_bytes - sum(state) - workspace
+        return DeviceMemory(*state, workspace, self.gpu.reserved_bytes, left)
+
+    @property
+    def _expert_replicas(self) -> float:
+        return self.parallelism.dp * self.parallelism.cp / self.parallelism.ep
+
+    def _workspace(self, pieces: Sequence[Piece]) -> int:
+        """What lives while an op runs: recomputed tensors and gradients of a piece, messages, whole weights."""
+        run, zero = self.run, self.parallelism.zero
+        inside = max(
+            piece.activation_bytes("none") - piece.activation_bytes(run.recompute) + piece.gradients for piece in pieces
+        )
+        messages = MESSAGES * self._pieces.message_bytes if self.parallelism.pp > 1 else 0.0
+        # With ZeRO 3 the weights of a layer and the next, with ZeRO 2 a layer's gradients before they are reduced.
+        gathered = 2 * run.value_bytes * (zero >= 3) + run.gradient_bytes * (zero >= 2)
+        return ceil(inside + messages + gathered * max(piece.weights + piece.expert_weights for piece in pieces))
+
+
+def estimate(shape: Transformer, parallelism: Parallelism, gpu: Gpu, run: Run) -> Estimate:
+    """What a transformer costs, by formula.
+
+    Parameters
+    ----------
+    shape
+        The transformer, such as `presets.MODELS["llama-2-70b"]` or `huggingface.read(text)`.
+    parallelism, gpu, run
+        How it is divided, on what, and the training run; `presets.GPUS` has data sheets.
+
+    Returns
+    -------
+    Estimate
+        Times in ms and sizes in bytes of one GPU; `.problem` is the problem to schedule, with `layers`.
+
+    Raises
+    ------
+    InputError
+        If the parallelism does not divide the model, or nothing says how long sequences are. Reading `.problem` raises
+        it if a device has no room for activations.
+    """
+    made = Estimate(shape, parallelism, gpu, run)
+    made.clock.peak(run.precision)
+    _ = made.pieces, made.cuts
+    return made
+
+
+def _even(layers: int, stages: int) -> list[int]:
+    """Layers of each stage; those that are left over go to stages without embedding and head, from the middle on."""
+    base, over = divmod(layers, stages)
+    inner = sorted(range(stages), key=lambda s: (s in (0, stages - 1), abs(s - (stages - 1) / 2)))
+    return [base + (s in inner[:over]) for s in range(stages)]
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f}"

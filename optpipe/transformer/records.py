@@ -1,0 +1,211 @@
+"""What an estimate starts from: the transformer's shape, how it is divided, the GPU, and the run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from optpipe.errors import input_error
+from optpipe.model.placement import MOST_CHUNKS
+from optpipe.model.records import Bytes, Items, Record
+
+Size = Annotated[int, Field(strict=True, ge=1, le=2**30)]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**20)]
+Degree = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Speed = Annotated[float, Field(gt=0, le=1e21)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Text = Annotated[str, Field(max_length=500)]
+Precision = Literal["bf16", "fp8", "fp32"]
+Attention = Literal["flash", "unfused"]
+Recompute = Literal["none", "selective", "cheap", "full"]
+
+
+class Checked(Record):
+    """A record whose errors are one sentence."""
+
+    @classmethod
+    def of(cls, content: Any, what: str) -> Self:
+        """The record with these fields. Raises InputError if one is wrong; `what` is named in its message."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+
+    @classmethod
+    def from_json(cls, text: str | bytes, what: str) -> Self:
+        """The record of a JSON document. Raises InputError if a field is wrong."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise input_error(error, what) from None
+
+
+class Transformer(Checked):
+    """The shape of a transformer.
+
+    `query_groups` are the heads of keys and values, by default as many as `heads`; `head_size` is `hidden / heads` by
+    default. A gated MLP has three matrices, others two. With `experts`, layer i has them if `i >= dense_layers` and
+    `i + 1` is a multiple of `expert_every`; other layers have an MLP of width `ffn`. `shared_ffn` is the width of the
+    expert that every token passes. `sequence` is the length in training, None if it is not known. Biases are not
+    counted.
+    """
+
+    name: Text = ""
+    source: Text = ""
+    layers: Annotated[int, Field(strict=True, ge=1, le=4000)]
+    hidden: Size
+    ffn: Size
+    heads: Size
+    vocabulary: Size
+    query_groups: Size | None = None
+    head_size: Size | None = None
+    sequence: Size | None = None
+    positions: Count = 0  # learned position embeddings
+    gated: bool = False
+    tied: bool = False  # one matrix for the embedding and the head
+    causal: bool = True
+    dropout: bool = False
+    experts: Count = 0
+    experts_per_token: Count = 0
+    expert_ffn: Count = 0
+    shared_ffn: Count = 0
+    dense_layers: Count = 0
+    expert_every: Size = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.head_size is None and self.hidden % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide hidden = {self.hidden}, or head_size is given")
+        if self.heads % self.groups:
+            raise ValueError(f"query_groups = {self.groups}: must divide heads = {self.heads}")
+        if self.experts and not (self.expert_ffn and 1 <= self.experts_per_token <= self.experts):
+            raise ValueError(f"experts = {self.experts}: needs expert_ffn, and experts_per_token of at most as many")
+        if not self.experts and (self.experts_per_token or self.expert_ffn or self.shared_ffn):
+            raise ValueError("experts = 0: then experts_per_token, expert_ffn and shared_ffn are 0, too")
+        return self
+
+    @property
+    def groups(self) -> int:
+        return self.query_groups or self.heads
+
+    @property
+    def query_width(self) -> int:
+        """The width of all heads' queries."""
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def key_width(self) -> int:
+        """The width of all keys; that of the values is the same."""
+        return self.query_width // self.heads * self.groups
+
+    @property
+    def up_matrices(self) -> int:
+        """The matrices of an MLP that go up to its width: with a gate two."""
+        return 2 if self.gated else 1
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
+
+
+class Parallelism(Checked):
+    """How the model is divided among `pp · tp · cp · dp` GPUs.
+
+    Experts are divided by `ep`, a part of `dp · cp`. ZeRO divides among data-parallel ranks the optimizer state (`zero`
+    1), the gradients, too (2), and the weights, too (3). `layers` says how many transformer layers each of the
+    `pp · chunks` stages has; by default they are even, and the first and the last stage, which have the embedding and
+    the head, get no layer that is left over. With `sequence_parallel` what tensor parallelism leaves whole is divided
+    along the sequence (Korthikanti et al. 2023).
+    """
+
+    pp: Degree = 1
+    tp: Degree = 1
+    cp: Degree = 1
+    ep: Degree = 1
+    dp: Degree = 1
+    zero: Annotated[int, Field(strict=True, ge=0, le=3)] = 0
+    chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)] = 1
+    shape: Literal["looped", "v"] = "looped"
+    layers: Annotated[Items[Count], Field(min_length=1, max_length=4096)] | None = None
+    sequence_parallel: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.dp * self.cp % self.ep:
+            raise ValueError(f"ep = {self.ep}: must divide dp · cp = {self.dp * self.cp}")
+        if self.layers is not None and len(self.layers) != self.stages:
+            raise ValueError(f"layers has {len(self.layers)} entries: pp · chunks make {self.stages} stages")
+        return self
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    @property
+    def gpus(self) -> int:
+        return self.pp * self.tp * self.cp * self.dp
+
+    @property
+    def along_sequence(self) -> int:
+        """By how much sequence parallelism divides what tensor parallelism leaves whole."""
+        return self.tp if self.sequence_parallel else 1
+
+
+class Gpu(Checked):
+    """A GPU's data sheet, and which fraction of it is reached.
+
+    Speeds are per second and, of links, in one direction. `flops` are dense, by precision. `reserved_bytes` is what the
+    driver, communication libraries and the allocator's fragments take. `gpus_per_host_link` GPUs share a link to the
+    host.
+    """
+
+    name: Text = ""
+    source: Text = ""
+    memory_bytes: Bytes
+    flops: dict[Precision, Speed]
+    memory_bytes_per_s: Speed
+    link_bytes_per_s: Speed  # to other GPUs of the node
+    network_bytes_per_s: Speed  # to other nodes
+    host_bytes_per_s: Speed
+    gpus_per_node: Degree = 8
+    gpus_per_host_link: Degree = 1
+    reserved_bytes: Bytes
+    matmul_fraction: Fraction
+    attention_fraction: Fraction
+    memory_fraction: Fraction
+    link_fraction: Fraction
+    host_fraction: Fraction
+
+
+class Run(Checked):
+    """One training run.
+
+    `gradient_bytes` and `optimizer_bytes` are per parameter; by default gradients are kept in 32 bits, and Adam's state
+    is two 32-bit numbers and, if weights have fewer bits, a 32-bit copy of them. `recompute` says what every backward
+    computes again: `selective` attention's scores (Korthikanti et al. 2023), `cheap` also norms, activation functions
+    and dropout masks (PipeOffload), `full` the whole layer. `expert_load` is the number of tokens that the fullest
+    GPU's experts get, over the mean.
+    A gated MLP's activation function that is not `fused` with the product saves its output, too.
+    """
+
+    microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
+    microbatch_size: Size = 1
+    sequence: Size | None = None
+    precision: Precision = "bf16"
+    attention: Attention = "flash"
+    fused: bool = True
+    recompute: Recompute = "none"
+    gradient_bytes: Annotated[int, Field(strict=True, ge=1, le=8)] = 4
+    optimizer_bytes: Annotated[int, Field(strict=True, ge=0, le=32)] | None = None
+    expert_load: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    host_memory_bytes: Bytes | None = None  # of each GPU
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a weight or of an activation's element. With fp8 only matmuls are in 8 bits."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state per parameter."""
+        return self.optimizer_bytes if self.optimizer_bytes is not None else 8 if self.precision == "fp32" else 12

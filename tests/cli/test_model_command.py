@@ -1,0 +1,109 @@
+"""`optpipe model` and `optpipe bench costs`: what they write, what they refuse, and the published figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from optpipe import Problem
+from optpipe_cli.bench.costs import checks
+from optpipe_cli.main import main
+
+LLAMA = ["llama-2-70b", "--gpu", "A100", "--pp", "8", "--tp", "8"]
+ROWS = list(checks())
+
+
+def run(monkeypatch, capsys, *words: str, command: str = "model") -> tuple[str, str]:
+    """What is printed on stdout and on stderr."""
+    monkeypatch.setattr(sys, "argv", ["optpipe", *command.split(), *words])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    return printed.out, printed.err
+
+
+def test_it_writes_a_problem_and_says_what_was_assumed(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "p.json"
+    out, _ = run(monkeypatch, capsys, *LLAMA, "--microbatches", "16", "-o", str(path))
+    problem = Problem.load(path)
+    assert (len(problem.devices), problem.microbatches, len(problem.layers or ())) == (8, 16, 82)
+    assert "68.98 billion parameters" in out
+    assert "matmuls reach 70% of 312 TFLOP/s" in out
+    assert sum(line.lstrip().startswith("device ") for line in out.splitlines()) == 9  # and the head of the other table
+    content = json.loads(run(monkeypatch, capsys, *LLAMA, "--microbatches", "16", "--json")[0])
+    assert content["problem"] == problem.to_dict()
+    assert content["devices"][0]["budget"] == problem.devices[0].activation_budget_bytes
+
+
+def test_it_takes_files_of_models_and_gpus(monkeypatch, capsys, tmp_path):
+    from optpipe.transformer.presets import GPUS, MODELS
+
+    shape, sheet, config = (tmp_path / name for name in ("shape.json", "gpu.json", "config.json"))
+    shape.write_text(MODELS["llama-2-7b"].model_dump_json())
+    sheet.write_text(GPUS["H100"].model_dump_json())
+    config.write_text(
+        '{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, '
+        '"num_attention_heads": 32, "vocab_size": 32000}'
+    )
+    options = ("--pp", "4", "--sequence", "4096", "--json")
+    preset, own, hf = (
+        json.loads(run(monkeypatch, capsys, *words, *options)[0])["problem"]
+        for words in (("llama-2-7b",), (str(shape), "--gpu", str(sheet)), (str(config),))
+    )
+    assert preset == own
+    assert preset["stages"] == hf["stages"]
+    _, error = run(monkeypatch, capsys, str(config), "--pp", "4")
+    assert error == "error: --sequence is missing: how many tokens a training sequence has\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "MODEL is missing: a preset, which --presets lists, or a config.json"),
+        (("llama2-70b",), "model = llama2-70b: neither a file nor a preset, .*did you mean llama-2-70b?"),
+        (("llama-2-70b", "--gpu", "H10"), "gpu = H10: neither a file nor a preset"),
+        (("llama-2-70b", "--pp", "0"), "--pp = 0: "),
+        (("llama-2-70b", "--microbatch-size", "0"), "--microbatch-size = 0: "),
+        (("llama-2-70b", "--recompute", "all"), "--recompute = 'all': "),
+        (("llama-2-70b", "--tp", "3"), "--tp = 3: must divide the model's 64 heads"),
+        (("llama-2-70b", "--layers", "3,x"), "--layers = '3,x': "),
+        (("llama-2-70b", "--gpu", "A100", "--precision", "fp8"), "--precision = fp8: A100 has bf16, fp32"),
+    ],
+)
+def test_wrong_input_is_one_sentence(monkeypatch, capsys, words, message):
+    import re
+
+    _, error = run(monkeypatch, capsys, *words)
+    assert re.match(f"error: {message}", error)
+    assert error.count("\n") == 1
+
+
+def test_what_does_not_fit_is_shown_by_device_before_the_error(monkeypatch, capsys):
+    out, error = run(monkeypatch, capsys, "gpt-3-175b", "--pp", "4", "--tp", "8")
+    assert "-18.18" in out
+    assert error.startswith("error: device 0 needs 104.1 GB")
+
+
+def test_presets_are_listed(monkeypatch, capsys):
+    listed = json.loads(run(monkeypatch, capsys, "--presets", "--json")[0])
+    assert {"llama-2-70b", "gpt-3-175b", "optpipe-7.1b"} <= listed["models"].keys()
+    assert {"A100", "H100", "H200", "B200", "MI300X"} == listed["gpus"].keys()
+
+
+# Times of Zero Bubble are predicted with the preset's fractions, not fitted. Of the whole GPUs one is out by more than
+# a tenth: its allocator's fragments are not published.
+LIMITS = {"ChronosPipe, Figure 1(a)": 0.05, "BPipe": 0.05, "PipeOffload, Eq. 1": 0.07, "its paper": 0.08}
+LIMITS |= {"ChronosPipe, Figure 9(b)": 0.0, "pith-train": 0.12, "Zero Bubble": 0.27}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.source}: {row.what}" for row in ROWS])
+def test_published_figures_are_met(row):
+    assert abs(row.error) <= LIMITS[row.source]
+
+
+def test_the_page_has_the_table_that_the_command_prints(monkeypatch, capsys):
+    out, _ = run(monkeypatch, capsys, command="bench costs")
+    assert out in (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")

@@ -1,0 +1,262 @@
+"""The cost model: the papers' formulas, what parallelism divides, presets, configs, and problems that can be solved."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import InputError, Problem, check, offload_ratio
+from optpipe.transformer.estimate import Estimate, estimate
+from optpipe.transformer.huggingface import read
+from optpipe.transformer.pieces import Piece
+from optpipe.transformer.presets import GPUS, MODELS
+from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
+from optpipe_solver import systems
+
+GPT = Transformer(layers=4, hidden=1024, ffn=4096, heads=16, vocabulary=50000, sequence=512, dropout=True)
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+GPT2_CONFIG = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+}
+MOE_CONFIG = {
+    **LLAMA_CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 2,
+}
+
+
+def made(shape: Transformer = GPT, division: dict[str, Any] | None = None, gpu: str = "H100", **run: Any) -> Estimate:
+    return estimate(shape, Parallelism(**division or {}), GPUS[gpu], Run(**{"microbatches": 8} | run))
+
+
+def layer(shape: Transformer = GPT, division: dict[str, Any] | None = None, **run: Any) -> Piece:
+    return made(shape, division, **run).pieces[1]
+
+
+@pytest.mark.parametrize("b", [1, 3])
+def test_a_layer_saves_what_the_papers_say(b):
+    """Korthikanti et al. 2023: Eq. 1, and Table 2's rows for recomputation; PipeOffload, appendix C; Zero Bubble."""
+    s, h, a = 512, 1024, 16
+    unfused = layer(microbatch_size=b, attention="unfused")
+    assert unfused.activation_bytes("none") == 34 * b * s * h + 5 * a * s**2 * b
+    assert unfused.activation_bytes("selective") == 34 * b * s * h
+    assert unfused.activation_bytes("cheap") == 20 * b * s * h
+    assert unfused.activation_bytes("full") == 2 * b * s * h
+    assert unfused.saved_for_weight_bytes == 32 * b * s * h
+    assert layer(microbatch_size=b).activation_bytes("cheap") == 20 * b * s * h + 4 * a * s * b
+
+
+@pytest.mark.parametrize("t", [2, 8])
+def test_tensor_and_sequence_parallelism_divide_as_in_the_paper(t):
+    """Korthikanti et al. 2023, Eq. 2 and 4."""
+    bsh, scores = 512 * 1024, 5 * 16 * 512**2
+    whole = layer(GPT, {"tp": t, "sequence_parallel": False}, attention="unfused")
+    assert whole.activation_bytes("none") == bsh * 10 + (bsh * 24 + scores) / t
+    assert layer(GPT, {"tp": t}, attention="unfused").activation_bytes("none") == (34 * bsh + scores) / t
+
+
+def test_the_work_of_a_model_is_that_of_the_paper():
+    """Narayanan et al. 2021: 72·b·s·l·h²(1 + s/6h + V/12lh) operations, without recomputation."""
+    b, s, l, h, v = 2, 512, 4, 1024, 50000
+    for run in ({}, {"attention": "unfused"}, {"recompute": "full"}):
+        operations = made(microbatch_size=b, **run).model_flops
+        assert operations == pytest.approx(72 * b * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h)))
+
+
+def test_each_matmul_takes_one_forward_for_each_gradient_and_scores_have_no_weights():
+    """Where nothing but matmuls and scores takes time."""
+    fast = {"memory_bytes_per_s": 1e20, "matmul_fraction": 1.0, "attention_fraction": 1.0}
+    gpu = GPUS["H100"].model_copy(update=fast)
+    e = estimate(GPT, Parallelism(), gpu, Run(microbatches=1, attention="unfused"))
+    dense, work = e.layers[1], e.pieces[1].work
+    matmul, scores = (1000 * operations / gpu.flops["bf16"] for operations in (work.matmul, work.scores))
+    assert dense.forward_ms == pytest.approx(matmul + scores)
+    assert dense.backward_input_ms == pytest.approx(matmul + 2 * scores)
+    assert dense.backward_weight_ms == pytest.approx(matmul)
+
+
+@given(st.integers(1, 12), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.sampled_from(["none", "cheap", "full"]))
+def test_twice_the_layers_take_twice_the_time_and_the_bytes(layers, tp, size, recompute):
+    shape = GPT.model_copy(update={"layers": layers})
+    twice = GPT.model_copy(update={"layers": 2 * layers})
+    run = {"microbatch_size": size, "recompute": recompute}
+    one, two = (made(each, {"tp": tp}, **run) for each in (shape, twice))
+
+    def layers_of(e: Estimate, what: str) -> float:
+        return sum(getattr(cost, what) for cost, piece in zip(e.layers, e.pieces, strict=True) if piece.is_layer)
+
+    for what in ("forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes", "saved_for_weight_bytes"):
+        assert layers_of(two, what) == pytest.approx(2 * layers_of(one, what))
+    added = two.parameters - one.parameters
+    assert added == layers * (12 * 1024**2 + 2 * 1024)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 3))
+def test_parallelism_divides_what_it_divides(tp, dp, cp, zero):
+    alone, divided = made().pieces[1], made(GPT, {"tp": tp, "dp": dp, "cp": cp, "zero": zero})
+    piece = divided.pieces[1]
+    assert piece.activation_bytes("none") == pytest.approx(alone.activation_bytes("none") / (tp * cp))
+    assert piece.work.matmul == pytest.approx(alone.work.matmul / (tp * cp))
+    assert piece.work.scores == pytest.approx(alone.work.scores / (tp * cp))
+    (memory,), replicas = divided.devices, dp * cp
+    numbers = sum(each.weights for each in divided.pieces)
+    for name, nbytes, stage in (("weights", 2, 3), ("gradients", 4, 2), ("optimizer", 12, 1)):
+        expected = nbytes * numbers / (replicas if zero >= stage else 1)
+        assert getattr(memory, name) == pytest.approx(expected, abs=1)
+
+
+@given(
+    st.sampled_from(list(MODELS)), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from(["looped", "v"])
+)
+def test_bytes_sum_up(name, pp, chunks, shape):
+    """Every byte of a GPU is somewhere, all stages have all pieces, and all devices all weights."""
+    e = made(MODELS[name], {"pp": pp, "chunks": chunks, "shape": shape, "tp": 8}, gpu="B200")
+    for memory in e.devices:
+        assert memory.state + memory.workspace + memory.reserved + memory.budget == e.gpu.memory_bytes
+    assert [i for pieces in e.stages for i in pieces] == list(range(MODELS[name].layers + 2))
+    numbers = sum(piece.weights + piece.expert_weights for piece in e.pieces)
+    shared = MODELS[name].tied and (pp == 1 or (shape == "v" and chunks == 2))
+    numbers -= MODELS[name].vocabulary * MODELS[name].hidden / 8 if shared else 0
+    assert sum(memory.weights for memory in e.devices) == pytest.approx(2 * numbers, rel=1e-6)
+
+
+def test_experts_are_divided_among_their_ranks_and_are_not_in_every_layer():
+    shape = Transformer.of(
+        GPT.model_dump()
+        | {"experts": 8, "experts_per_token": 2, "expert_ffn": 512, "expert_every": 2, "dense_layers": 2},
+        "shape",
+    )
+    one, four = made(shape, {"dp": 4}), made(shape, {"dp": 4, "ep": 4})
+    assert [piece.kind for piece in one.pieces] == ["embedding", "dense", "dense", "dense", "expert", "head"]
+    assert four.pieces[4].expert_weights == one.pieces[4].expert_weights / 4
+    assert four.pieces[4].work.over_experts > one.pieces[4].work.over_experts == 0
+    numbers = (sum(getattr(p, what) for p in four.pieces) for what in ("weights", "expert_weights"))
+    dense, experts = numbers
+    divided = made(shape, {"dp": 4, "ep": 4, "zero": 1}).devices[0]
+    assert divided.optimizer == pytest.approx(12 * (dense / 4 + experts), abs=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_problem_of_each_preset_can_be_scheduled(name):
+    """GPUs enough that the state fits; as many micro-batches in flight as 1F1B needs, or activations leave."""
+    e = made(MODELS[name], {"pp": 4, "tp": 8, "dp": 8, "zero": 1}, gpu="B200", recompute="cheap")
+    problem = e.problem
+    assert Problem.from_json(problem.to_json()) == problem
+    assert len(problem.layers or ()) == MODELS[name].layers + 2
+    assert check(problem, systems.generate("1f1b", problem)) == []
+    assert all(k is not None and k > 0 for k in offload_ratio(problem))
+    assert 0 < e.utilization < 1
+
+
+def test_layers_that_are_left_over_go_to_stages_without_embedding_and_head():
+    """PipeOffload, section 5: one layer fewer in the first and the last stage. Its 10.5B model has 38 on 8 devices."""
+    e = made(MODELS["pipeoffload-10.5b"], {"pp": 8}, gpu="B200")
+    assert e.cuts == (5, 5, 5, 5, 5, 5, 5, 5)
+    assert made(GPT, {"pp": 2, "layers": (1, 3)}).cuts == (2, 4)
+
+
+def test_neighbours_share_a_host_link_only_if_they_are_neighbours_in_the_node():
+    alone, divided = made(GPT, {"pp": 4}, gpu="A100"), made(GPT, {"pp": 4, "tp": 2}, gpu="A100")
+    assert [device.link for device in alone.problem.devices] == ["host 0", "host 0", "host 1", "host 1"]
+    assert {device.link for device in divided.problem.devices} == {None}
+    assert divided.clock.host_speed == alone.clock.host_speed / 2
+
+
+def test_messages_to_other_nodes_take_the_network():
+    eight = GPT.model_copy(update={"layers": 8})
+    near, far = made(eight, {"pp": 8}), made(eight, {"pp": 8, "tp": 2})
+    assert near.problem.p2p_ms == pytest.approx(1000 * 2 * 512 * 1024 / (450e9 * 0.75))
+    assert far.problem.p2p_ms == pytest.approx(1000 * 512 * 1024 / (50e9 * 0.75))
+
+
+def test_recomputation_trades_bytes_for_time():
+    each = [made(recompute=level, attention="unfused").layers[1] for level in ("none", "selective", "cheap", "full")]
+    for before, after in pairwise(each):
+        assert after.activation_bytes < before.activation_bytes
+        assert after.backward_input_ms > before.backward_input_ms
+    assert each[-1].backward_input_ms == pytest.approx(each[0].backward_input_ms + each[0].forward_ms)
+    assert [cost.can_recompute for cost in each] == [True, True, True, False]
+
+
+def test_a_config_says_what_the_preset_says():
+    preset = MODELS["llama-2-70b"].model_dump(exclude={"name", "source", "sequence"})
+    assert read(json.dumps(LLAMA_CONFIG)).model_dump(exclude={"name", "source", "sequence"}) == preset
+
+
+def test_configs_of_other_families():
+    gpt2, experts = read(json.dumps(GPT2_CONFIG)), read(json.dumps({"text_config": MOE_CONFIG}))
+    assert (gpt2.ffn, gpt2.tied, gpt2.gated, gpt2.positions) == (3072, True, False, 1024)
+    assert made(gpt2, sequence=1024).parameters == pytest.approx(124e6, rel=0.01)  # Radford et al. 2019
+    assert [experts.has_experts(i) for i in range(4)] == [False, True, False, True]
+    assert (experts.experts, experts.experts_per_token, experts.expert_ffn) == (64, 4, 768)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "a config is an object"),
+        (json.dumps({**LLAMA_CONFIG, "model_type": "lama"}), "model_type = 'lama'.*did you mean llama"),
+        (json.dumps({**LLAMA_CONFIG, "kv_lora_rank": 512}), "multi-head latent attention is not modelled"),
+        (json.dumps({k: v for k, v in LLAMA_CONFIG.items() if k != "vocab_size"}), "vocab_size is missing"),
+        (json.dumps({**LLAMA_CONFIG, "hidden_size": "x"}), "hidden_size = 'x'"),
+        (json.dumps({**LLAMA_CONFIG, "num_key_value_heads": 7}), "query_groups = 7: must divide heads = 64"),
+        (json.dumps({**MOE_CONFIG, "mlp_only_layers": [1]}), "mlp_only_layers"),
+    ],
+)
+def test_a_wrong_config_is_one_sentence(text, message):
+    with pytest.raises(InputError, match=message) as raised:
+        read(text, "config.json")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("division", "run", "message"),
+    [
+        ({"tp": 3}, {}, "tp = 3: must divide the model's 16 heads"),
+        ({"cp": 3}, {}, "cp = 3: must divide the sequence of 512 tokens"),
+        ({"dp": 2, "ep": 2}, {}, "ep = 2: must divide the model's 0 experts"),
+        ({"pp": 2, "layers": (1, 2)}, {}, "layers add up to 3: the model has 4"),
+        ({"pp": 8}, {}, "stage 1 has no layer"),
+        ({}, {"precision": "fp8"}, "precision = fp8: A100 has bf16, fp32"),
+    ],
+)
+def test_what_does_not_divide_is_refused(division, run, message):
+    with pytest.raises(InputError, match=message):
+        made(GPT, division, gpu="A100", **run)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
+    e = made(MODELS["gpt-3-175b"], {"pp": 4, "tp": 8})
+    assert e.devices[0].budget < 0
+    with pytest.raises(InputError, match=r"device 0 needs 104\.1 GB without any activation, the GPU has 85\.9"):
+        _ = e.problem
+
+
+def test_presets_name_their_sources():
+    for record in (*MODELS.values(), *GPUS.values()):
+        assert isinstance(record, Transformer | Gpu)
+        assert len(record.source) > 10
