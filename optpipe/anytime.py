@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Self, Unpack
 
 from optpipe.errors import FrameError, InputError, SolverError
@@ -18,6 +19,7 @@ from optpipe.options import SearchOptions, SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule, Status
+from optpipe.show.page import still
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
 MOST_NOTES = 200  # further notes of a solver are dropped
@@ -91,6 +93,9 @@ class Result:
     def proven_status(self) -> Status:
         """`optimal` where the bound proves it; a bound on nominal times says nothing about a percentile."""
         return "optimal" if self.gap == 0 and self.percentile_ms is None else self.status
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(str(self))}</p>{still(self.schedule) if self.schedule else ''}"
 
     def __str__(self) -> str:
         """One line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""

@@ -133,12 +133,10 @@ def _tell(result: Result, json: bool) -> None:
 
 
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
-    from optpipe.model.problem import write_file
     from optpipe.schedule import ScheduleFile
-    from optpipe.show.page import page
 
+    bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
     if output:
-        bound = result.lower_bound_ms if result.objective == "makespan" else None  # a file's bound is on the makespan
         ScheduleFile.of(schedule, _found(result) if bound is not None else "feasible", bound).save(output)
     if html:
-        write_file(html, page(schedule, result.lower_bound_ms))
+        schedule.plot(lower_bound_ms=bound).save(html)

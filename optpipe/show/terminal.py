@@ -5,14 +5,13 @@ from __future__ import annotations
 from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, Kind
-from optpipe.schedule import Schedule
-from optpipe.show.lanes import COLOURS, NAMES, blocks, kinds_in
+from optpipe.show.lanes import COLOURS, NAMES, Scheduled, blocks, kinds_in, text_colour
 from optpipe.show.svg import bytes_text
 
 LABEL = 12
 
 
-def chart(schedule: Schedule, width: int = 100, colours: bool = True) -> Text:
+def chart(schedule: Scheduled, width: int = 100, colours: bool = True) -> Text:
     """The chart, `width` characters wide. Of several ops in one cell it shows the one that takes most of it.
 
     Colours tell kinds apart; without them a second line for each device does, with a letter for each kind.
@@ -27,7 +26,7 @@ def chart(schedule: Schedule, width: int = 100, colours: bool = True) -> Text:
         for column in range(int(block.start / cell), min(columns - 1, int(block.end / cell)) + 1):
             share = min(block.end, (column + 1) * cell) - max(block.start, column * cell)
             if share > shares[block.device][column][0]:
-                digit, style = str(block.op.microbatch % 10), f"white on {block.colour}"
+                digit, style = str(block.op.microbatch % 10), f"{text_colour(block.colour)} on {block.colour}"
                 shares[block.device][column] = (share, digit, style, _letter(block.op.kind))
     text = Text(no_wrap=True)
     peaks = schedule.compiled.certificate.device

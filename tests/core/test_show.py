@@ -12,7 +12,7 @@ from support.strategies import problems_with_schedules
 from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS
 from optpipe.show.lanes import blocks, memory_over_time
-from optpipe.show.page import page
+from optpipe.show.page import still
 from optpipe.show.svg import bytes_text, gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace
@@ -25,7 +25,7 @@ def test_every_picture_draws_every_schedule(pair):
     timed = sum(op.kind not in MARKS for program in schedule.programs for op in program.ops())
     svg = ElementTree.fromstring(gantt(schedule, title="<any> & title"))
     assert len(svg.findall(".//{*}title")) == timed
-    HTMLParser().feed(page(schedule))
+    HTMLParser().feed(still(schedule))
     events = json.loads(trace(schedule))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == timed
     assert chart(schedule, 60).plain.count("device") == len(schedule.programs)
