@@ -156,7 +156,7 @@ def show(
 
         console = Console()
         colours = console.is_terminal and not console.no_color
-        console.print(chart(found, console.width - 22, colours))
+        console.print(chart(found, console.width, console.height if console.is_terminal else None, colours))
         console.print(
             f"makespan {found.makespan_ms:.6g} ms, bubble {found.timeline.bubble:.1%}, by "
             f"{found.method or 'no named method'}"

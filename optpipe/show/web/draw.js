@@ -21,7 +21,7 @@ import { bytes, ms, percent } from "./words.js";
 const CONFIG = {
   displaylogo: false,
   doubleClick: false,
-  modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"],
+  showTips: false,
   displayModeBar: false,
 };
 
@@ -45,6 +45,8 @@ export async function draw(element, schedules, view) {
   /** @type {object[]} */
   const traces = [];
   /** @type {object[]} */
+  const written = []; // above all lines
+  /** @type {object[]} */
   const images = [];
   /** @type {object[]} */
   const notes = [];
@@ -60,8 +62,8 @@ export async function draw(element, schedules, view) {
         traces.push(filled(path, axis, fill, { color: colours.ground, width: 0.8 }, `ops ${i} ${fill}`));
       }
       const scale = pixels / (view.range[1] - view.range[0]);
-      traces.push(texts(labels(schedule, rows, scale, panel.height / panel.devices), axis));
       if (view.changes) traces.push(...changeTraces(schedule, rows, axis, colours));
+      written.push(texts(labels(schedule, rows, view.range, scale, panel.height / panel.devices), axis));
     } else {
       const dense = Math.min(2, window.devicePixelRatio || 1);
       const size = [Math.round(pixels * dense), Math.round(panel.height * dense)];
@@ -72,11 +74,11 @@ export async function draw(element, schedules, view) {
       });
       traces.push(filled(emptyPath(), axis, colours.ground, { width: 0 }, `ops ${i}`)); // plotly leaves out axes without one
     }
-    if (view.critical) traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.accent, colours));
+    if (view.critical) traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
     if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));
     notes.push(note(headline(schedule, i, schedules), panel.top, frame, colours, true));
   });
-  traces.push(...memoryTraces(schedules, view, frame, colours));
+  traces.push(...memoryTraces(schedules, view, frame, colours), ...written);
   notes.push(...memoryNotes(schedules, view, frame, colours));
   Object.assign(layout, { images, annotations: notes });
   await Plotly.react(element, traces, layout, CONFIG);

@@ -79,7 +79,7 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     dragmode: "zoom",
     xaxis: {
       range, minallowed: 0, maxallowed: latest, anchor: "y", zeroline: false, gridcolor: theme.line, ticksuffix: " ms",
-      tickfont: { size: 11 }, nticks: 12, showgrid: grid,
+      tickfont: { size: 11 }, ticklabelstandoff: 4, nticks: 12, showgrid: grid,
     },
     yaxis: {
       ...axis, domain: domain(frame.memory), range: [0, tallest * 1.08], nticks: 4, tickformat: ".3~s", ticksuffix: "B",
@@ -87,10 +87,12 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     },
   };
   frame.panels.forEach((panel, i) => {
+    const [top, bottom] = within(schedules[i], 0);
+    const middle = (top + bottom) / 2;
     const step = Math.ceil(panel.devices / Math.max(1, panel.height / 13));
     const named = Array.from({ length: Math.ceil(panel.devices / step) }, (_, k) => k * step);
     layout[`yaxis${i + 2}`] = {
-      ...axis, domain: domain(panel), range: [-panel.devices, 0], showgrid: false, tickvals: named.map((d) => -d - 0.5),
+      ...axis, domain: domain(panel), range: [-panel.devices, 0], showgrid: false, tickvals: named.map((d) => -d - middle),
       ticktext: named.map((d) => `device ${d}`), ticklen: 0,
     };
   });

@@ -1,6 +1,6 @@
 // @ts-check
 // The text around the picture: figures, legend, where the time goes, and why a device waits. Names become text nodes.
-import { chainOf, followers } from "./data.js";
+import { OUTWARD, chainOf, followers } from "./data.js";
 import { WAITS, bytes, hindrance, ms, opName, percent, reason, waitOf, when } from "./words.js";
 
 /**
@@ -126,7 +126,22 @@ export function shares({ kinds }, schedule, named) {
   }
   bar.setAttribute("role", "img");
   bar.setAttribute("aria-label", "shares of the devices' time, as listed below");
-  return element("section", "", element("h2", "", named ? `Where the time goes: ${schedule.method}` : "Where the time goes"), bar, list);
+  const title = named ? `Where the time goes: ${schedule.method}` : "Where the time goes";
+  return element("section", "", element("h2", "", title), bar, list, element("p", "hint", criticalPath(schedule)));
+}
+
+/** What the critical path consists of.
+ * @param {Schedule} schedule */
+function criticalPath({ ops, critical_path, makespan_ms }) {
+  let [compute, moving] = [0, 0];
+  for (const row of critical_path) {
+    if (ops.lane[row] < OUTWARD) compute += ops.end[row] - ops.start[row];
+    else moving += ops.end[row] - ops.start[row];
+  }
+  const parts = { compute, transfers: moving, messages: makespan_ms - compute - moving };
+  const shares = Object.entries(parts).filter(([, time]) => time > 1e-9 * makespan_ms);
+  const said = shares.map(([name, time]) => `${name} ${percent(time / (makespan_ms || 1))}`).join(", ");
+  return `The critical path has ${critical_path.length} ops: ${said}.`;
 }
 
 /** The compute time of a kind; transfers run beside it and take none.
@@ -137,7 +152,7 @@ function busy({ ops, letters }, letter) {
   let sum = 0;
   // The ops of a pair share its time.
   for (let row = 0; row < ops.kind.length; row++) {
-    if (ops.kind[row] === kind && ops.lane[row] <= 2) sum += (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1);
+    if (ops.kind[row] === kind && ops.lane[row] < OUTWARD) sum += (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1);
   }
   return sum;
 }
@@ -152,7 +167,7 @@ export function longestWaits(schedule, choose) {
   inner.sort((a, b) => length(b) - length(a));
   const items = inner.slice(0, LONGEST).map((gap) =>
     element("li", "", button(
-      `device ${gaps.device[gap]}, ${ms(gaps.begin[gap])}: ${WAITS[waitOf(schedule, gap)]} ${ms(length(gap))}`,
+      `${ms(length(gap))} on device ${gaps.device[gap]} from ${ms(gaps.begin[gap])}: ${WAITS[waitOf(schedule, gap)]}`,
       () => choose({ schedule: schedule.index, gap, row: -1 }), "link",
     )));
   if (!items.length) return element("p", "", "Between its first op and its last one no device waits.");

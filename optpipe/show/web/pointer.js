@@ -73,7 +73,8 @@ export function listen(plot, schedules, picture) {
     if (!found) return;
     tip.replaceChildren(...hints(schedules[found.schedule], found).map((line) => element("div", "", line)));
     const room = document.documentElement;
-    tip.style.left = `${Math.min(event.clientX + 14, room.clientWidth - tip.offsetWidth - 8)}px`;
+    const right = plot.getBoundingClientRect().right;
+    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, right - tip.offsetWidth))}px`;
     const below = event.clientY + 18;
     tip.style.top = `${below + tip.offsetHeight > room.clientHeight ? event.clientY - tip.offsetHeight - 12 : below}px`;
   });

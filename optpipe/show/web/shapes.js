@@ -113,10 +113,11 @@ export function gapBoxes(schedule, gaps) {
  * where devices have several.
  * @param {Schedule} schedule
  * @param {number[]} rows
+ * @param {[number, number]} range
  * @param {number} pixelsPerMs
  * @param {number} rowHeight
  * @returns {Labels} */
-export function labels(schedule, rows, pixelsPerMs, rowHeight) {
+export function labels(schedule, rows, range, pixelsPerMs, rowHeight) {
   const { ops, colours, letters, stages, devices } = schedule;
   /** @type {Labels} */
   const found = { x: [], y: [], text: [], colour: [], size: [] };
@@ -125,17 +126,21 @@ export function labels(schedule, rows, pixelsPerMs, rowHeight) {
     (/** @type {number} */ row) => `${letters[ops.kind[row]]}${ops.microbatch[row]}`,
     (/** @type {number} */ row) => `${ops.stage[row]}${letters[ops.kind[row]]}${ops.microbatch[row]}`,
   ].slice(0, stages.length > devices.length ? 3 : 2);
-  const fits = (/** @type {string} */ text, /** @type {number} */ row, /** @type {number} */ size) =>
-    text.length * LABEL * (size / 11) <= (ops.end[row] - ops.start[row]) * pixelsPerMs - 3;
+  const shown = (/** @type {number} */ row) => [Math.max(range[0], ops.start[row]), Math.min(range[1], ops.end[row])];
+  const fits = (/** @type {string} */ text, /** @type {number} */ row, /** @type {number} */ size) => {
+    const [from, to] = shown(row);
+    return text.length * LABEL * (size / 11) <= (to - from) * pixelsPerMs - 3;
+  };
   const most = (/** @type {(row: number) => string} */ form) =>
     rows.filter((row) => fits(form(row), row, 11)).length >= MOST_FIT * rows.length;
   const form = forms.reverse().find(most) ?? forms[forms.length - 1];
   for (const row of rows) {
-    const [x0, x1, y0, y1] = boxOf(schedule, row);
+    const [y0, y1] = boxOf(schedule, row).slice(2);
     const size = Math.min(12, Math.floor((y0 - y1) * rowHeight - 1));
     const text = [form(row), forms[forms.length - 1](row)].find((each) => fits(each, row, size));
     if (!text || size < 7) continue;
-    found.x.push((x0 + x1) / 2);
+    const [from, to] = shown(row);
+    found.x.push((from + to) / 2);
     found.y.push((y0 + y1) / 2);
     found.text.push(text);
     found.colour.push(colours[ops.colour[row]].text);
@@ -238,7 +243,7 @@ export function memorySteps({ memory, makespan_ms }, device, [from, to], width) 
   return steps;
 }
 
-/** A line through ops in the order of time: along each of them, and on to the next.
+/** A line through ops in the order of time: along the foot of each of them, and on to the next.
  * @param {Schedule} schedule
  * @param {number[]} rows
  * @returns {Path} */
@@ -248,7 +253,8 @@ export function pathThrough(schedule, rows) {
     if (schedule.ops.lane[row] === NOWHERE) continue;
     const [x0, x1, y0, y1] = boxOf(schedule, row);
     path.x.push(x0, x1);
-    path.y.push((y0 + y1) / 2, (y0 + y1) / 2);
+    const y = y1 + 0.1 * (y0 - y1); // below the label
+    path.y.push(y, y);
   }
   return path;
 }
