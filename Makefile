@@ -41,7 +41,7 @@ test: check suite ## check, then run the whole suite
 
 # Two at a time: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -rs
 
 # The longer versions of the tests that end the service's processes at random, and the like; ARGS are pytest's.
 soak: setup ## run the long versions of some tests

@@ -78,10 +78,11 @@ def _memory(schedule: Scheduled, device: int, columns: int) -> str:
     peak = schedule.compiled.certificate.device[device]
     full = peak.limit if peak.limit and peak.limit <= 4 * peak.bytes else peak.bytes
     moments, held = memory_steps(schedule, device)
-    if not full or not len(held):
+    if not full:
         return ""
+    moments, held = np.r_[-np.inf, moments], np.r_[0, held]
     edges = np.linspace(0, schedule.makespan_ms, columns + 1)
-    begins = np.maximum(np.searchsorted(moments, edges[:-1], side="right") - 1, 0).tolist()
+    begins = (np.searchsorted(moments, edges[:-1], side="right") - 1).tolist()
     ends = np.searchsorted(moments, edges[1:], side="left").tolist()
     most = [int(held[begin : max(end, begin + 1)].max()) for begin, end in zip(begins, ends, strict=True)]
     return "".join(LEVELS[min(8, -(-8 * size // full))] for size in most).rstrip()

@@ -38,7 +38,9 @@ export function read(json) {
     schedule.lanes = laneRows(schedule);
     schedule.followers = followersOf(schedule.ops);
   });
-  const beside = [1, 2, 3].filter((lane) => found.schedules.some((/** @type {Schedule} */ { lanes }) => lanes.some((own) => own[lane].length)));
+  const beside = [1, 2, 3].filter((lane) =>
+    found.schedules.some((/** @type {Schedule} */ { lanes }) => lanes.some((own) => own[lane].length)),
+  );
   for (const schedule of found.schedules) schedule.beside = beside; // the same in all, so that they can be compared
   return found;
 }
@@ -60,7 +62,9 @@ function laneRows({ ops, devices }) {
   for (let row = 0; row < ops.kind.length; row++) {
     if (ops.lane[row] !== NOWHERE) lanes[ops.device[row]][Math.max(0, ops.lane[row] - LOWER)].push(row);
   }
-  return lanes.map((own) => own.map((rows) => Int32Array.from(rows).sort((a, b) => ops.start[a] - ops.start[b] || a - b)));
+  return lanes.map((own) =>
+    own.map((rows) => Int32Array.from(rows).sort((a, b) => ops.start[a] - ops.start[b] || a - b)),
+  );
 }
 
 /** @param {Ops} ops
@@ -118,7 +122,8 @@ export function reaching({ ops }, rows, from, to) {
 export function chainOf({ ops, gaps, makespan_ms }, gap) {
   const chain = [gaps.row[gap]];
   const begin = gaps.begin[gap] + 1e-9 * (1 + makespan_ms);
-  for (let row = chain[0]; ops.start[row] > begin && ops.waited_for[row] >= 0; chain.push(row)) row = ops.waited_for[row];
+  for (let row = chain[0]; ops.start[row] > begin && ops.waited_for[row] >= 0; chain.push(row))
+    row = ops.waited_for[row];
   return chain;
 }
 

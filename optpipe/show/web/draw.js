@@ -3,8 +3,19 @@
 import { chainOf } from "./data.js";
 import { frameOf, plotlyLayout, within } from "./layout.js";
 import {
-  MOST_DRAWN, addBox, boxOf, boxesByColour, countVisible, emptyPath, gapBoxes, labels, memorySteps, pathThrough, raster,
-  visibleGaps, visibleRows,
+  MOST_DRAWN,
+  addBox,
+  boxOf,
+  boxesByColour,
+  countVisible,
+  emptyPath,
+  gapBoxes,
+  labels,
+  memorySteps,
+  pathThrough,
+  raster,
+  visibleGaps,
+  visibleRows,
 } from "./shapes.js";
 import { theme } from "./theme.js";
 import { bytes, ms, percent } from "./words.js";
@@ -68,15 +79,25 @@ export async function draw(element, schedules, view) {
       const dense = Math.min(2, window.devicePixelRatio || 1);
       const size = [Math.round(pixels * dense), Math.round(panel.height * dense)];
       images.push({
-        source: raster(schedule, view.range, size[0], size[1]), xref: "x", yref: axis, x: view.range[0], y: 0,
-        sizex: view.range[1] - view.range[0], sizey: panel.devices, xanchor: "left", yanchor: "top",
-        sizing: "stretch", layer: "below",
+        source: raster(schedule, view.range, size[0], size[1]),
+        xref: "x",
+        yref: axis,
+        x: view.range[0],
+        y: 0,
+        sizex: view.range[1] - view.range[0],
+        sizey: panel.devices,
+        xanchor: "left",
+        yanchor: "top",
+        sizing: "stretch",
+        layer: "below",
       });
-      traces.push(filled(emptyPath(), axis, colours.ground, { width: 0 }, `ops ${i}`)); // plotly leaves out axes without one
+      // Plotly leaves out an axis that no trace is on.
+      traces.push(filled(emptyPath(), axis, colours.ground, { width: 0 }, `ops ${i}`));
     }
-    if (view.critical) traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
+    if (view.critical)
+      traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
     if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));
-    notes.push(note(headline(schedule, i, schedules), panel.top, frame, colours, true));
+    notes.push(note(headline(schedule, i, schedules), panel.top, frame, colours));
   });
   traces.push(...memoryTraces(schedules, view, frame, colours), ...written);
   notes.push(...memoryNotes(schedules, view, frame, colours));
@@ -101,8 +122,17 @@ function headline(schedule, i, schedules) {
  * @param {object} [pattern] */
 function filled(path, yaxis, fill, line, name, pattern) {
   return {
-    type: "scatter", mode: "lines", x: path.x, y: path.y, yaxis, fill: "toself", fillcolor: fill, name,
-    line: { simplify: false, ...line }, hoverinfo: "skip", ...(pattern ? { fillpattern: pattern } : {}),
+    type: "scatter",
+    mode: "lines",
+    x: path.x,
+    y: path.y,
+    yaxis,
+    fill: "toself",
+    fillcolor: fill,
+    name,
+    line: { simplify: false, ...line },
+    hoverinfo: "skip",
+    ...(pattern ? { fillpattern: pattern } : {}),
   };
 }
 
@@ -125,7 +155,17 @@ function gapTraces(schedule, gaps, axis, colours) {
 /** @param {import("./shapes.js").Labels} found
  * @param {string} yaxis */
 function texts({ x, y, text, colour, size }, yaxis) {
-  return { type: "scatter", mode: "text", x, y, yaxis, text, textfont: { color: colour, size }, hoverinfo: "skip", cliponaxis: true };
+  return {
+    type: "scatter",
+    mode: "text",
+    x,
+    y,
+    yaxis,
+    text,
+    textfont: { color: colour, size },
+    hoverinfo: "skip",
+    cliponaxis: true,
+  };
 }
 
 /** A bar along the top of each op that moved, and around each that only this schedule has.
@@ -193,15 +233,35 @@ function memoryTraces(schedules, { device, range }, frame, colours) {
   const traces = schedules.flatMap((schedule, i) => {
     if (device >= schedule.devices.length) return [];
     const steps = memorySteps(schedule, device, range, frame.right - frame.left);
-    const line = { shape: "hv", simplify: false, color: i === last ? colours.accent : colours.quiet, width: 1.4, dash: i === last ? "solid" : "dot" };
-    return [{
-      type: "scatter", mode: "lines", ...steps, yaxis: "y", line, hoverinfo: "skip", name: `memory ${i}`,
-      ...(i === last ? { fill: "tozeroy", fillcolor: colours.memory } : {}),
-    }];
+    const line = {
+      shape: "hv",
+      simplify: false,
+      color: i === last ? colours.accent : colours.quiet,
+      width: 1.4,
+      dash: i === last ? "solid" : "dot",
+    };
+    return [
+      {
+        type: "scatter",
+        mode: "lines",
+        ...steps,
+        yaxis: "y",
+        line,
+        hoverinfo: "skip",
+        name: `memory ${i}`,
+        ...(i === last ? { fill: "tozeroy", fillcolor: colours.memory } : {}),
+      },
+    ];
   });
   const { limit, peak } = schedules[last].devices[Math.min(device, schedules[last].devices.length - 1)];
   const level = (/** @type {number} */ y, /** @type {string} */ color, /** @type {string} */ dash) => ({
-    type: "scatter", mode: "lines", x: range, y: [y, y], yaxis: "y", hoverinfo: "skip", line: { color, width: 1.4, dash },
+    type: "scatter",
+    mode: "lines",
+    x: range,
+    y: [y, y],
+    yaxis: "y",
+    hoverinfo: "skip",
+    line: { color, width: 1.4, dash },
   });
   traces.push(level(peak, colours.ink, "dot"));
   if (limit <= 3 * peak) traces.push({ ...level(limit, colours.limit, "dash"), name: "limit" });
@@ -215,20 +275,29 @@ function memoryTraces(schedules, { device, range }, frame, colours) {
 function memoryNotes(schedules, { device }, frame, colours) {
   const after = schedules[schedules.length - 1];
   const { limit, peak, at } = after.devices[Math.min(device, after.devices.length - 1)];
-  const title = `Activation memory of device ${device} · certified peak ${bytes(peak)} (dotted), during ${at} · limit ${bytes(limit)}`;
-  return [note(`${title}${limit <= 3 * peak ? " (dashed)" : ""}`, frame.memory.top, frame, colours, true)];
+  const certified = `certified peak ${bytes(peak)} (dotted), during ${at}`;
+  const title = `Activation memory of device ${device} · ${certified} · limit ${bytes(limit)}`;
+  const dashed = limit <= 3 * peak ? " (dashed)" : "";
+  const before = schedules.length > 1 ? " · before in grey" : "";
+  return [note(`${title}${dashed}${before}`, frame.memory.top, frame, colours)];
 }
 
 /** A line of text above a panel.
  * @param {string} text
  * @param {number} top
  * @param {Frame} frame
- * @param {Theme} colours
- * @param {boolean} above */
-function note(text, top, frame, colours, above) {
+ * @param {Theme} colours */
+function note(text, top, frame, colours) {
   return {
-    text: plain(text), showarrow: false, xref: "paper", yref: "paper", x: 0, xanchor: "left", align: "left",
-    y: 1 - (top - (above ? 6 : 0)) / (frame.memory.top + frame.memory.height), yanchor: "bottom",
+    text: plain(text),
+    showarrow: false,
+    xref: "paper",
+    yref: "paper",
+    x: 0,
+    xanchor: "left",
+    align: "left",
+    y: 1 - (top - 6) / (frame.memory.top + frame.memory.height),
+    yanchor: "bottom",
     font: { size: 12.5, color: colours.ink },
   };
 }

@@ -78,11 +78,25 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     hovermode: false,
     dragmode: "zoom",
     xaxis: {
-      range, minallowed: 0, maxallowed: latest, anchor: "y", zeroline: false, gridcolor: theme.line, ticksuffix: " ms",
-      tickfont: { size: 11 }, ticklabelstandoff: 4, nticks: 12, showgrid: grid,
+      range,
+      minallowed: 0,
+      maxallowed: latest,
+      anchor: "y",
+      zeroline: false,
+      gridcolor: theme.line,
+      ticksuffix: " ms",
+      tickfont: { size: 11 },
+      ticklabelstandoff: 4,
+      nticks: 12,
+      showgrid: grid,
     },
     yaxis: {
-      ...axis, domain: domain(frame.memory), range: [0, tallest * 1.08], nticks: 4, tickformat: ".3~s", ticksuffix: "B",
+      ...axis,
+      domain: domain(frame.memory),
+      range: [0, tallest * 1.08],
+      nticks: 4,
+      tickformat: ".3~s",
+      ticksuffix: "B",
       gridcolor: theme.line,
     },
   };
@@ -92,8 +106,13 @@ export function plotlyLayout(schedules, frame, range, latest, device, theme, gri
     const step = Math.ceil(panel.devices / Math.max(1, panel.height / 13));
     const named = Array.from({ length: Math.ceil(panel.devices / step) }, (_, k) => k * step);
     layout[`yaxis${i + 2}`] = {
-      ...axis, domain: domain(panel), range: [-panel.devices, 0], showgrid: false, tickvals: named.map((d) => -d - middle),
-      ticktext: named.map((d) => `device ${d}`), ticklen: 0,
+      ...axis,
+      domain: domain(panel),
+      range: [-panel.devices, 0],
+      showgrid: false,
+      tickvals: named.map((d) => -d - middle),
+      ticktext: named.map((d) => `device ${d}`),
+      ticklen: 0,
     };
   });
   return layout;
@@ -107,7 +126,7 @@ function tallestOf({ devices }, device) {
   return Math.max(peak, limit <= 3 * peak ? limit : 0);
 }
 
-/** What lies at a point of the picture: the panel (`memory` is the last), the time, and the device with the place in its row.
+/** What lies at a point of the picture: the schedule, the time, and the device with the place in its row.
  * @param {Frame} frame
  * @param {[number, number]} range
  * @param {number} x

@@ -2,7 +2,18 @@
 // The page: reads its document, and draws the picture with the text around it.
 import { read } from "./data.js";
 import { draw, latestEnd } from "./draw.js";
-import { aboutOp, button, deviceTable, element, heading, legend, longestWaits, shares, toggle, whyGap } from "./panel.js";
+import {
+  aboutOp,
+  button,
+  deviceTable,
+  element,
+  heading,
+  legend,
+  longestWaits,
+  shares,
+  toggle,
+  whyGap,
+} from "./panel.js";
 import { listen } from "./pointer.js";
 import { onThemeChange } from "./theme.js";
 
@@ -21,7 +32,13 @@ export async function show(place, found) {
   const latest = latestEnd(schedules);
   const share = after.devices.map(({ peak, limit }) => peak / Math.max(1, limit));
   /** @type {View} */
-  const view = { range: [0, latest], chosen: null, critical: false, changes: true, device: share.indexOf(Math.max(...share)) };
+  const view = {
+    range: [0, latest],
+    chosen: null,
+    critical: false,
+    changes: true,
+    device: share.indexOf(Math.max(...share)),
+  };
   const plot = element("div", "plot");
   plot.tabIndex = 0;
   plot.setAttribute("role", "application");
@@ -44,8 +61,12 @@ export async function show(place, found) {
     if (chosen) {
       const { ops, gaps } = schedules[chosen.schedule];
       view.device = chosen.gap >= 0 ? gaps.device[chosen.gap] : ops.device[chosen.row];
-      const [begin, end] = chosen.gap >= 0 ? [gaps.begin[chosen.gap], gaps.end[chosen.gap]] : [ops.start[chosen.row], ops.end[chosen.row]];
-      if (end < view.range[0] || begin > view.range[1]) zoom([begin - (view.range[1] - view.range[0]) / 2, begin + (view.range[1] - view.range[0]) / 2]);
+      const [begin, end] =
+        chosen.gap >= 0
+          ? [gaps.begin[chosen.gap], gaps.end[chosen.gap]]
+          : [ops.start[chosen.row], ops.end[chosen.row]];
+      if (end < view.range[0] || begin > view.range[1])
+        zoom([begin - (view.range[1] - view.range[0]) / 2, begin + (view.range[1] - view.range[0]) / 2]);
     }
     tell();
     redraw();
@@ -60,33 +81,52 @@ export async function show(place, found) {
   const tell = () => {
     const { chosen } = view;
     if (!chosen) {
-      const hint = "Click a gap to see why the device waits there, or an op. Drag to zoom, double-click to see all, Ctrl and the wheel zoom, Shift and the wheel move.";
+      const hint =
+        "Click a gap to see why the device waits there, or an op. Drag to zoom, double-click to see all. " +
+        "Ctrl and the wheel zoom, Shift and the wheel move.";
       details.replaceChildren(longestWaits(after, choose), element("p", "hint", hint));
       return;
     }
     const schedule = schedules[chosen.schedule];
     const told = chosen.gap >= 0 ? whyGap(schedule, chosen.gap, choose) : aboutOp(schedule, chosen.row, choose);
-    details.replaceChildren(told, button("back", () => choose(null), "back"));
+    details.replaceChildren(
+      told,
+      button("back", () => choose(null), "back"),
+    );
   };
 
-  const tools = element("div", "tools", toggle("Critical path", view.critical, (on) => {
-    view.critical = on;
-    redraw();
-  }));
-  if (schedules.length > 1) {
-    tools.append(toggle("Changes", view.changes, (on) => {
-      view.changes = on;
+  const tools = element(
+    "div",
+    "tools",
+    toggle("Critical path", view.critical, (on) => {
+      view.critical = on;
       redraw();
-    }));
+    }),
+  );
+  if (schedules.length > 1) {
+    tools.append(
+      toggle("Changes", view.changes, (on) => {
+        view.changes = on;
+        redraw();
+      }),
+    );
   }
   tools.append(button("Show all", () => zoom(null)));
   const table = deviceTable(found, (device) => {
     view.device = device;
     redraw();
   });
-  const below = element("div", "below", ...schedules.map((schedule) => shares(found, schedule, schedules.length > 1)), table);
+  const below = element(
+    "div",
+    "below",
+    ...schedules.map((schedule) => shares(found, schedule, schedules.length > 1)),
+    table,
+  );
   place.replaceChildren(
-    heading(found), element("div", "over-plot", legend(found), tools), element("main", "", plot, details), below,
+    heading(found),
+    element("div", "over-plot", legend(found), tools),
+    element("main", "", plot, details),
+    below,
   );
   tell();
   frame = await draw(plot, schedules, view);

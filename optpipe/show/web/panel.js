@@ -52,15 +52,29 @@ export function heading({ title, schedules, lower_bound_ms, gap }) {
   const before = schedules.length > 1 ? schedules[0] : null;
   const fullest = Math.max(...after.devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
   const tiles = [
-    tile("Makespan", ms(after.makespan_ms), before ? change(after.makespan_ms, before.makespan_ms) : `span ${ms(after.span_ms)}`),
+    tile(
+      "Makespan",
+      ms(after.makespan_ms),
+      before ? change(after.makespan_ms, before.makespan_ms) : `span ${ms(after.span_ms)}`,
+    ),
     tile("Bubble", percent(after.bubble), before ? `from ${percent(before.bubble)}` : "of the devices' time"),
-    tile("Memory", percent(fullest), fullest > 1 ? "of the limit: does not fit" : "of the limit, fullest device", fullest > 1 ? "wrong" : ""),
+    tile(
+      "Memory",
+      percent(fullest),
+      fullest > 1 ? "of the limit: does not fit" : "of the limit, fullest device",
+      fullest > 1 ? "wrong" : "",
+    ),
   ];
   if (lower_bound_ms !== null && gap !== null) {
     tiles.push(tile("Gap", gap ? percent(gap) : "none", gap ? `bound ${ms(lower_bound_ms)}` : "proven optimal"));
   }
   const size = `${after.devices.length} devices, ${after.stages.length} stages, ${after.microbatches} micro-batches`;
-  const names = element("div", "names", element("h1", "", title), element("p", "", [after.method, size].filter(Boolean).join(" · ")));
+  const names = element(
+    "div",
+    "names",
+    element("h1", "", title),
+    element("p", "", [after.method, size].filter(Boolean).join(" · ")),
+  );
   return element("header", "", names, element("div", "tiles", ...tiles));
 }
 
@@ -68,7 +82,9 @@ export function heading({ title, schedules, lower_bound_ms, gap }) {
  * @param {number} then */
 function change(now, then) {
   const share = now / then - 1;
-  return Math.abs(share) < 5e-4 ? "as before" : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
+  return Math.abs(share) < 5e-4
+    ? "as before"
+    : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
 }
 
 /** @param {string} name
@@ -76,7 +92,13 @@ function change(now, then) {
  * @param {string} more
  * @param {string} [className] */
 function tile(name, value, more, className = "") {
-  return element("div", `tile ${className}`, element("span", "", name), element("strong", "", value), element("span", "", more));
+  return element(
+    "div",
+    `tile ${className}`,
+    element("span", "", name),
+    element("strong", "", value),
+    element("span", "", more),
+  );
 }
 
 /** @param {Document} found */
@@ -85,7 +107,8 @@ export function legend({ kinds, schedules }) {
   const several = schedules.some(({ stages, devices }) => stages.length > devices.length);
   if (several) entries.push(element("li", "", "later stages of a device are darker"));
   entries.push(entry("", "waits", "", "", "wait"), entry("", "waits for a transfer", "", "", "wait hatched"));
-  if (schedules.length > 1) entries.push(entry("", "moved", "", "", "moved"), entry("", "only in this schedule", "", "", "only"));
+  if (schedules.length > 1)
+    entries.push(entry("", "moved", "", "", "moved"), entry("", "only in this schedule", "", "", "only"));
   return element("ul", "legend", ...entries);
 }
 
@@ -106,12 +129,24 @@ function entry(letter, name, colour, text, className = "") {
  * @param {boolean} named */
 export function shares({ kinds }, schedule, named) {
   const whole = schedule.devices.length * schedule.makespan_ms || 1;
-  const parts = kinds.map(({ name, colour, letter }) => ({ name, colour, className: "", ms: busy(schedule, letter) }));
+  const parts = kinds.map(({ name, colour, letter }) => ({
+    name,
+    colour,
+    className: "",
+    ms: busy(schedule, letter),
+  }));
   /** @type {Record<string, number>} */
   const waits = Object.fromEntries(Object.keys(WAITS).map((wait) => [wait, 0]));
-  schedule.gaps.row.forEach((_, gap) => (waits[waitOf(schedule, gap)] += schedule.gaps.end[gap] - schedule.gaps.begin[gap]));
+  schedule.gaps.row.forEach(
+    (_, gap) => (waits[waitOf(schedule, gap)] += schedule.gaps.end[gap] - schedule.gaps.begin[gap]),
+  );
   for (const [wait, name] of Object.entries(WAITS)) {
-    parts.push({ name, colour: "", className: wait === "transfer" ? "wait hatched" : wait === "device" ? "wait" : "idle", ms: waits[wait] });
+    parts.push({
+      name,
+      colour: "",
+      className: wait === "transfer" ? "wait hatched" : wait === "device" ? "wait" : "idle",
+      ms: waits[wait],
+    });
   }
   const bar = element("div", "bar");
   const list = element("ul", "shares");
@@ -152,7 +187,8 @@ function busy({ ops, letters }, letter) {
   let sum = 0;
   // The ops of a pair share its time.
   for (let row = 0; row < ops.kind.length; row++) {
-    if (ops.kind[row] === kind && ops.lane[row] < OUTWARD) sum += (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1);
+    if (ops.kind[row] === kind && ops.lane[row] < OUTWARD)
+      sum += (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1);
   }
   return sum;
 }
@@ -166,10 +202,16 @@ export function longestWaits(schedule, choose) {
   const length = (/** @type {number} */ gap) => gaps.end[gap] - gaps.begin[gap];
   inner.sort((a, b) => length(b) - length(a));
   const items = inner.slice(0, LONGEST).map((gap) =>
-    element("li", "", button(
-      `${ms(length(gap))} on device ${gaps.device[gap]} from ${ms(gaps.begin[gap])}: ${WAITS[waitOf(schedule, gap)]}`,
-      () => choose({ schedule: schedule.index, gap, row: -1 }), "link",
-    )));
+    element(
+      "li",
+      "",
+      button(
+        `${ms(length(gap))} on device ${gaps.device[gap]} from ${ms(gaps.begin[gap])}: ${WAITS[waitOf(schedule, gap)]}`,
+        () => choose({ schedule: schedule.index, gap, row: -1 }),
+        "link",
+      ),
+    ),
+  );
   if (!items.length) return element("p", "", "Between its first op and its last one no device waits.");
   return element("div", "", element("h2", "", "Longest waits"), element("ol", "", ...items));
 }
@@ -182,7 +224,9 @@ export function whyGap(schedule, gap, choose) {
   const { gaps, ready, ops } = schedule;
   const [begin, end, device] = [gaps.begin[gap], gaps.end[gap], gaps.device[gap]];
   const chain = chainOf(schedule, gap);
-  const title = gaps.last[gap] ? `Device ${device} is done at ${ms(begin)}` : `Why device ${device} waits ${ms(end - begin)}`;
+  const title = gaps.last[gap]
+    ? `Device ${device} is done at ${ms(begin)}`
+    : `Why device ${device} waits ${ms(end - begin)}`;
   const made = element("div", "", element("h2", "", title), element("p", "", `From ${ms(begin)} to ${ms(end)}.`));
   const steps = element("ol", "chain");
   const shown = chain.length > MOST_STEPS ? [...chain.slice(0, MOST_STEPS - 3), -1, ...chain.slice(-2)] : chain;
@@ -192,14 +236,25 @@ export function whyGap(schedule, gap, choose) {
       continue;
     }
     const isLast = row === chain[chain.length - 1];
-    const text = isLast ? `${opName(schedule, row)} ${ops.start[row] < begin ? "runs as the wait begins" : "starts as the wait begins"}` : reason(schedule, row);
-    steps.append(element("li", "", button(text, () => choose({ schedule: schedule.index, gap: -1, row }), "link"), element("small", "", when(schedule, row))));
+    const text = isLast
+      ? `${opName(schedule, row)} ${ops.start[row] < begin ? "runs as the wait begins" : "starts as the wait begins"}`
+      : reason(schedule, row);
+    steps.append(
+      element(
+        "li",
+        "",
+        button(text, () => choose({ schedule: schedule.index, gap: -1, row }), "link"),
+        element("small", "", when(schedule, row)),
+      ),
+    );
   }
   made.append(element("h3", "", gaps.last[gap] ? "The schedule ends later because" : "It waits because"), steps);
   const others = [];
-  for (let i = 0; i < ready.gap.length; i++) if (ready.gap[i] === gap) others.push(element("li", "", hindrance(schedule, i)));
+  for (let i = 0; i < ready.gap.length; i++)
+    if (ready.gap[i] === gap) others.push(element("li", "", hindrance(schedule, i)));
   if (others.length) made.append(element("h3", "", "Meanwhile on this device"), element("ul", "", ...others));
-  else if (!gaps.last[gap]) made.append(element("p", "", "No later op of this device had its inputs before the wait was over."));
+  else if (!gaps.last[gap])
+    made.append(element("p", "", "No later op of this device had its inputs before the wait was over."));
   return made;
 }
 
@@ -209,14 +264,28 @@ export function whyGap(schedule, gap, choose) {
  * @param {(chosen: Chosen) => void} choose */
 export function aboutOp(schedule, row, choose) {
   const { ops } = schedule;
-  const other = (/** @type {number} */ each) => element("li", "", button(reason(schedule, each), () => choose({ schedule: schedule.index, gap: -1, row: each }), "link"), element("small", "", when(schedule, each)));
-  const made = element("div", "", element("h2", "", `${opName(schedule, row)} on device ${ops.device[row]}`), element("p", "", `${when(schedule, row)}, stage ${ops.stage[row]}, micro-batch ${ops.microbatch[row]}.`));
+  const other = (/** @type {number} */ each) =>
+    element(
+      "li",
+      "",
+      button(reason(schedule, each), () => choose({ schedule: schedule.index, gap: -1, row: each }), "link"),
+      element("small", "", when(schedule, each)),
+    );
+  const made = element(
+    "div",
+    "",
+    element("h2", "", `${opName(schedule, row)} on device ${ops.device[row]}`),
+    element("p", "", `${when(schedule, row)}, stage ${ops.stage[row]}, micro-batch ${ops.microbatch[row]}.`),
+  );
   made.append(element("h3", "", "It starts when it does because"), element("p", "", `${reason(schedule, row)}.`));
   const next = followers(schedule, row);
   made.append(element("h3", "", next.length ? "Its end starts" : "No op starts because it ends."));
   if (next.length) made.append(element("ul", "", ...next.map(other)));
   const before = ops.waited_for[row];
-  if (before >= 0) made.append(button(`go to ${opName(schedule, before)}`, () => choose({ schedule: schedule.index, gap: -1, row: before })));
+  if (before >= 0)
+    made.append(
+      button(`go to ${opName(schedule, before)}`, () => choose({ schedule: schedule.index, gap: -1, row: before })),
+    );
   return made;
 }
 
@@ -226,10 +295,20 @@ export function aboutOp(schedule, row, choose) {
 export function deviceTable({ schedules }, show) {
   const after = schedules[schedules.length - 1];
   const head = ["device", "certified peak", "limit", "used", "host peak", "computes"];
-  const table = element("table", "", element("thead", "", element("tr", "", ...head.map((name) => element("th", "", name)))));
+  const table = element(
+    "table",
+    "",
+    element("thead", "", element("tr", "", ...head.map((name) => element("th", "", name)))),
+  );
   const body = element("tbody", "");
   after.devices.forEach(({ limit, peak, host_peak, busy_ms }, device) => {
-    const cells = [bytes(peak), bytes(limit), percent(peak / Math.max(1, limit)), bytes(host_peak), percent(busy_ms / (after.makespan_ms || 1))];
+    const cells = [
+      bytes(peak),
+      bytes(limit),
+      percent(peak / Math.max(1, limit)),
+      bytes(host_peak),
+      percent(busy_ms / (after.makespan_ms || 1)),
+    ];
     const name = button(`device ${device}`, () => show(device), "link");
     body.append(element("tr", "", element("td", "", name), ...cells.map((text) => element("td", "", text))));
   });

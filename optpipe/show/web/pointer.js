@@ -20,7 +20,11 @@ const STILL = 4; // pixels within which a press is a click
 export function hit(schedule, { time, device, within: height }) {
   const { ops } = schedule;
   for (const lane of schedule.lanes[device]) {
-    for (let i = firstIndex(lane.length, (k) => ops.end[lane[k]] > time); i < lane.length && ops.start[lane[i]] <= time; i++) {
+    for (
+      let i = firstIndex(lane.length, (k) => ops.end[lane[k]] > time);
+      i < lane.length && ops.start[lane[i]] <= time;
+      i++
+    ) {
       const [top, bottom] = within(schedule, ops.lane[lane[i]]);
       if (height >= top && height <= bottom) return { schedule: schedule.index, gap: -1, row: lane[i] };
     }
@@ -39,11 +43,20 @@ export function hints(schedule, { gap, row }) {
     const { gaps } = schedule;
     const chain = chainOf(schedule, gap);
     const wait = gaps.last[gap] ? "done" : WAITS[waitOf(schedule, gap)];
-    const why = gaps.last[gap] ? [] : [reason(schedule, chain[0]), ...chain.slice(1, 3).map((each) => reason(schedule, each))];
-    return [`device ${gaps.device[gap]}: ${wait}, ${ms(gaps.end[gap] - gaps.begin[gap])}`, ...why, "click: the whole chain"];
+    const why = gaps.last[gap]
+      ? []
+      : [reason(schedule, chain[0]), ...chain.slice(1, 3).map((each) => reason(schedule, each))];
+    return [
+      `device ${gaps.device[gap]}: ${wait}, ${ms(gaps.end[gap] - gaps.begin[gap])}`,
+      ...why,
+      "click: the whole chain",
+    ];
   }
   const next = followers(schedule, row).filter((each) => schedule.ops.lane[each] !== NOWHERE);
-  const named = next.slice(0, 6).map((each) => opName(schedule, each)).join(", ");
+  const named = next
+    .slice(0, 6)
+    .map((each) => opName(schedule, each))
+    .join(", ");
   return [
     `${opName(schedule, row)} on device ${schedule.ops.device[row]}`,
     `${when(schedule, row)} (${ms(schedule.ops.end[row] - schedule.ops.start[row])})`,
@@ -82,31 +95,45 @@ export function listen(plot, schedules, picture) {
 
   /** @type {{x: number, y: number, at: Chosen | null} | null} */
   let pressed = null;
-  plot.addEventListener("pointerdown", (event) => (pressed = event.button ? null : { x: event.clientX, y: event.clientY, at: under(event) }), true);
+  plot.addEventListener(
+    "pointerdown",
+    (event) => (pressed = event.button ? null : { x: event.clientX, y: event.clientY, at: under(event) }),
+    true,
+  );
   // Plotly covers the page while a button is down, so the release is seen by the window only.
-  window.addEventListener("pointerup", (event) => {
-    if (pressed && Math.hypot(event.clientX - pressed.x, event.clientY - pressed.y) < STILL) picture.choose(pressed.at);
-    pressed = null;
-  }, true);
+  window.addEventListener(
+    "pointerup",
+    (event) => {
+      if (pressed && Math.hypot(event.clientX - pressed.x, event.clientY - pressed.y) < STILL)
+        picture.choose(pressed.at);
+      pressed = null;
+    },
+    true,
+  );
   plot.addEventListener("dblclick", () => picture.zoom(null));
-  plot.addEventListener("wheel", (event) => {
-    const { left, right } = picture.frame();
-    const [from, to] = picture.range();
-    const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-    if (event.ctrlKey || event.metaKey) {
-      const at = from + ((event.clientX - plot.getBoundingClientRect().left - left) / (right - left)) * (to - from);
-      const factor = Math.exp(Math.max(-60, Math.min(60, event.deltaY)) / 150);
-      picture.zoom([at - (at - from) * factor, at + (to - at) * factor]);
-    } else if (sideways) {
-      const moved = (sideways / (right - left)) * (to - from);
-      picture.zoom([from + moved, to + moved]);
-    } else return;
-    event.preventDefault();
-  }, { passive: false });
+  plot.addEventListener(
+    "wheel",
+    (event) => {
+      const { left, right } = picture.frame();
+      const [from, to] = picture.range();
+      const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+      if (event.ctrlKey || event.metaKey) {
+        const at = from + ((event.clientX - plot.getBoundingClientRect().left - left) / (right - left)) * (to - from);
+        const factor = Math.exp(Math.max(-60, Math.min(60, event.deltaY)) / 150);
+        picture.zoom([at - (at - from) * factor, at + (to - at) * factor]);
+      } else if (sideways) {
+        const moved = (sideways / (right - left)) * (to - from);
+        picture.zoom([from + moved, to + moved]);
+      } else return;
+      event.preventDefault();
+    },
+    { passive: false },
+  );
   plot.addEventListener("keydown", (event) => {
     const next = moved(schedules, picture.chosen(), event.key);
     if (event.key === "Escape") picture.choose(null);
-    else if (event.key === "+" || event.key === "-") picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2));
+    else if (event.key === "+" || event.key === "-")
+      picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2));
     else if (next) picture.choose(next);
     else return;
     event.preventDefault();
@@ -138,11 +165,15 @@ function moved(schedules, chosen, key) {
   if (to < 0 || to >= lanes.length) return null;
   const lane = lanes[to][to === device && ops.lane[row] >= OUTWARD ? ops.lane[row] - 2 : 0];
   const time = chosen.gap >= 0 ? gaps.begin[chosen.gap] : ops.start[row];
-  if (to !== device) return hit(schedule, { time, device: to, within: middleOf(schedule) }) ?? nearest(schedule, lane, time);
+  if (to !== device)
+    return hit(schedule, { time, device: to, within: middleOf(schedule) }) ?? nearest(schedule, lane, time);
   const place = lane.indexOf(row);
   if (chosen.gap >= 0) return nearest(schedule, lane, key === "ArrowRight" ? gaps.end[chosen.gap] : time - 1e-9);
   const next = lane[place + (key === "ArrowRight" ? 1 : -1)];
-  const between = ops.lane[row] >= OUTWARD ? -1 : gapAt(schedule, device, key === "ArrowRight" ? ops.end[row] : ops.start[row] - 1e-9 * (1 + time));
+  const between =
+    ops.lane[row] >= OUTWARD
+      ? -1
+      : gapAt(schedule, device, key === "ArrowRight" ? ops.end[row] : ops.start[row] - 1e-9 * (1 + time));
   if (between >= 0) return { schedule: index, gap: between, row: -1 };
   return next === undefined ? null : { schedule: index, gap: -1, row: next };
 }

@@ -225,7 +225,7 @@ export function memorySteps({ memory, makespan_ms }, device, [from, to], width) 
     for (let i = first; i < last; i++) add(i);
   } else {
     const bin = (to - from) / width;
-    for (let i = first; i < last; ) {
+    for (let i = first; i < last;) {
       let [least, most] = [i, i];
       const stop = moments[i] + bin;
       for (; i < last && moments[i] < stop; i++) {

@@ -9,7 +9,9 @@ const NAMES = ["ink", "quiet", "line", "ground", "idle", "wait", "hatch", "accen
 /** @returns {Theme} */
 export function theme() {
   const style = getComputedStyle(document.documentElement);
-  return /** @type {Theme} */ (Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()])));
+  return /** @type {Theme} */ (
+    Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]))
+  );
 }
 
 /** Calls back when the reader's preference between light and dark changes.
