@@ -13,7 +13,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check test suite soak demo bench wheels test-gpu bench-gpu pictures clean
+.PHONY: help setup format check check-web test suite soak demo bench wheels test-gpu bench-gpu pictures clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -36,6 +36,9 @@ check: setup ## check style, types and imports
 	$(BIN)/ruff format --check
 	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli
 	$(BIN)/lint-imports
+
+check-web: ## check the types of the code of pages; needs Node
+	npx --yes --package typescript@5 tsc --project optpipe/show/web
 
 test: check suite ## check, then run the whole suite
 

@@ -131,7 +131,7 @@ def test_the_keyboard_reaches_ops_and_gaps(small):
         "Why device 0 waits 5 ms",
         "0F1 on device 0",
         "Why device 1 waits 3 ms",
-        "Longest waits",
+        "Where devices wait",
     ]
 
 

@@ -275,8 +275,10 @@ function memoryTraces(schedules, { device, range }, frame, colours) {
 function memoryNotes(schedules, { device }, frame, colours) {
   const after = schedules[schedules.length - 1];
   const { limit, peak, at } = after.devices[Math.min(device, after.devices.length - 1)];
-  const certified = `certified peak ${bytes(peak)} (dotted), during ${at}`;
-  const title = `Activation memory of device ${device} · ${certified} · limit ${bytes(limit)}`;
+  const during = frame.width > 800 ? `, during ${at}` : "";
+  const certified = `certified peak ${bytes(peak)} (dotted)${during}`;
+  const whose = frame.width > 800 ? `Activation memory of device ${device}` : `Device ${device}`;
+  const title = `${whose} · ${certified} · limit ${bytes(limit)}`;
   const dashed = limit <= 3 * peak ? " (dashed)" : "";
   const before = schedules.length > 1 ? " · before in grey" : "";
   return [note(`${title}${dashed}${before}`, frame.memory.top, frame, colours)];

@@ -9,7 +9,7 @@ import {
   element,
   heading,
   legend,
-  longestWaits,
+  listOfWaits,
   shares,
   toggle,
   whyGap,
@@ -84,7 +84,7 @@ export async function show(place, found) {
       const hint =
         "Click a gap to see why the device waits there, or an op. Drag to zoom, double-click to see all. " +
         "Ctrl and the wheel zoom, Shift and the wheel move.";
-      details.replaceChildren(longestWaits(after, choose), element("p", "hint", hint));
+      details.replaceChildren(listOfWaits(after, choose), element("p", "hint", hint));
       return;
     }
     const schedule = schedules[chosen.schedule];

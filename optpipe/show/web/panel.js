@@ -10,7 +10,7 @@ import { WAITS, bytes, hindrance, ms, opName, percent, reason, waitOf, when } fr
  */
 
 const MOST_STEPS = 14; // of a chain that are listed
-const LONGEST = 8; // gaps that are listed
+const MOST_WAITS = 9; // that are listed
 
 /** @param {string} tag
  * @param {string} className
@@ -193,27 +193,34 @@ function busy({ ops, letters }, letter) {
   return sum;
 }
 
-/** The longest gaps between a device's ops, as a list of buttons.
+/** What devices wait for between their first op and their last, as buttons that lead to the longest such wait.
  * @param {Schedule} schedule
  * @param {(chosen: Chosen) => void} choose */
-export function longestWaits(schedule, choose) {
+export function listOfWaits(schedule, choose) {
   const { gaps } = schedule;
-  const inner = Array.from(gaps.row.keys()).filter((gap) => ["device", "transfer"].includes(waitOf(schedule, gap)));
   const length = (/** @type {number} */ gap) => gaps.end[gap] - gaps.begin[gap];
-  inner.sort((a, b) => length(b) - length(a));
-  const items = inner.slice(0, LONGEST).map((gap) =>
-    element(
-      "li",
-      "",
-      button(
-        `${ms(length(gap))} on device ${gaps.device[gap]} from ${ms(gaps.begin[gap])}: ${WAITS[waitOf(schedule, gap)]}`,
-        () => choose({ schedule: schedule.index, gap, row: -1 }),
-        "link",
-      ),
-    ),
-  );
+  /** @type {Map<string, number[]>} */
+  const groups = new Map();
+  for (let gap = 0; gap < gaps.row.length; gap++) {
+    const wait = waitOf(schedule, gap);
+    if (wait !== "device" && wait !== "transfer") continue;
+    const name = `device ${gaps.device[gap]} ${WAITS[wait]}`;
+    const own = groups.get(name);
+    if (own) own.push(gap);
+    else groups.set(name, [gap]);
+  }
+  const listed = Array.from(groups, ([name, own]) => {
+    const all = own.reduce((sum, gap) => sum + length(gap), 0);
+    return { name, count: own.length, all, longest: own.reduce((a, b) => (length(b) > length(a) ? b : a)) };
+  });
+  listed.sort((one, other) => other.all - one.all);
+  const items = listed.slice(0, MOST_WAITS).map(({ name, count, all, longest }) => {
+    const go = () => choose({ schedule: schedule.index, gap: longest, row: -1 });
+    const most = count > 1 ? `${count} times, at most ${ms(length(longest))}` : `from ${ms(gaps.begin[longest])}`;
+    return element("li", "", button(`${name} ${ms(all)}`, go, "link"), element("small", "", most));
+  });
   if (!items.length) return element("p", "", "Between its first op and its last one no device waits.");
-  return element("div", "", element("h2", "", "Longest waits"), element("ol", "", ...items));
+  return element("div", "", element("h2", "", "Where devices wait"), element("ol", "", ...items));
 }
 
 /** Why a device waits in a gap.

@@ -133,19 +133,32 @@ export function listen(plot, schedules, picture) {
     const next = moved(schedules, picture.chosen(), event.key);
     if (event.key === "Escape") picture.choose(null);
     else if (event.key === "+" || event.key === "-")
-      picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2));
+      picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2, timeOf(schedules, picture.chosen())));
     else if (next) picture.choose(next);
     else return;
     event.preventDefault();
   });
 }
 
-/** @param {[number, number]} range
+/** A time shorter or longer by a factor, around a moment where that is in it.
+ * @param {[number, number]} range
  * @param {number} factor
+ * @param {number | null} at
  * @returns {[number, number]} */
-function scaled([from, to], factor) {
-  const [middle, half] = [(from + to) / 2, ((to - from) / 2) * factor];
+function scaled([from, to], factor, at) {
+  const middle = at !== null && at > from && at < to ? at : (from + to) / 2;
+  const half = ((to - from) / 2) * factor;
   return [middle - half, middle + half];
+}
+
+/** The middle of an op or a gap.
+ * @param {Schedule[]} schedules
+ * @param {Chosen | null} chosen */
+function timeOf(schedules, chosen) {
+  if (!chosen) return null;
+  const { ops, gaps } = schedules[chosen.schedule];
+  const [times, index] = chosen.gap >= 0 ? [{ start: gaps.begin, end: gaps.end }, chosen.gap] : [ops, chosen.row];
+  return (times.start[index] + times.end[index]) / 2;
 }
 
 /** What an arrow key leads to: the op before or behind, or the one at that time on the device above or below.
