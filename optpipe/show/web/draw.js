@@ -65,15 +65,15 @@ export async function draw(element, schedules, view) {
     const axis = `y${i + 2}`;
     const panel = frame.panels[i];
     const pixels = frame.right - frame.left;
+    const rows = visibleRows(schedule, view.range);
+    const gaps = visibleGaps(schedule, view.range);
+    traces.push(...gapTraces(schedule, gaps.length <= MOST_DRAWN ? gaps : [], axis, colours));
     if (fine[i]) {
-      const rows = visibleRows(schedule, view.range);
-      traces.push(...gapTraces(schedule, visibleGaps(schedule, view.range), axis, colours));
       for (const [colour, path] of boxesByColour(schedule, rows)) {
         const { fill } = schedule.colours[colour];
         traces.push(filled(path, axis, fill, { color: colours.ground, width: 0.8 }, `ops ${i} ${fill}`));
       }
       const scale = pixels / (view.range[1] - view.range[0]);
-      if (view.changes) traces.push(...changeTraces(schedule, rows, axis, colours));
       written.push(texts(labels(schedule, rows, view.range, scale, panel.height / panel.devices), axis));
     } else {
       const dense = Math.min(2, window.devicePixelRatio || 1);
@@ -91,9 +91,9 @@ export async function draw(element, schedules, view) {
         sizing: "stretch",
         layer: "below",
       });
-      // Plotly leaves out an axis that no trace is on.
-      traces.push(filled(emptyPath(), axis, colours.ground, { width: 0 }, `ops ${i}`));
     }
+    const changed = view.changes ? rows.filter((row) => schedule.ops.changed?.[row]) : [];
+    if (changed.length <= MOST_DRAWN) traces.push(...changeTraces(schedule, changed, axis, colours));
     if (view.critical)
       traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
     if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));

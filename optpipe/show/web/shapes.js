@@ -11,7 +11,7 @@ import { waitOf } from "./words.js";
  * @typedef {{x: number[], y: number[], text: string[], colour: string[], size: number[]}} Labels
  */
 
-export const MOST_DRAWN = 3000; // ops and gaps that are drawn one by one
+export const MOST_DRAWN = 3000; // ops that are drawn one by one; the same of gaps and of changes
 const LABEL = 6.6; // pixels of a letter of 11 pixels
 const MOST_FIT = 0.8; // the share of ops that a longer label must fit
 
@@ -55,7 +55,7 @@ export function visibleRows(schedule, [from, to]) {
   return rows;
 }
 
-/** How many rows and gaps a time shows.
+/** How many ops a time shows.
  * @param {Schedule} schedule
  * @param {[number, number]} range */
 export function countVisible(schedule, [from, to]) {
@@ -66,7 +66,7 @@ export function countVisible(schedule, [from, to]) {
       count += end - begin;
     }
   }
-  return count + visibleGaps(schedule, [from, to]).length;
+  return count;
 }
 
 /** @param {Schedule} schedule
