@@ -216,8 +216,8 @@ export function listOfWaits(schedule, choose) {
   listed.sort((one, other) => other.all - one.all);
   const items = listed.slice(0, MOST_WAITS).map(({ name, count, all, longest }) => {
     const go = () => choose({ schedule: schedule.index, gap: longest, row: -1 });
-    const most = count > 1 ? `${count} times, at most ${ms(length(longest))}` : `from ${ms(gaps.begin[longest])}`;
-    return element("li", "", button(`${name} ${ms(all)}`, go, "link"), element("small", "", most));
+    const most = count > 1 ? `in ${count} waits, at most ${ms(length(longest))}` : `from ${ms(gaps.begin[longest])}`;
+    return element("li", "", button(name, go, "link"), element("small", "", `${ms(all)} ${most}`));
   });
   if (!items.length) return element("p", "", "Between its first op and its last one no device waits.");
   return element("div", "", element("h2", "", "Where devices wait"), element("ol", "", ...items));
