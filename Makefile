@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check test suite soak demo bench wheels test-gpu bench-gpu pictures clean
+.PHONY: help setup format check check-web test suite soak demo bench wheels test-gpu bench-gpu pictures clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -39,11 +39,14 @@ check: setup ## check style, types and imports
 	$(BIN)/mypy optpipe solver/optpipe_solver runtime/optpipe_runtime server/optpipe_server cache/optpipe_cache cli/optpipe_cli
 	$(BIN)/lint-imports
 
+check-web: ## check the types of the code of pages; needs Node
+	npx --yes --package typescript@5 tsc --project optpipe/show/web
+
 test: check suite ## check, then run the whole suite
 
 # Twice as many tests at a time as two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -rs
 
 # The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
 # each property; ARGS are pytest's.

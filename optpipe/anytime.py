@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Self, Unpack
 
 from optpipe.errors import FrameError, InputError, SolverError
@@ -18,10 +19,12 @@ from optpipe.options import SearchOptions, SolveArguments, SolveOptions
 from optpipe.process.child import Child
 from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule, Status
+from optpipe.show.page import still
 
 GRACE_S = 3.0  # a solver that has not ended this long after its time limit is killed
 MOST_NOTES = 200  # further notes of a solver are dropped
 SOLVER = "optpipe_solver"
+NOTHING_YET = "no schedule was found before the search ended"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class Result:
         """`optimal` where the bound proves it; a bound on nominal times says nothing about a percentile."""
         return "optimal" if self.gap == 0 and self.percentile_ms is None else self.status
 
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(str(self))}</p>{still(self.schedule) if self.schedule else ''}"
+
     def __str__(self) -> str:
         """One line, such as `570 ms by cyclic, bubble 21.4%, gap 7.9% to the lower bound 525 ms`."""
         if self.schedule is None:
@@ -131,6 +137,13 @@ def merged(best: Result, new: Result) -> Result:
     return replace(result, status=replace(result, status="feasible").proven_status, reason=None)
 
 
+@dataclass
+class _Known:
+    """What a search knows by now."""
+
+    result: Result
+
+
 class Search:
     """An iterator of better and better results; the last one is final. `cancel()` from any thread ends it early."""
 
@@ -139,7 +152,8 @@ class Search:
         self._deadline = threading.Timer(request.time_limit_s + GRACE_S, self._child.stop)
         self._deadline.daemon = True
         self._deadline.start()
-        self._results = _results(request, self._child, self._deadline)
+        self._known = _Known(Result("unknown", objective=request.objective, reason=NOTHING_YET))
+        self._results = _results(request, self._child, self._deadline, self._known)
         # Not __del__: in a reference cycle the child's files would be finalized before it.
         weakref.finalize(self, _abandon, self._deadline, self._child)
 
@@ -154,6 +168,11 @@ class Search:
         """The mark of all its processes (`optpipe.process.process_tree`)."""
         return self._child.mark
 
+    @property
+    def known(self) -> Result:
+        """What is known by now. Unlike the results that are iterated over, it has every new bound at once."""
+        return self._known.result
+
     def cancel(self) -> None:
         """Ends the search; the results end with the best so far."""
         self._child.stop()
@@ -164,17 +183,15 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
     child.close()
 
 
-def _results(request: Request, child: Child, deadline: threading.Timer) -> Generator[Result, None, None]:
+def _results(request: Request, child: Child, deadline: threading.Timer, known: _Known) -> Generator[Result, None, None]:
     began = time.monotonic()
-    best = shown = Result(
-        "unknown", objective=request.objective, reason="no schedule was found before the search ended"
-    )
+    best = shown = known.result
     try:
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
             now = replace(_after(best, frame, request), time_s=time.monotonic() - began)
-            best = now if now.schedule is best.schedule else _with_step(now)
+            best = known.result = now if now.schedule is best.schedule else _with_step(now)
             news = (best.schedule, best.status) != (shown.schedule, shown.status)
             if isinstance(frame, Incumbent | Infeasible) and news:
                 yield best

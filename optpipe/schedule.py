@@ -25,6 +25,7 @@ from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem, read_file, write_file
 from optpipe.model.program import Program, parse_programs
 from optpipe.model.records import Items, Record, TotalMs
+from optpipe.show.page import Picture, plot, still
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Found = Literal["optimal", "feasible"]
@@ -83,6 +84,26 @@ class Schedule:
     def span_ms(self) -> float:
         """The longest first-start-to-last-end of one device (OptPipe, Eq. 3)."""
         return self.timeline.span_ms
+
+    def plot(self, before: Schedule | None = None, lower_bound_ms: float | None = None) -> Picture:
+        """The interactive picture: when each op runs, why devices wait, memory within its limit.
+
+        Parameters
+        ----------
+        before
+            Another schedule of the same work, drawn above this one on the same time axis, with what changed.
+        lower_bound_ms
+            What no schedule of the problem can be shorter than, in ms, such as `Result.lower_bound_ms`.
+
+        Returns
+        -------
+        Picture
+            Notebooks show it; `.save("picture.html")` writes a page that needs no network.
+        """
+        return plot(self, before, lower_bound_ms)
+
+    def _repr_html_(self) -> str:
+        return still(self)
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optpipe.errors import InputError
 from optpipe_cli.output import Json, print_json, require_writable
 
 if TYPE_CHECKING:
@@ -113,24 +114,28 @@ def simulate(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = Fals
 
 def show(
     schedule: ScheduleFilePath,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the picture here.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture alone here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the interactive picture here, as a page.")] = None,
+    before: Annotated[
+        Path | None, typer.Option(help="A schedule file of the same work that the page compares with.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture without interaction here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto here.")] = None,
     json: Json = False,
 ) -> None:
     """Show a schedule in the terminal, or write it as a page, a picture or a trace."""
     from optpipe.model.problem import write_file
-    from optpipe.schedule import ScheduleFile, timed_ops
-    from optpipe.show.page import page
+    from optpipe.schedule import Schedule, ScheduleFile, timed_ops
     from optpipe.show.svg import gantt
     from optpipe.show.trace import trace as trace_text
 
+    if before and not html:
+        raise InputError(f"--before {before}: two schedules are compared on a page, which --html names")
     for path in (html, svg, trace):
         require_writable(path)
     file = ScheduleFile.load(schedule)
-    found = file.schedule()
+    found, earlier = file.schedule(), Schedule.load(before) if before else None
     if html:
-        write_file(html, page(found, file.lower_bound_ms))
+        found.plot(earlier, file.lower_bound_ms).save(html)
     if svg:
         write_file(svg, gantt(found))
     if trace:
@@ -151,7 +156,7 @@ def show(
 
         console = Console()
         colours = console.is_terminal and not console.no_color
-        console.print(chart(found, console.width - 22, colours))
+        console.print(chart(found, console.width, console.height if console.is_terminal else None, colours))
         console.print(
             f"makespan {found.makespan_ms:.6g} ms, bubble {found.timeline.bubble:.1%}, by "
             f"{found.method or 'no named method'}"

@@ -90,36 +90,21 @@ def _found(result: Result) -> Found:
     return "optimal" if result.status == "optimal" else "feasible"
 
 
-def _follow(search: Search, time_limit: float, quiet: bool) -> Result:
-    """Return the last result; meanwhile a bar on stderr shows the progress."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    result = None
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(0.2):
-            progress.advance(task, 0.2)
+def _follow(search: Search, time_limit_s: float, quiet: bool) -> Result:
+    """Return the last result; meanwhile a terminal shows what is known."""
+    from optpipe_cli.live import shown
 
     def interrupt(*_: object) -> None:
         # In a thread, because the main thread may hold the lock that `cancel` needs.
         threading.Thread(target=search.cancel, daemon=True).start()
 
     before = signal.signal(signal.SIGINT, interrupt)
-    with Progress(*columns, console=console, transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
-        task = progress.add_task("searching", total=time_limit)
-        threading.Thread(target=tick, daemon=True).start()
-        try:
-            for result in search:
-                progress.update(task, description=str(result))
-        finally:
-            done.set()
-            signal.signal(signal.SIGINT, before)
-    assert result is not None, "a search always ends with a result"
-    return result
+    try:
+        with shown(lambda: search.known, time_limit_s, on=not quiet and sys.stderr.isatty()):
+            *_, last = search
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return last
 
 
 def _tell(result: Result, json: bool) -> None:
@@ -133,12 +118,10 @@ def _tell(result: Result, json: bool) -> None:
 
 
 def _write(result: Result, schedule: Schedule, output: Path | None, html: Path | None) -> None:
-    from optpipe.model.problem import write_file
     from optpipe.schedule import ScheduleFile
-    from optpipe.show.page import page
 
+    bound = result.lower_bound_ms if result.objective == "makespan" else None  # files and pages have the makespan's
     if output:
-        bound = result.lower_bound_ms if result.objective == "makespan" else None  # a file's bound is on the makespan
         ScheduleFile.of(schedule, _found(result) if bound is not None else "feasible", bound).save(output)
     if html:
-        write_file(html, page(schedule, result.lower_bound_ms))
+        schedule.plot(lower_bound_ms=bound).save(html)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from optpipe.evaluate.compiled import CompiledSchedule
+from optpipe.evaluate.timeline import Timeline
+from optpipe.model.arrays import Floats, Ints
 from optpipe.model.ops import MARKS, Kind, Op
 from optpipe.model.problem import Problem
-from optpipe.schedule import Schedule
 
-# The colour of each kind in every picture. Forward, backward and weight gradient differ in grey print, too.
+# The colour of each kind in every picture. Those of compute ops, offload and reload are Okabe and Ito's, which people
+# who do not see all colours tell apart; forward, backward and weight gradient also differ in grey print.
 COLOURS = {
-    Kind.F: "#4C78C8",
-    Kind.B: "#E8A33D",
-    Kind.W: "#7FB77E",
-    Kind.BW: "#D9822B",
-    Kind.C: "#9AA5B1",
-    Kind.O: "#B65FCF",
-    Kind.R: "#2FA7A0",
-    Kind.E: "#C2557A",
-    Kind.L: "#5B8F3C",
-    Kind.G: "#8C6BB1",
-    Kind.U: "#B08D57",
-    Kind.P: "#4E9DB0",
+    Kind.F: "#0072B2",
+    Kind.B: "#E69F00",
+    Kind.W: "#009E73",
+    Kind.BW: "#D55E00",
+    Kind.C: "#8C8C8C",
+    Kind.O: "#CC79A7",
+    Kind.R: "#56B4E9",
+    Kind.E: "#AA4499",
+    Kind.L: "#44AA99",
+    Kind.G: "#882255",
+    Kind.U: "#999933",
+    Kind.P: "#332288",
 }
 NAMES = {
     Kind.F: "forward",
@@ -40,7 +43,30 @@ NAMES = {
     Kind.U: "update on the host",
     Kind.P: "parameters in",
 }
+LIGHT, DARK = "#ffffff", "#111111"  # of text on a colour
 DARKEST = 0.42  # the share of black in the colours of a device's last stage
+
+
+class Scheduled(Protocol):
+    """What pictures draw: anything that knows its problem, its compiled programs and its times, such as a schedule."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def compiled(self) -> CompiledSchedule: ...
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+    @property
+    def makespan_ms(self) -> float: ...
+
+    @property
+    def span_ms(self) -> float: ...
 
 
 class Block(NamedTuple):
@@ -55,16 +81,16 @@ class Block(NamedTuple):
     half: Literal["", "upper", "lower"] = ""
 
 
-def blocks(schedule: Schedule) -> Iterator[Block]:
+def blocks(schedule: Scheduled) -> Iterator[Block]:
     """Every op that takes time, device after device."""
-    timeline, depth = schedule.timeline, _depths(schedule.problem)
+    timeline, depth = schedule.timeline, depths(schedule.problem)
     rows = timeline.rows
     columns = (rows.table, rows.device, rows.transfer, rows.second, timeline.start, timeline.end)
     for (kind, stage, microbatch, part, joined), device, on_link, second, start, end in zip(
         *(c.tolist() for c in columns), strict=True
     ):
         if kind not in MARKS:
-            colour = _darker(COLOURS[Kind(kind)], depth[stage])
+            colour = darker(COLOURS[Kind(kind)], depth[stage])
             yield Block(
                 Op(Kind(kind), stage, microbatch, part),
                 device,
@@ -78,21 +104,28 @@ def blocks(schedule: Schedule) -> Iterator[Block]:
 
 def several_stages(problem: Problem) -> bool:
     """Whether some device runs several stages, so that the legend must explain their shades."""
-    return any(_depths(problem))
+    return any(depths(problem))
 
 
-def _depths(problem: Problem) -> list[float]:
+def depths(problem: Problem) -> list[float]:
     """(S,) the share of black in each stage's colours: from 0 for a device's first stage to `DARKEST` for its last."""
     neighbours = [problem.stages_on(stage.device) for stage in problem.stages]
     return [DARKEST * stages.index(s) / max(1, len(stages) - 1) for s, stages in enumerate(neighbours)]
 
 
-def _darker(colour: str, share: float) -> str:
+def darker(colour: str, share: float) -> str:
+    """A colour mixed with a share of black."""
     return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * (1 - share)):02X}" for i in (1, 3, 5))
 
 
-def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]:
-    """What a device holds at nominal times: (ms, bytes held from then on) at each change."""
+def text_colour(colour: str) -> str:
+    """Dark or light, whichever is easier to read on a colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return DARK if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.22 else LIGHT
+
+
+def memory_steps(schedule: Scheduled, device: int) -> tuple[Floats, Ints]:
+    """What a device holds at nominal times: (k,) the moments in ms at which it changes, and the bytes from then on."""
     timeline, effects = schedule.timeline, schedule.compiled.effects
     rows = timeline.rows.of_device(device)
     moments = np.r_[timeline.end[rows], timeline.start[rows]]
@@ -100,10 +133,16 @@ def memory_over_time(schedule: Schedule, device: int) -> list[tuple[float, int]]
     order = np.argsort(moments, kind="stable")  # at the same moment bytes are freed before others are taken
     held = np.cumsum(amounts[order])
     last = np.r_[np.diff(moments[order]) > 0, True][: len(order)]
-    return list(zip(moments[order][last].tolist(), held[last].tolist(), strict=True))
+    return moments[order][last], held[last]
 
 
-def kinds_in(schedule: Schedule) -> list[Kind]:
+def memory_over_time(schedule: Scheduled, device: int) -> list[tuple[float, int]]:
+    """`memory_steps` as a list of (ms, bytes held from then on)."""
+    moments, held = memory_steps(schedule, device)
+    return list(zip(moments.tolist(), held.tolist(), strict=True))
+
+
+def kinds_in(schedule: Scheduled) -> list[Kind]:
     """The kinds of op in a schedule that the legend names."""
     found = set(np.unique(schedule.compiled.rows.kind).tolist())
     return [kind for kind in COLOURS if kind in found]

@@ -1,42 +1,96 @@
-"""A schedule as one self-contained HTML page: its figures, and the Gantt chart with a tooltip on every op."""
+"""The interactive picture, for notebooks and as one HTML file that needs no network.
+
+The code in `web/` and plotly's are part of the page. Names and methods are text in it, never markup, and its policy
+lets it run nothing else and ask nobody for anything.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
 from html import escape
+from importlib.util import find_spec
+from pathlib import Path
 
-from optpipe.schedule import Schedule
-from optpipe.show.svg import bytes_text, gantt
+from optpipe.errors import InputError
+from optpipe.model.problem import write_file
+from optpipe.show.figure import figure
+from optpipe.show.lanes import Scheduled
+from optpipe.show.svg import gantt
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; margin: 2rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-td, th { padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px solid #e5e8eb; }
-.chart { overflow-x: auto; }
-"""
+WEB = Path(__file__).parent / "web"
+MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "main")  # as they build on another
+IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+MOST_STILL = 5000  # ops in a picture that is drawn without being asked for
+FRAME_HEIGHT = 900  # of the picture in a notebook, in pixels
 
 
-def page(schedule: Schedule, lower_bound_ms: float | None = None) -> str:
-    """The page as HTML text."""
-    timeline, problem = schedule.timeline, schedule.problem
-    certificate = schedule.compiled.certificate
-    name = escape(problem.name or "schedule")
-    rows = {
-        "method": escape(schedule.method or "not named"),
-        "makespan": f"{timeline.makespan_ms:.6g} ms",
-        "span": f"{timeline.span_ms:.6g} ms",
-        "lower bound": "not known" if lower_bound_ms is None else f"{lower_bound_ms:.6g} ms",
-        "bubble": f"{timeline.bubble:.1%}",
-    }
-    facts = "".join(f"<tr><th>{key}</th><td>{value}</td></tr>" for key, value in rows.items())
-    peaks = "".join(
-        f"<tr><td>{d}</td><td>{bytes_text(device.bytes)}</td><td>{bytes_text(device.limit or 0)}</td>"
-        f"<td>{bytes_text(host.bytes)}</td></tr>"
-        for d, (device, host) in enumerate(zip(certificate.device, certificate.host, strict=True))
+@dataclass(frozen=True)
+class Picture:
+    """An interactive picture. Notebooks show it; `save` writes it as a page."""
+
+    html: str
+
+    def save(self, path: str | Path) -> None:
+        """Writes the page, whole or not at all."""
+        write_file(path, self.html)
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe srcdoc="{escape(self.html)}" title="schedule" sandbox="allow-scripts allow-downloads" '
+            f'style="width: 100%; height: {FRAME_HEIGHT}px; border: 0"></iframe>'
+        )
+
+
+def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> Picture:
+    """The interactive picture of a schedule; parameters as of `figure`.
+
+    Raises InputError if plotly is not installed, or as the schedule's timeline does.
+    """
+    document = figure(schedule, before, lower_bound_ms)
+    title = f"{document['title']} · {schedule.method}".rstrip(" ·")
+    data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    style = (WEB / "page.css").read_text(encoding="utf-8")
+    scripts = [_plotly(), _code()]
+    policy = f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data:"
+    return Picture(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{escape(title)}</title><style>{style}</style></head><body><div id="picture"></div>'
+        f'<script type="application/json" id="document">{data}</script>'
+        f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n'
     )
-    width = min(20_000, max(1200, int(timeline.makespan_ms and 1200 * problem.microbatches / 16)))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta '
-        f'charset="utf-8"><title>{name}</title><style>{STYLE}</style></head><body>'
-        f'<h1>{name}</h1><table>{facts}</table><div class="chart">{gantt(schedule, width=width)}</div>'
-        f"<table><tr><th>device</th><th>peak</th><th>limit</th><th>host peak</th></tr>{peaks}</table></body></html>\n"
-    )
+
+
+def still(schedule: Scheduled) -> str:
+    """What a notebook shows of a schedule by itself: its picture as SVG, or one line if that would be too large."""
+    if len(schedule.timeline.rows) <= MOST_STILL:
+        return gantt(schedule)
+    size = f"{len(schedule.problem.devices)} devices, {schedule.problem.microbatches} micro-batches"
+    figures = f"{schedule.makespan_ms:.6g} ms, bubble {schedule.timeline.bubble:.1%}"
+    return f"<p>{escape(schedule.method or 'schedule')}: {size}, {figures}; <code>.plot()</code> draws it</p>"
+
+
+@cache
+def _plotly() -> str:
+    found = find_spec("plotly")
+    if found is None or not found.submodule_search_locations:
+        raise InputError("plotly is not installed: pip install plotly")
+    code = (Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return code.replace("</script", "<\\/script")
+
+
+@cache
+def _code() -> str:
+    """The modules as one: without their imports, of which all are among themselves, and without `export`."""
+    parts = [(WEB / f"{name}.js").read_text(encoding="utf-8") for name in MODULES]
+    return "\n".join(re.sub(r"^export ", "", IMPORT.sub("", part), flags=re.MULTILINE) for part in parts)
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from optpipe.schedule import Schedule
-from optpipe.show.lanes import COLOURS, NAMES, Block, blocks, kinds_in, memory_over_time, several_stages
+from optpipe.show.lanes import (
+    COLOURS,
+    NAMES,
+    Block,
+    Scheduled,
+    blocks,
+    kinds_in,
+    memory_over_time,
+    several_stages,
+    text_colour,
+)
 
 LEFT, TOP, COMPUTE, TRANSFER, MEMORY, GAP = 74, 58, 24, 12, 26, 12
 MOST_TITLES = 20_000  # with more blocks there are no tooltips: the file would be too large to open
 
 
-def gantt(schedule: Schedule, title: str = "", width: int = 1200, until_ms: float | None = None) -> str:
+def gantt(schedule: Scheduled, title: str = "", width: int = 1200, until_ms: float | None = None) -> str:
     """The picture as SVG text.
 
     Parameters
@@ -57,7 +66,7 @@ def round_step(length: float, most: float) -> float:
     return next(s * 10.0**k for k in range(-3, 300) for s in (1, 2, 5) if length / (s * 10.0**k) <= most)
 
 
-def _head(schedule: Schedule, title: str, width: int) -> Iterator[str]:
+def _head(schedule: Scheduled, title: str, width: int) -> Iterator[str]:
     heading = title or f"{schedule.problem.name or 'schedule'} · {schedule.method}".rstrip(" ·")
     figures = f"makespan {schedule.makespan_ms:.6g} ms · bubble {schedule.timeline.bubble:.1%}"
     yield f'<text x="{LEFT}" y="20" font-size="15" font-weight="600" fill="#111">{escape(heading)}</text>'
@@ -97,11 +106,11 @@ def _block(block: Block, scale: float, top: float, titled: bool) -> str:
     size = 8 if block.transfer or block.half else 11
     return shape + (
         f'<text x="{x + width / 2:.1f}" y="{top + height / 2 + size * 0.36:.1f}" font-size="{size}"'
-        f' text-anchor="middle" fill="#fff" pointer-events="none">{label}</text>'
+        f' text-anchor="middle" fill="{text_colour(block.colour)}" pointer-events="none">{label}</text>'
     )
 
 
-def _memory(schedule: Schedule, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
+def _memory(schedule: Scheduled, device: int, peak: int, scale: float, horizon: float, top: float) -> Iterator[str]:
     limit = schedule.problem.devices[device].activation_budget_bytes
     tallest = max(limit if limit <= 4 * peak else 0, peak, 1)
     base = top + MEMORY - 4

@@ -1,42 +1,50 @@
-"""A Gantt chart in the terminal: one row a device, whose cells show the last digit of the micro-batch."""
+"""A Gantt chart in the terminal: a row a device, whose cells show the last digit of the micro-batch, and its memory."""
 
 from __future__ import annotations
 
+import numpy as np
 from rich.text import Text
 
 from optpipe.model.ops import COMPUTE, Kind
-from optpipe.schedule import Schedule
-from optpipe.show.lanes import COLOURS, NAMES, blocks, kinds_in
+from optpipe.show.lanes import COLOURS, NAMES, Scheduled, blocks, kinds_in, memory_steps, text_colour
 from optpipe.show.svg import bytes_text
 
 LABEL = 12
+LEAST_COLUMNS = 10
+BELOW = 4  # lines under the devices, of which the caller may need one
+LEVELS = " ▁▂▃▄▅▆▇█"
+
+Cell = tuple[float, str, str, str]  # how much of a cell its op takes; its digit, style and letter
 
 
-def chart(schedule: Schedule, width: int = 100, colours: bool = True) -> Text:
-    """The chart, `width` characters wide. Of several ops in one cell it shows the one that takes most of it.
+def chart(schedule: Scheduled, width: int = 120, height: int | None = None, colours: bool = True) -> Text:
+    """The chart. Of several ops in one cell it shows the one that takes most of it.
 
-    Colours tell kinds apart; without them a second line for each device does, with a letter for each kind.
+    Colours tell kinds apart, and a second line for each device shows its memory up to its limit. Without colours the
+    second line has a letter for each kind.
+
+    Parameters
+    ----------
+    width
+        Of the lines, in characters.
+    height
+        How many lines there is room for, by default any number. Where memory or all devices do not fit, memory is left
+        out first, then as many devices between others as needed.
     """
-    columns = max(10, width - LABEL)
-    cell = schedule.makespan_ms / columns or 1.0
-    devices = len(schedule.problem.devices)
-    shares: list[list[tuple[float, str, str, str]]] = [[(0.0, " ", "", " ")] * columns for _ in range(devices)]
-    for block in blocks(schedule):
-        if block.transfer:
-            continue
-        for column in range(int(block.start / cell), min(columns - 1, int(block.end / cell)) + 1):
-            share = min(block.end, (column + 1) * cell) - max(block.start, column * cell)
-            if share > shares[block.device][column][0]:
-                digit, style = str(block.op.microbatch % 10), f"white on {block.colour}"
-                shares[block.device][column] = (share, digit, style, _letter(block.op.kind))
+    devices, peaks = len(schedule.problem.devices), schedule.compiled.certificate.device
+    held = [f"{bytes_text(peak.bytes)} of {bytes_text(peak.limit or 0)}" for peak in peaks]
+    columns = max(LEAST_COLUMNS, width - LABEL - 2 - max(map(len, held)))
+    room = max(1, height - BELOW) if height else 2 * devices
+    doubled, step = 2 * devices <= room, -(-devices // room)
     text = Text(no_wrap=True)
-    peaks = schedule.compiled.certificate.device
-    for device, row in enumerate(shares):
+    for device, row in list(enumerate(_cells(schedule, columns)))[::step]:
         text.append(f"device {device}".ljust(LABEL))
         for _, digit, style, _ in row:
             text.append(digit, style or None)
-        text.append(f"  {bytes_text(peaks[device].bytes)} of {bytes_text(peaks[device].limit or 0)}\n", "dim")
-        if not colours:
+        text.append(f"  {held[device]}\n", "dim")
+        if doubled and colours:
+            text.append(" " * LABEL + _memory(schedule, device, columns) + "\n", "dim")
+        elif doubled:
             text.append(" " * LABEL + "".join(letter for *_, letter in row).rstrip() + "\n")
     text.append(" " * LABEL)
     for kind in kinds_in(schedule):
@@ -44,8 +52,40 @@ def chart(schedule: Schedule, width: int = 100, colours: bool = True) -> Text:
             text.append("  " if colours else f"{_letter(kind)} =", f"on {COLOURS[kind]}")
             text.append(f" {NAMES[kind]}   ")
     text.rstrip()
-    text.append(f"\n{' ' * LABEL}a digit is the last one of the micro-batch's number")
+    below = ", below it the memory in use" if doubled and colours else ""
+    text.append(f"\n{' ' * LABEL}a digit is the last one of the micro-batch's number{below}")
+    if step > 1:
+        text.append(f"; one device of {step} is shown")
     return text
+
+
+def _cells(schedule: Scheduled, columns: int) -> list[list[Cell]]:
+    cell = schedule.makespan_ms / columns or 1.0
+    cells: list[list[Cell]] = [[(0.0, " ", "", " ")] * columns for _ in schedule.problem.devices]
+    for block in blocks(schedule):
+        if block.transfer:
+            continue
+        for column in range(int(block.start / cell), min(columns - 1, int(block.end / cell)) + 1):
+            share = min(block.end, (column + 1) * cell) - max(block.start, column * cell)
+            if share > cells[block.device][column][0]:
+                digit, style = str(block.op.microbatch % 10), f"{text_colour(block.colour)} on {block.colour}"
+                cells[block.device][column] = (share, digit, style, _letter(block.op.kind))
+    return cells
+
+
+def _memory(schedule: Scheduled, device: int, columns: int) -> str:
+    """The most that the device holds in each cell, as a share of its limit, or of its peak if that is far below."""
+    peak = schedule.compiled.certificate.device[device]
+    full = peak.limit if peak.limit and peak.limit <= 4 * peak.bytes else peak.bytes
+    moments, held = memory_steps(schedule, device)
+    if not full:
+        return ""
+    moments, held = np.r_[-np.inf, moments], np.r_[0, held]
+    edges = np.linspace(0, schedule.makespan_ms, columns + 1)
+    begins = (np.searchsorted(moments, edges[:-1], side="right") - 1).tolist()
+    ends = np.searchsorted(moments, edges[1:], side="left").tolist()
+    most = [int(held[begin : max(end, begin + 1)].max()) for begin, end in zip(begins, ends, strict=True)]
+    return "".join(LEVELS[min(8, -(-8 * size // full))] for size in most).rstrip()
 
 
 def _letter(kind: Kind) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from optpipe.model.ops import TRANSFERS, Op
-from optpipe.schedule import Schedule
-from optpipe.show.lanes import NAMES, blocks, memory_over_time
+from optpipe.show.lanes import NAMES, Scheduled, blocks, memory_over_time
 
 
 class Track(NamedTuple):
@@ -22,12 +21,12 @@ class Track(NamedTuple):
     held: Iterable[tuple[float, int]]
 
 
-def trace(schedule: Schedule) -> str:
+def trace(schedule: Scheduled) -> str:
     """The nominal timeline of a schedule as a trace document."""
     return document(tracks(schedule))
 
 
-def tracks(schedule: Schedule) -> list[Track]:
+def tracks(schedule: Scheduled) -> list[Track]:
     """The nominal timeline of a schedule, one track a device."""
     spans: list[list[tuple[Op, float, float]]] = [[] for _ in schedule.problem.devices]
     for block in blocks(schedule):

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -6,15 +7,20 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.problems import pipeline, stage
 from support.scripted_solver import all_forwards_first, one_at_a_time
 
 from optpipe import ScheduleFile, anytime
+from optpipe.anytime import Result, Step
+from optpipe.options import SolveOptions
 from optpipe_cache import storage
 from optpipe_cli import main as cli
+from optpipe_cli.live import view
 
 TESTS = Path(__file__).parents[1]
 
@@ -50,9 +56,31 @@ def test_solve_writes_what_check_accepts(run, problem):
     assert "proven optimal" in out
     file = ScheduleFile.load("s.json")
     assert (file.status, file.method, file.makespan_ms) == ("optimal", "fast", all_forwards_first(problem).makespan_ms)
-    assert "<svg" in Path("s.html").read_text()
+    assert '"lower_bound_ms":' in Path("s.html").read_text()
     assert run("check", "p.json", "s.json")[0] == 0
     assert run("check", "p.json", "s.json", "--json")[1].startswith('{\n "valid": true')
+
+
+def test_what_a_terminal_shows_of_a_search_while_it_runs(problem):
+    known = [Result("unknown", reason="nothing yet")]
+    slow, fast = one_at_a_time(problem), all_forwards_first(problem)
+    for schedule, bound in ((slow, None), (fast, 4.0), (fast, fast.makespan_ms)):
+        found = Result.of(schedule, SolveOptions(), bound, "an engine")
+        step = Step(1.5, "an engine", schedule.makespan_ms, bound)
+        known.append(replace(found, history=(*known[-1].history, step)))
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    for result in known:
+        console.print(view(result, 12.0, 60.0))
+    lines = console.file.getvalue().splitlines()
+    heads = [re.split(r"\s{2,}", line.strip()) for line in lines if line.startswith("best")]
+    assert heads == [
+        ["best none yet", "bound not known"],
+        ["best 15 ms by an engine", "bound not known", "gap not known", "bubble 40.0%"],
+        ["best 12 ms by an engine", "bound 4 ms", "gap 66.7%", "bubble 25.0%"],
+        ["best 12 ms by an engine", "bound 12 ms", "gap proven optimal", "bubble 25.0%"],
+    ]
+    assert sum("12 s of 60 s" in line for line in lines) == 4
+    assert lines[-3:] == ["     1.5 s   15 ms   an engine", *["     1.5 s   12 ms   an engine"] * 2]
 
 
 def test_solve_as_json(run, problem):
@@ -190,6 +218,20 @@ def test_show(run, problem):
     events = json.loads(Path("t.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 18
     assert json.loads(run("show", "s.json", "--json")[1])["makespan_ms"] == one_at_a_time(problem).makespan_ms
+
+
+def test_show_compares_two_schedules_on_a_page(run, problem):
+    one_at_a_time(problem).save("slow.json")
+    all_forwards_first(problem).save("fast.json")
+    assert run("show", "fast.json", "--before", "slow.json", "--html", "s.html")[0] == 0
+    document = json.loads(re.search(r'id="document">(.*?)</script>', Path("s.html").read_text(), re.DOTALL)[1])
+    found = [each["makespan_ms"] for each in document["schedules"]]
+    assert found == [one_at_a_time(problem).makespan_ms, all_forwards_first(problem).makespan_ms]
+    code, _, err = run("show", "fast.json", "--before", "slow.json")
+    assert (code, err) == (
+        2,
+        "error: --before slow.json: two schedules are compared on a page, which --html names\n",
+    )
 
 
 def test_the_cache_finds_and_keeps_the_better(run, problem):

@@ -47,6 +47,13 @@ def test_results_get_better_until_proven(problem):
     assert results[-1].schedule.problem == problem
 
 
+def test_what_is_known_has_bounds_as_they_come(problem):
+    search = improve(problem, method="good", time_limit_s=LIMIT_S)
+    assert (search.known.status, search.known.lower_bound_ms) == ("unknown", None)
+    *_, last = search
+    assert (search.known.status, search.known.lower_bound_ms) == ("optimal", last.lower_bound_ms)
+
+
 def test_a_schedule_that_is_no_better_is_not_shown(problem):
     assert [result.method for result in improve(problem, method="worse", time_limit_s=LIMIT_S)] == ["fast", "fast"]
 

@@ -12,7 +12,7 @@ from support.strategies import problems_with_schedules
 from optpipe import Schedule, certify
 from optpipe.model.ops import MARKS
 from optpipe.show.lanes import blocks, memory_over_time
-from optpipe.show.page import page
+from optpipe.show.page import still
 from optpipe.show.svg import bytes_text, gantt
 from optpipe.show.terminal import chart
 from optpipe.show.trace import trace
@@ -25,7 +25,7 @@ def test_every_picture_draws_every_schedule(pair):
     timed = sum(op.kind not in MARKS for program in schedule.programs for op in program.ops())
     svg = ElementTree.fromstring(gantt(schedule, title="<any> & title"))
     assert len(svg.findall(".//{*}title")) == timed
-    HTMLParser().feed(page(schedule))
+    HTMLParser().feed(still(schedule))
     events = json.loads(trace(schedule))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == timed
     assert chart(schedule, 60).plain.count("device") == len(schedule.programs)
@@ -45,8 +45,12 @@ def test_the_memory_drawn_stays_within_the_certificate(pair):
 def test_the_terminal_shows_which_micro_batch_runs_when():
     problem = pipeline(1, 2, 10, stage((2, 1, 1), (3, 1)))
     schedule = Schedule.parse(problem, [["0F0", "0B0", "0W0", "0F1", "0BW1"]])
-    assert chart(schedule, 12 + 16).plain.splitlines()[0] == "device 0    0000000011111111  3 B of 10 B"
-    assert [line.strip() for line in chart(schedule, 12 + 16, colours=False).plain.splitlines()[1:]] == [
+    width = 12 + 16 + len("  3 B of 10 B")
+    assert chart(schedule, width).plain.splitlines()[:2] == [
+        "device 0    0000000011111111  3 B of 10 B",
+        " " * 12 + "▃▃▃▃▃▃▁▁▃▃▃▃▃▃▃▃",
+    ]
+    assert [line.strip() for line in chart(schedule, width, colours=False).plain.splitlines()[1:]] == [
         "FFFFBBWWFFFFbbbb",
         "F = forward   B = input gradient   W = weight gradient   b = backward",
         "a digit is the last one of the micro-batch's number",
@@ -78,3 +82,14 @@ def test_stages_of_a_device_differ_in_shade_and_the_ops_of_a_pair_share_the_lane
     tops = {op: (int(top), int(height)) for top, height, op in boxes}
     assert tops["0F1"][1] == tops["1BW0"][1] == tops["0F0"][1] / 2
     assert tops["1BW0"][0] == tops["0F1"][0] + tops["0F1"][1]
+
+
+def test_the_chart_fits_the_window():
+    problem = pipeline(6, 2, 10, stage((2, 1, 1), (3, 1)))
+    schedule = Schedule.parse(problem, [[f"{d}F0", f"{d}BW0", f"{d}F1", f"{d}BW1"] for d in range(6)])
+    for height, devices, memory in ((None, 6, True), (16, 6, True), (15, 6, False), (10, 6, False), (7, 3, False)):
+        lines = chart(schedule, 60, height).plain.splitlines()
+        assert max(map(len, lines[:-2])) <= 60
+        assert sum(line.startswith("device") for line in lines) == devices
+        assert ("▃" in "".join(lines)) is memory
+        assert ("one device of 2 is shown" in lines[-1]) is (devices < 6)

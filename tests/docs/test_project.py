@@ -89,6 +89,7 @@ def test_every_python_that_is_named_is_tested_by_the_readmes_command() -> None:
     assert PROJECT["requires-python"] == f">={named[0]}"
     assert set(commands(ROOT / ".github" / "workflows" / "test.yml")) == {
         "make test",
+        "make check-web",
         "make suite CONSTRAINTS=constraints-lowest.txt",
         "make suite CONSTRAINTS=",
     }

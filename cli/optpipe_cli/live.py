@@ -1,0 +1,79 @@
+"""What a terminal shows while a search runs: the best schedule, the bound, the gap, and which engine found what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from optpipe.anytime import Result
+
+STEPS = 5  # of the incumbents so far, the last ones
+REFRESH_S = 0.2
+
+
+@contextmanager
+def shown(known: Callable[[], Result], time_limit_s: float, on: bool) -> Iterator[None]:
+    """Keep what is known on stderr while the block runs; nothing stays of it.
+
+    Parameters
+    ----------
+    known
+        Asked for the newest result several times a second, from another thread.
+    on
+        Whether to show anything.
+    """
+    if not on:
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    began = time.monotonic()
+    live = Live(
+        console=Console(stderr=True),
+        get_renderable=lambda: view(known(), time.monotonic() - began, time_limit_s),
+        refresh_per_second=1 / REFRESH_S,
+        transient=True,
+    )
+    with live:
+        yield
+
+
+def view(result: Result, passed_s: float, time_limit_s: float) -> RenderableType:
+    """One frame."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Table.grid(padding=(0, 3))
+    head.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _figures(result)))
+    clock = Table.grid(padding=(0, 2), expand=False)
+    clock.add_row(
+        ProgressBar(total=time_limit_s, completed=min(passed_s, time_limit_s), width=40),
+        Text(f"{passed_s:.0f} s of {time_limit_s:g} s, Ctrl-C keeps the best", "dim"),
+    )
+    steps = Table.grid(padding=(0, 3))
+    for step in result.history[-STEPS:]:
+        steps.add_row(Text(f"{step.time_s:8.1f} s", "dim"), f"{step.value_ms:.6g} ms", Text(step.method, "cyan"))
+    return Group(head, clock, steps)
+
+
+def _figures(result: Result) -> list[tuple[str, str]]:
+    if result.value_ms is None or result.schedule is None:
+        return [("best", "none yet"), ("bound", _ms(result.lower_bound_ms))]
+    return [
+        ("best", f"{_ms(result.value_ms)} by {result.method}"),
+        ("bound", _ms(result.lower_bound_ms)),
+        ("gap", "not known" if result.gap is None else f"{result.gap:.1%}" if result.gap else "proven optimal"),
+        ("bubble", f"{result.schedule.timeline.bubble:.1%}"),
+    ]
+
+
+def _ms(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.6g} ms"

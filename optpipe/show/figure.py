@@ -1,0 +1,147 @@
+"""What the interactive picture draws, as one JSON document: `web/` draws it with plotly, in a page or in a notebook."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe.evaluate.causes import Gaps, Ready
+from optpipe.evaluate.objective import gap
+from optpipe.model.ops import COMPUTE, INWARD, MARKS, Kind
+from optpipe.show.changes import changes
+from optpipe.show.lanes import COLOURS, NAMES, Scheduled, darker, depths, kinds_in, memory_steps, text_colour
+
+# Where an op lies within its device's row: over the whole compute lane, its upper or its lower half, or on the lane of
+# one direction of the links or of the host.
+COMPUTE_LANE, UPPER, LOWER, OUTWARD, TO_DEVICE, ON_HOST, NOWHERE = range(7)
+
+
+def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> dict[str, Any]:
+    """The document.
+
+    Parameters
+    ----------
+    schedule
+        What is drawn.
+    before
+        Another schedule of the same work, drawn above it on the same time axis; both are marked with what changed.
+    lower_bound_ms
+        What no schedule of the problem can be shorter than, in ms, if that is known.
+    """
+    drawn = [schedule] if before is None else [before, schedule]
+    return {
+        "title": schedule.problem.name or schedule.method or "schedule",
+        "lower_bound_ms": lower_bound_ms,
+        "gap": gap(schedule.makespan_ms, lower_bound_ms),
+        "kinds": [_kind(kind) for kind in COLOURS if any(kind in kinds_in(each) for each in drawn)],
+        "letters": [kind.name for kind in Kind],
+        "schedules": [
+            _schedule(each, changes(each, other) if other else None)
+            for each, other in zip(drawn, reversed(drawn) if before else [None], strict=True)
+        ],
+    }
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    colour = COLOURS[kind]
+    return {"letter": kind.name, "name": NAMES[kind], "colour": colour, "text": text_colour(colour)}
+
+
+def _schedule(schedule: Scheduled, changed: NDArray[Any] | None) -> dict[str, Any]:
+    compiled, timeline, problem = schedule.compiled, schedule.timeline, schedule.problem
+    rows, causes, certificate = timeline.rows, compiled.causes, compiled.certificate
+    colours, of_row = _colours(schedule)
+    busy = np.zeros(len(problem.devices))
+    alone = rows.of_kinds(*COMPUTE) & ~rows.second
+    np.add.at(busy, rows.device[alone], (timeline.end - timeline.start)[alone])
+    return {
+        "method": schedule.method,
+        "makespan_ms": timeline.makespan_ms,
+        "span_ms": timeline.span_ms,
+        "bubble": timeline.bubble,
+        "microbatches": problem.microbatches,
+        "devices": [
+            {"limit": device.limit, "peak": device.bytes, "at": device.at, "host_peak": host.bytes, "busy_ms": ms}
+            for device, host, ms in zip(certificate.device, certificate.host, busy.tolist(), strict=True)
+        ],
+        "stages": [stage.device for stage in problem.stages],
+        "parts": problem.costs.parts.tolist(),
+        "colours": [{"fill": colour, "text": text_colour(colour)} for colour in colours],
+        "ops": {
+            "kind": _array(rows.kind, "u1"),
+            "stage": _array(rows.stage, "u2"),
+            "microbatch": _array(rows.microbatch, "u4"),
+            "part": _array(rows.part, "u1"),
+            "device": _array(rows.device, "u2"),
+            "lane": _array(_lanes(schedule), "u1"),
+            "colour": _array(of_row, "u2"),
+            "start": _array(timeline.start, "f8"),
+            "end": _array(timeline.end, "f8"),
+            "waited_for": _array(causes.row, "i4"),
+            "cause": _array(causes.why, "u1"),
+            "changed": None if changed is None else _array(changed, "u1"),
+        },
+        "critical_path": _array(np.array(causes.critical_path, np.int64), "i4"),
+        "gaps": _gaps(causes.gaps),
+        "ready": _ready(causes.ready),
+        "memory": _memory(schedule),
+    }
+
+
+def _colours(schedule: Scheduled) -> tuple[list[str], NDArray[Any]]:
+    """The colours of a schedule's ops, and (n,) which of them each op has: by its kind and its stage's shade."""
+    shades, of_stage = np.unique(depths(schedule.problem), return_inverse=True)
+    rows = schedule.timeline.rows
+    used, of_row = np.unique(rows.kind * len(shades) + of_stage[rows.stage], return_inverse=True)
+    pairs = [divmod(code, len(shades)) for code in used.tolist()]
+    return [darker(COLOURS.get(Kind(kind), "#000000"), float(shades[shade])) for kind, shade in pairs], of_row
+
+
+def _lanes(schedule: Scheduled) -> NDArray[Any]:
+    rows = schedule.timeline.rows
+    lane = np.full(len(rows), COMPUTE_LANE)
+    lane[rows.first], lane[rows.second] = UPPER, LOWER
+    lane[rows.transfer] = OUTWARD
+    lane[rows.of_kinds(*INWARD, Kind.L)] = TO_DEVICE
+    lane[rows.of_kinds(Kind.U)] = ON_HOST
+    lane[rows.of_kinds(*MARKS)] = NOWHERE
+    return lane
+
+
+def _gaps(gaps: Gaps) -> dict[str, Any]:
+    return {
+        "device": _array(gaps.device, "u2"),
+        "begin": _array(gaps.begin_ms, "f8"),
+        "end": _array(gaps.end_ms, "f8"),
+        "row": _array(gaps.row, "i4"),
+        "last": _array(gaps.last, "u1"),
+    }
+
+
+def _ready(ready: Ready) -> dict[str, Any]:
+    return {
+        "gap": _array(ready.gap, "i4"),
+        "row": _array(ready.row, "i4"),
+        "since": _array(ready.since_ms, "f8"),
+        "held": _array(ready.held_bytes, "f8"),
+        "hindrance": _array(ready.hindrance, "u1"),
+    }
+
+
+def _memory(schedule: Scheduled) -> dict[str, Any]:
+    """All devices' steps one after another; those of device d are from `begins[d]` to `begins[d + 1]`."""
+    steps = [memory_steps(schedule, device) for device in range(len(schedule.problem.devices))]
+    begins = np.cumsum([0, *(len(moments) for moments, _ in steps)])
+    return {
+        "begins": _array(begins, "u4"),
+        "moment": _array(np.concatenate([moments for moments, _ in steps]), "f8"),
+        "bytes": _array(np.concatenate([held for _, held in steps]), "f8"),
+    }
+
+
+def _array(values: NDArray[Any], code: str) -> dict[str, str]:
+    """An array as the page reads it into a typed one: its type and its bytes, little-endian."""
+    return {"type": code, "base64": base64.b64encode(values.astype(f"<{code}").tobytes()).decode()}

@@ -1,0 +1,311 @@
+// @ts-check
+// Draws the picture with plotly, and again whenever the zoom, the choice or the window changes.
+import { chainOf } from "./data.js";
+import { frameOf, plotlyLayout, within } from "./layout.js";
+import {
+  MOST_DRAWN,
+  addBox,
+  boxOf,
+  boxesByColour,
+  countVisible,
+  emptyPath,
+  gapBoxes,
+  labels,
+  memorySteps,
+  pathThrough,
+  raster,
+  visibleGaps,
+  visibleRows,
+} from "./shapes.js";
+import { theme } from "./theme.js";
+import { bytes, ms, percent } from "./words.js";
+
+/**
+ * @typedef {import("./data.js").Schedule} Schedule
+ * @typedef {import("./layout.js").Frame} Frame
+ * @typedef {import("./shapes.js").Path} Path
+ * @typedef {import("./theme.js").Theme} Theme
+ * @typedef {{schedule: number, gap: number, row: number}} Chosen a gap, or an op where `gap` is -1
+ * @typedef {{range: [number, number], chosen: Chosen | null, critical: boolean, changes: boolean, device: number}} View
+ */
+
+const CONFIG = {
+  displaylogo: false,
+  doubleClick: false,
+  showTips: false,
+  displayModeBar: false,
+};
+
+/** The latest end of all schedules.
+ * @param {Schedule[]} schedules */
+export function latestEnd(schedules) {
+  return Math.max(...schedules.map((schedule) => schedule.makespan_ms)) || 1;
+}
+
+/** Draws everything; resolves to where it lies.
+ * @param {HTMLElement} element
+ * @param {Schedule[]} schedules
+ * @param {View} view
+ * @returns {Promise<Frame>} */
+export async function draw(element, schedules, view) {
+  const frame = frameOf(schedules, Math.max(360, element.clientWidth));
+  const colours = theme();
+  const fine = schedules.map((schedule) => countVisible(schedule, view.range) * schedules.length <= MOST_DRAWN);
+  const grid = fine.every(Boolean); // plotly draws it over images
+  const layout = plotlyLayout(schedules, frame, view.range, latestEnd(schedules), view.device, colours, grid);
+  /** @type {object[]} */
+  const traces = [];
+  /** @type {object[]} */
+  const written = []; // above all lines
+  /** @type {object[]} */
+  const images = [];
+  /** @type {object[]} */
+  const notes = [];
+  schedules.forEach((schedule, i) => {
+    const axis = `y${i + 2}`;
+    const panel = frame.panels[i];
+    const pixels = frame.right - frame.left;
+    const rows = visibleRows(schedule, view.range);
+    const gaps = visibleGaps(schedule, view.range);
+    traces.push(...gapTraces(schedule, gaps.length <= MOST_DRAWN ? gaps : [], axis, colours));
+    if (fine[i]) {
+      for (const [colour, path] of boxesByColour(schedule, rows)) {
+        const { fill } = schedule.colours[colour];
+        traces.push(filled(path, axis, fill, { color: colours.ground, width: 0.8 }, `ops ${i} ${fill}`));
+      }
+      const scale = pixels / (view.range[1] - view.range[0]);
+      written.push(texts(labels(schedule, rows, view.range, scale, panel.height / panel.devices), axis));
+    } else {
+      const dense = Math.min(2, window.devicePixelRatio || 1);
+      const size = [Math.round(pixels * dense), Math.round(panel.height * dense)];
+      images.push({
+        source: raster(schedule, view.range, size[0], size[1]),
+        xref: "x",
+        yref: axis,
+        x: view.range[0],
+        y: 0,
+        sizex: view.range[1] - view.range[0],
+        sizey: panel.devices,
+        xanchor: "left",
+        yanchor: "top",
+        sizing: "stretch",
+        layer: "below",
+      });
+    }
+    const changed = view.changes ? rows.filter((row) => schedule.ops.changed?.[row]) : [];
+    if (changed.length <= MOST_DRAWN) traces.push(...changeTraces(schedule, changed, axis, colours));
+    if (view.critical)
+      traces.push(...through(schedule, Array.from(schedule.critical_path), axis, colours.ink, colours));
+    if (view.chosen?.schedule === i) traces.push(...chosenTraces(schedule, view.chosen, axis, colours));
+    notes.push(note(headline(schedule, i, schedules), panel.top, frame, colours));
+  });
+  traces.push(...memoryTraces(schedules, view, frame, colours), ...written);
+  notes.push(...memoryNotes(schedules, view, frame, colours));
+  Object.assign(layout, { images, annotations: notes });
+  await Plotly.react(element, traces, layout, CONFIG);
+  return frame;
+}
+
+/** @param {Schedule} schedule
+ * @param {number} i
+ * @param {Schedule[]} schedules */
+function headline(schedule, i, schedules) {
+  const role = schedules.length > 1 ? (i ? "After: " : "Before: ") : "";
+  return `${role}${schedule.method || "schedule"} · ${ms(schedule.makespan_ms)} · bubble ${percent(schedule.bubble)}`;
+}
+
+/** @param {Path} path
+ * @param {string} yaxis
+ * @param {string} fill
+ * @param {object} line
+ * @param {string} name
+ * @param {object} [pattern] */
+function filled(path, yaxis, fill, line, name, pattern) {
+  return {
+    type: "scatter",
+    mode: "lines",
+    x: path.x,
+    y: path.y,
+    yaxis,
+    fill: "toself",
+    fillcolor: fill,
+    name,
+    line: { simplify: false, ...line },
+    hoverinfo: "skip",
+    ...(pattern ? { fillpattern: pattern } : {}),
+  };
+}
+
+/** @param {Schedule} schedule
+ * @param {number[]} gaps
+ * @param {string} axis
+ * @param {Theme} colours */
+function gapTraces(schedule, gaps, axis, colours) {
+  const { device, transfer, start, end } = gapBoxes(schedule, gaps);
+  const hatched = { shape: "/", size: 6, solidity: 0.16, fgcolor: colours.hatch, bgcolor: colours.wait };
+  const none = { width: 0 };
+  return [
+    filled(start, axis, colours.idle, none, "start"),
+    filled(end, axis, colours.idle, none, "end"),
+    filled(device, axis, colours.wait, none, "device"),
+    filled(transfer, axis, colours.wait, none, "transfer", hatched),
+  ];
+}
+
+/** @param {import("./shapes.js").Labels} found
+ * @param {string} yaxis */
+function texts({ x, y, text, colour, size }, yaxis) {
+  return {
+    type: "scatter",
+    mode: "text",
+    x,
+    y,
+    yaxis,
+    text,
+    textfont: { color: colour, size },
+    hoverinfo: "skip",
+    cliponaxis: true,
+  };
+}
+
+/** A bar along the top of each op that moved, and around each that only this schedule has.
+ * @param {Schedule} schedule
+ * @param {number[]} rows
+ * @param {string} axis
+ * @param {Theme} colours */
+function changeTraces(schedule, rows, axis, colours) {
+  const { changed } = schedule.ops;
+  if (!changed) return [];
+  const [moved, only] = [emptyPath(), emptyPath()];
+  for (const row of rows) {
+    const [x0, x1, y0, y1] = boxOf(schedule, row);
+    if (changed[row] === 1) addBox(moved, x0, x1, y0, y0 - 0.18 * (y0 - y1));
+    if (changed[row] === 2) addBox(only, x0, x1, y0, y1);
+  }
+  return [
+    filled(moved, axis, colours.ink, { width: 0 }, "moved"),
+    filled(only, axis, "rgba(0,0,0,0)", { color: colours.ink, width: 2 }, "only here"),
+  ];
+}
+
+/** @param {Schedule} schedule
+ * @param {Chosen} chosen
+ * @param {string} axis
+ * @param {Theme} colours */
+function chosenTraces(schedule, { gap, row }, axis, colours) {
+  if (gap < 0) {
+    const path = emptyPath();
+    addBox(path, ...boxOf(schedule, row));
+    return [filled(path, axis, "rgba(0,0,0,0)", { color: colours.ink, width: 2.5 }, "chosen")];
+  }
+  const path = emptyPath();
+  const [top, bottom] = within(schedule, 0);
+  const device = schedule.gaps.device[gap];
+  addBox(path, schedule.gaps.begin[gap], schedule.gaps.end[gap], -device - top, -device - bottom);
+  return [
+    filled(path, axis, "rgba(0,0,0,0)", { color: colours.accent, width: 2.5 }, "chosen"),
+    ...through(schedule, chainOf(schedule, gap).reverse(), axis, colours.accent, colours),
+  ];
+}
+
+/** A line through ops, on a ground that sets it off from their colours.
+ * @param {Schedule} schedule
+ * @param {number[]} rows
+ * @param {string} yaxis
+ * @param {string} color
+ * @param {Theme} colours */
+function through(schedule, rows, yaxis, color, colours) {
+  const { x, y } = pathThrough(schedule, rows);
+  const line = { type: "scatter", mode: "lines", x, y, yaxis, hoverinfo: "skip" };
+  return [
+    { ...line, line: { color: colours.ground, width: 5, simplify: false } },
+    { ...line, line: { color, width: 2.5, simplify: false }, name: "path" },
+  ];
+}
+
+/** @param {Schedule[]} schedules
+ * @param {View} view
+ * @param {Frame} frame
+ * @param {Theme} colours */
+function memoryTraces(schedules, { device, range }, frame, colours) {
+  const last = schedules.length - 1;
+  /** @type {object[]} */
+  const traces = schedules.flatMap((schedule, i) => {
+    if (device >= schedule.devices.length) return [];
+    const steps = memorySteps(schedule, device, range, frame.right - frame.left);
+    const line = {
+      shape: "hv",
+      simplify: false,
+      color: i === last ? colours.accent : colours.quiet,
+      width: 1.4,
+      dash: i === last ? "solid" : "dot",
+    };
+    return [
+      {
+        type: "scatter",
+        mode: "lines",
+        ...steps,
+        yaxis: "y",
+        line,
+        hoverinfo: "skip",
+        name: `memory ${i}`,
+        ...(i === last ? { fill: "tozeroy", fillcolor: colours.memory } : {}),
+      },
+    ];
+  });
+  const { limit, peak } = schedules[last].devices[Math.min(device, schedules[last].devices.length - 1)];
+  const level = (/** @type {number} */ y, /** @type {string} */ color, /** @type {string} */ dash) => ({
+    type: "scatter",
+    mode: "lines",
+    x: range,
+    y: [y, y],
+    yaxis: "y",
+    hoverinfo: "skip",
+    line: { color, width: 1.4, dash },
+  });
+  traces.push(level(peak, colours.ink, "dot"));
+  if (limit <= 3 * peak) traces.push({ ...level(limit, colours.limit, "dash"), name: "limit" });
+  return traces;
+}
+
+/** @param {Schedule[]} schedules
+ * @param {View} view
+ * @param {Frame} frame
+ * @param {Theme} colours */
+function memoryNotes(schedules, { device }, frame, colours) {
+  const after = schedules[schedules.length - 1];
+  const { limit, peak, at } = after.devices[Math.min(device, after.devices.length - 1)];
+  const during = frame.width > 800 ? `, during ${at}` : "";
+  const certified = `certified peak ${bytes(peak)} (dotted)${during}`;
+  const whose = frame.width > 800 ? `Activation memory of device ${device}` : `Device ${device}`;
+  const title = `${whose} · ${certified} · limit ${bytes(limit)}`;
+  const dashed = limit <= 3 * peak ? " (dashed)" : "";
+  const before = schedules.length > 1 ? " · before in grey" : "";
+  return [note(`${title}${dashed}${before}`, frame.memory.top, frame, colours)];
+}
+
+/** A line of text above a panel.
+ * @param {string} text
+ * @param {number} top
+ * @param {Frame} frame
+ * @param {Theme} colours */
+function note(text, top, frame, colours) {
+  return {
+    text: plain(text),
+    showarrow: false,
+    xref: "paper",
+    yref: "paper",
+    x: 0,
+    xanchor: "left",
+    align: "left",
+    y: 1 - (top - 6) / (frame.memory.top + frame.memory.height),
+    yanchor: "bottom",
+    font: { size: 12.5, color: colours.ink },
+  };
+}
+
+/** Text for plotly, which reads some tags and entities in it.
+ * @param {string} text */
+function plain(text) {
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}

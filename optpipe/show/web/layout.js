@@ -1,0 +1,142 @@
+// @ts-check
+// Where everything lies: a panel for each schedule, one row a device, and the memory panel, all on one time axis.
+import { LOWER, NOWHERE, OUTWARD, UPPER } from "./data.js";
+
+/**
+ * @typedef {import("./data.js").Schedule} Schedule
+ * @typedef {import("./theme.js").Theme} Theme
+ * @typedef {{top: number, height: number, devices: number}} Panel
+ * @typedef {{width: number, height: number, panels: Panel[], memory: {top: number, height: number},
+ *   left: number, right: number}} Frame
+ */
+
+const LEFT = 64;
+const RIGHT = 14;
+const TITLE = 26; // above each panel
+const BETWEEN = 12;
+const AXIS = 40; // below the last panel
+const MEMORY = 150;
+const ALL_ROWS = 520; // all schedules' rows together have about this height
+const MOST_ROW = 62;
+const LEAST_ROW = 7;
+
+/** All places, in pixels.
+ * @param {Schedule[]} schedules
+ * @param {number} width
+ * @returns {Frame} */
+export function frameOf(schedules, width) {
+  const rows = schedules.reduce((sum, { devices }) => sum + devices.length, 0);
+  const row = Math.max(LEAST_ROW, Math.min(MOST_ROW, ALL_ROWS / rows));
+  let top = 0;
+  const panels = schedules.map(({ devices }) => {
+    const panel = { top: top + TITLE, height: Math.max(40, devices.length * row), devices: devices.length };
+    top = panel.top + panel.height + BETWEEN;
+    return panel;
+  });
+  const memory = { top: top + TITLE, height: MEMORY };
+  return { width, height: memory.top + MEMORY + AXIS, panels, memory, left: LEFT, right: width - RIGHT };
+}
+
+/** The top and the bottom of an op within its device's row, which is from 0 to 1.
+ * @param {Schedule} schedule
+ * @param {number} lane
+ * @returns {[number, number]} */
+export function within({ beside }, lane) {
+  const share = beside.length === 1 ? 0.26 : 0.19;
+  const bottom = beside.length ? 0.9 - share * beside.length : 0.94;
+  if (lane === UPPER) return [0.06, (0.06 + bottom) / 2];
+  if (lane === LOWER) return [(0.06 + bottom) / 2, bottom];
+  if (lane < OUTWARD || lane === NOWHERE) return [0.06, bottom];
+  const place = beside.indexOf(lane - LOWER);
+  return [bottom + 0.03 + share * place, bottom + share * (place + 1)];
+}
+
+/** Plotly's layout of a frame, for the time from `from` to `to`.
+ * @param {Schedule[]} schedules
+ * @param {Frame} frame
+ * @param {[number, number]} range
+ * @param {number} latest
+ * @param {number} device whose memory is drawn
+ * @param {Theme} theme
+ * @param {boolean} grid */
+export function plotlyLayout(schedules, frame, range, latest, device, theme, grid) {
+  const domain = (/** @type {{top: number, height: number}} */ { top, height }) => [
+    Math.max(0, 1 - (top + height) / (frame.height - AXIS)),
+    1 - top / (frame.height - AXIS),
+  ];
+  const axis = { zeroline: false, fixedrange: true, tickfont: { size: 11 }, linecolor: theme.line };
+  const tallest = Math.max(1, ...schedules.map((each) => tallestOf(each, device)));
+  /** @type {Record<string, unknown>} */
+  const layout = {
+    width: frame.width,
+    height: frame.height,
+    margin: { l: LEFT, r: RIGHT, t: 0, b: AXIS, pad: 0 },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "system-ui, sans-serif", size: 12, color: theme.quiet },
+    showlegend: false,
+    hovermode: false,
+    dragmode: "zoom",
+    xaxis: {
+      range,
+      minallowed: 0,
+      maxallowed: latest,
+      anchor: "y",
+      zeroline: false,
+      gridcolor: theme.line,
+      ticksuffix: " ms",
+      tickfont: { size: 11 },
+      ticklabelstandoff: 4,
+      nticks: 12,
+      showgrid: grid,
+    },
+    yaxis: {
+      ...axis,
+      domain: domain(frame.memory),
+      range: [0, tallest * 1.08],
+      nticks: 4,
+      tickformat: ".3~s",
+      ticksuffix: "B",
+      gridcolor: theme.line,
+    },
+  };
+  frame.panels.forEach((panel, i) => {
+    const [top, bottom] = within(schedules[i], 0);
+    const middle = (top + bottom) / 2;
+    const step = Math.ceil(panel.devices / Math.max(1, panel.height / 13));
+    const named = Array.from({ length: Math.ceil(panel.devices / step) }, (_, k) => k * step);
+    layout[`yaxis${i + 2}`] = {
+      ...axis,
+      domain: domain(panel),
+      range: [-panel.devices, 0],
+      showgrid: false,
+      tickvals: named.map((d) => -d - middle),
+      ticktext: named.map((d) => `device ${d}`),
+      ticklen: 0,
+    };
+  });
+  return layout;
+}
+
+/** @param {Schedule} schedule
+ * @param {number} device */
+function tallestOf({ devices }, device) {
+  if (device >= devices.length) return 0;
+  const { limit, peak } = devices[device];
+  return Math.max(peak, limit <= 3 * peak ? limit : 0);
+}
+
+/** What lies at a point of the picture: the schedule, the time, and the device with the place in its row.
+ * @param {Frame} frame
+ * @param {[number, number]} range
+ * @param {number} x
+ * @param {number} y */
+export function placeAt(frame, [from, to], x, y) {
+  if (x < frame.left || x > frame.right) return null;
+  const time = from + ((x - frame.left) / (frame.right - frame.left)) * (to - from);
+  const panel = frame.panels.findIndex(({ top, height }) => y >= top && y < top + height);
+  if (panel < 0) return null;
+  const { top, height, devices } = frame.panels[panel];
+  const row = ((y - top) / height) * devices;
+  return { panel, time, device: Math.min(devices - 1, Math.floor(row)), within: row - Math.floor(row) };
+}

@@ -1,0 +1,324 @@
+// @ts-check
+// The text around the picture: figures, legend, where the time goes, and why a device waits. Names become text nodes.
+import { OUTWARD, chainOf, followers } from "./data.js";
+import { WAITS, bytes, hindrance, ms, opName, percent, reason, waitOf, when } from "./words.js";
+
+/**
+ * @typedef {import("./data.js").Document} Document
+ * @typedef {import("./data.js").Schedule} Schedule
+ * @typedef {import("./draw.js").Chosen} Chosen
+ */
+
+const MOST_STEPS = 14; // of a chain that are listed
+const MOST_WAITS = 9; // that are listed
+
+/** @param {string} tag
+ * @param {string} className
+ * @param {...(Node | string)} children */
+export function element(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+/** @param {string} text
+ * @param {() => void} act
+ * @param {string} [className] */
+export function button(text, act, className = "") {
+  const made = /** @type {HTMLButtonElement} */ (element("button", className, text));
+  made.type = "button";
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** @param {string} text
+ * @param {boolean} on
+ * @param {(on: boolean) => void} act */
+export function toggle(text, on, act) {
+  const made = button(text, () => {
+    const now = made.getAttribute("aria-pressed") !== "true";
+    made.setAttribute("aria-pressed", String(now));
+    act(now);
+  });
+  made.setAttribute("aria-pressed", String(on));
+  return made;
+}
+
+/** The title, and the figures of the last schedule beside those of the one before.
+ * @param {Document} found */
+export function heading({ title, schedules, lower_bound_ms, gap }) {
+  const after = schedules[schedules.length - 1];
+  const before = schedules.length > 1 ? schedules[0] : null;
+  const fullest = Math.max(...after.devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
+  const tiles = [
+    tile(
+      "Makespan",
+      ms(after.makespan_ms),
+      before ? change(after.makespan_ms, before.makespan_ms) : `span ${ms(after.span_ms)}`,
+    ),
+    tile("Bubble", percent(after.bubble), before ? `from ${percent(before.bubble)}` : "of the devices' time"),
+    tile(
+      "Memory",
+      percent(fullest),
+      fullest > 1 ? "of the limit: does not fit" : "of the limit, fullest device",
+      fullest > 1 ? "wrong" : "",
+    ),
+  ];
+  if (lower_bound_ms !== null && gap !== null) {
+    tiles.push(tile("Gap", gap ? percent(gap) : "none", gap ? `bound ${ms(lower_bound_ms)}` : "proven optimal"));
+  }
+  const size = `${after.devices.length} devices, ${after.stages.length} stages, ${after.microbatches} micro-batches`;
+  const names = element(
+    "div",
+    "names",
+    element("h1", "", title),
+    element("p", "", [after.method, size].filter(Boolean).join(" · ")),
+  );
+  return element("header", "", names, element("div", "tiles", ...tiles));
+}
+
+/** @param {number} now
+ * @param {number} then */
+function change(now, then) {
+  const share = now / then - 1;
+  return Math.abs(share) < 5e-4
+    ? "as before"
+    : `${share > 0 ? "+" : "−"}${percent(Math.abs(share))} from ${ms(then)}`;
+}
+
+/** @param {string} name
+ * @param {string} value
+ * @param {string} more
+ * @param {string} [className] */
+function tile(name, value, more, className = "") {
+  return element(
+    "div",
+    `tile ${className}`,
+    element("span", "", name),
+    element("strong", "", value),
+    element("span", "", more),
+  );
+}
+
+/** @param {Document} found */
+export function legend({ kinds, schedules }) {
+  const entries = kinds.map(({ letter, name, colour, text }) => entry(letter, name, colour, text));
+  const several = schedules.some(({ stages, devices }) => stages.length > devices.length);
+  if (several) entries.push(element("li", "", "later stages of a device are darker"));
+  entries.push(entry("", "waits", "", "", "wait"), entry("", "waits for a transfer", "", "", "wait hatched"));
+  if (schedules.length > 1)
+    entries.push(entry("", "moved", "", "", "moved"), entry("", "only in this schedule", "", "", "only"));
+  return element("ul", "legend", ...entries);
+}
+
+/** @param {string} letter
+ * @param {string} name
+ * @param {string} colour
+ * @param {string} text
+ * @param {string} [className] */
+function entry(letter, name, colour, text, className = "") {
+  const mark = element("span", `mark ${className}`, letter);
+  if (colour) Object.assign(mark.style, { background: colour, color: text });
+  return element("li", "", mark, name);
+}
+
+/** All devices' time: what they compute, and what they wait for.
+ * @param {Document} found
+ * @param {Schedule} schedule
+ * @param {boolean} named */
+export function shares({ kinds }, schedule, named) {
+  const whole = schedule.devices.length * schedule.makespan_ms || 1;
+  const parts = kinds.map(({ name, colour, letter }) => ({
+    name,
+    colour,
+    className: "",
+    ms: busy(schedule, letter),
+  }));
+  /** @type {Record<string, number>} */
+  const waits = Object.fromEntries(Object.keys(WAITS).map((wait) => [wait, 0]));
+  schedule.gaps.row.forEach(
+    (_, gap) => (waits[waitOf(schedule, gap)] += schedule.gaps.end[gap] - schedule.gaps.begin[gap]),
+  );
+  for (const [wait, name] of Object.entries(WAITS)) {
+    parts.push({
+      name,
+      colour: "",
+      className: wait === "transfer" ? "wait hatched" : wait === "device" ? "wait" : "idle",
+      ms: waits[wait],
+    });
+  }
+  const bar = element("div", "bar");
+  const list = element("ul", "shares");
+  for (const { name, colour, className, ms: time } of parts) {
+    if (time <= 1e-9 * whole) continue;
+    const piece = element("div", className);
+    piece.style.flexGrow = String(time / whole);
+    const mark = element("span", `mark ${className}`);
+    if (colour) piece.style.background = mark.style.background = colour;
+    bar.append(piece);
+    list.append(element("li", "", mark, element("span", "", name), element("b", "", percent(time / whole))));
+  }
+  bar.setAttribute("role", "img");
+  bar.setAttribute("aria-label", "shares of the devices' time, as listed below");
+  const title = named ? `Where the time goes: ${schedule.method}` : "Where the time goes";
+  return element("section", "", element("h2", "", title), bar, list, element("p", "hint", criticalPath(schedule)));
+}
+
+/** What the critical path consists of.
+ * @param {Schedule} schedule */
+function criticalPath({ ops, critical_path, makespan_ms }) {
+  let [compute, moving] = [0, 0];
+  for (const row of critical_path) {
+    if (ops.lane[row] < OUTWARD) compute += ops.end[row] - ops.start[row];
+    else moving += ops.end[row] - ops.start[row];
+  }
+  const parts = { compute, transfers: moving, messages: makespan_ms - compute - moving };
+  const shares = Object.entries(parts).filter(([, time]) => time > 1e-9 * makespan_ms);
+  const said = shares.map(([name, time]) => `${name} ${percent(time / (makespan_ms || 1))}`).join(", ");
+  return `The critical path has ${critical_path.length} ops: ${said}.`;
+}
+
+/** The compute time of a kind; transfers run beside it and take none.
+ * @param {Schedule} schedule
+ * @param {string} letter */
+function busy({ ops, letters }, letter) {
+  const kind = letters.indexOf(letter);
+  let sum = 0;
+  // The ops of a pair share its time.
+  for (let row = 0; row < ops.kind.length; row++) {
+    if (ops.kind[row] === kind && ops.lane[row] < OUTWARD)
+      sum += (ops.end[row] - ops.start[row]) / (ops.lane[row] ? 2 : 1);
+  }
+  return sum;
+}
+
+/** What devices wait for between their first op and their last, as buttons that lead to the longest such wait.
+ * @param {Schedule} schedule
+ * @param {(chosen: Chosen) => void} choose */
+export function listOfWaits(schedule, choose) {
+  const { gaps } = schedule;
+  const length = (/** @type {number} */ gap) => gaps.end[gap] - gaps.begin[gap];
+  /** @type {Map<string, number[]>} */
+  const groups = new Map();
+  for (let gap = 0; gap < gaps.row.length; gap++) {
+    const wait = waitOf(schedule, gap);
+    if (wait !== "device" && wait !== "transfer") continue;
+    const name = `device ${gaps.device[gap]} ${WAITS[wait]}`;
+    const own = groups.get(name);
+    if (own) own.push(gap);
+    else groups.set(name, [gap]);
+  }
+  const listed = Array.from(groups, ([name, own]) => {
+    const all = own.reduce((sum, gap) => sum + length(gap), 0);
+    return { name, count: own.length, all, longest: own.reduce((a, b) => (length(b) > length(a) ? b : a)) };
+  });
+  listed.sort((one, other) => other.all - one.all);
+  const items = listed.slice(0, MOST_WAITS).map(({ name, count, all, longest }) => {
+    const go = () => choose({ schedule: schedule.index, gap: longest, row: -1 });
+    const most = count > 1 ? `in ${count} waits, at most ${ms(length(longest))}` : `from ${ms(gaps.begin[longest])}`;
+    return element("li", "", button(name, go, "link"), element("small", "", `${ms(all)} ${most}`));
+  });
+  if (!items.length) return element("p", "", "Between its first op and its last one no device waits.");
+  return element("div", "", element("h2", "", "Where devices wait"), element("ol", "", ...items));
+}
+
+/** Why a device waits in a gap.
+ * @param {Schedule} schedule
+ * @param {number} gap
+ * @param {(chosen: Chosen) => void} choose */
+export function whyGap(schedule, gap, choose) {
+  const { gaps, ready, ops } = schedule;
+  const [begin, end, device] = [gaps.begin[gap], gaps.end[gap], gaps.device[gap]];
+  const chain = chainOf(schedule, gap);
+  const title = gaps.last[gap]
+    ? `Device ${device} is done at ${ms(begin)}`
+    : `Why device ${device} waits ${ms(end - begin)}`;
+  const made = element("div", "", element("h2", "", title), element("p", "", `From ${ms(begin)} to ${ms(end)}.`));
+  const steps = element("ol", "chain");
+  const shown = chain.length > MOST_STEPS ? [...chain.slice(0, MOST_STEPS - 3), -1, ...chain.slice(-2)] : chain;
+  for (const row of shown) {
+    if (row < 0) {
+      steps.append(element("li", "rest", `${chain.length - MOST_STEPS + 1} more, each behind the next`));
+      continue;
+    }
+    const isLast = row === chain[chain.length - 1];
+    const text = isLast
+      ? `${opName(schedule, row)} ${ops.start[row] < begin ? "runs as the wait begins" : "starts as the wait begins"}`
+      : reason(schedule, row);
+    steps.append(
+      element(
+        "li",
+        "",
+        button(text, () => choose({ schedule: schedule.index, gap: -1, row }), "link"),
+        element("small", "", when(schedule, row)),
+      ),
+    );
+  }
+  made.append(element("h3", "", gaps.last[gap] ? "The schedule ends later because" : "It waits because"), steps);
+  const others = [];
+  for (let i = 0; i < ready.gap.length; i++)
+    if (ready.gap[i] === gap) others.push(element("li", "", hindrance(schedule, i)));
+  if (others.length) made.append(element("h3", "", "Meanwhile on this device"), element("ul", "", ...others));
+  else if (!gaps.last[gap])
+    made.append(element("p", "", "No later op of this device had its inputs before the wait was over."));
+  return made;
+}
+
+/** What an op waited for, and what waited for it.
+ * @param {Schedule} schedule
+ * @param {number} row
+ * @param {(chosen: Chosen) => void} choose */
+export function aboutOp(schedule, row, choose) {
+  const { ops } = schedule;
+  const other = (/** @type {number} */ each) =>
+    element(
+      "li",
+      "",
+      button(reason(schedule, each), () => choose({ schedule: schedule.index, gap: -1, row: each }), "link"),
+      element("small", "", when(schedule, each)),
+    );
+  const made = element(
+    "div",
+    "",
+    element("h2", "", `${opName(schedule, row)} on device ${ops.device[row]}`),
+    element("p", "", `${when(schedule, row)}, stage ${ops.stage[row]}, micro-batch ${ops.microbatch[row]}.`),
+  );
+  made.append(element("h3", "", "It starts when it does because"), element("p", "", `${reason(schedule, row)}.`));
+  const next = followers(schedule, row);
+  made.append(element("h3", "", next.length ? "Its end starts" : "No op starts because it ends."));
+  if (next.length) made.append(element("ul", "", ...next.map(other)));
+  const before = ops.waited_for[row];
+  if (before >= 0)
+    made.append(
+      button(`go to ${opName(schedule, before)}`, () => choose({ schedule: schedule.index, gap: -1, row: before })),
+    );
+  return made;
+}
+
+/** The devices' memory as a table; a row shows its device in the picture.
+ * @param {Document} found
+ * @param {(device: number) => void} show */
+export function deviceTable({ schedules }, show) {
+  const after = schedules[schedules.length - 1];
+  const head = ["device", "certified peak", "limit", "used", "host peak", "computes"];
+  const table = element(
+    "table",
+    "",
+    element("thead", "", element("tr", "", ...head.map((name) => element("th", "", name)))),
+  );
+  const body = element("tbody", "");
+  after.devices.forEach(({ limit, peak, host_peak, busy_ms }, device) => {
+    const cells = [
+      bytes(peak),
+      bytes(limit),
+      percent(peak / Math.max(1, limit)),
+      bytes(host_peak),
+      percent(busy_ms / (after.makespan_ms || 1)),
+    ];
+    const name = button(`device ${device}`, () => show(device), "link");
+    body.append(element("tr", "", element("td", "", name), ...cells.map((text) => element("td", "", text))));
+  });
+  table.append(body);
+  return element("section", "", element("h2", "", "Devices"), element("div", "scrolls", table));
+}

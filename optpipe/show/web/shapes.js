@@ -1,0 +1,260 @@
+// @ts-check
+// What the zoom shows: while it is few enough, every op as a rectangle with its label; else one image of the panel, in
+// which each pixel has the colour of what takes most of its time, as strong as the device is busy.
+import { NOWHERE, firstIndex, reaching } from "./data.js";
+import { within } from "./layout.js";
+import { waitOf } from "./words.js";
+
+/**
+ * @typedef {import("./data.js").Schedule} Schedule
+ * @typedef {{x: (number | null)[], y: (number | null)[]}} Path
+ * @typedef {{x: number[], y: number[], text: string[], colour: string[], size: number[]}} Labels
+ */
+
+export const MOST_DRAWN = 3000; // ops that are drawn one by one; the same of gaps and of changes
+const LABEL = 6.6; // pixels of a letter of 11 pixels
+const MOST_FIT = 0.8; // the share of ops that a longer label must fit
+
+/** @returns {Path} */
+export function emptyPath() {
+  return { x: [], y: [] };
+}
+
+/** @param {Path} path
+ * @param {number} x0
+ * @param {number} x1
+ * @param {number} y0
+ * @param {number} y1 */
+export function addBox(path, x0, x1, y0, y1) {
+  path.x.push(x0, x1, x1, x0, x0, null);
+  path.y.push(y0, y0, y1, y1, y0, null);
+}
+
+/** The corners of an op: times, and heights on its panel's axis, where device d lies from -d down to -d - 1.
+ * @param {Schedule} schedule
+ * @param {number} row
+ * @returns {[number, number, number, number]} */
+export function boxOf(schedule, row) {
+  const { ops } = schedule;
+  const [top, bottom] = within(schedule, ops.lane[row]);
+  return [ops.start[row], ops.end[row], -ops.device[row] - top, -ops.device[row] - bottom];
+}
+
+/** The rows that a time shows, on all lanes.
+ * @param {Schedule} schedule
+ * @param {[number, number]} range */
+export function visibleRows(schedule, [from, to]) {
+  /** @type {number[]} */
+  const rows = [];
+  for (const lanes of schedule.lanes) {
+    for (const lane of lanes) {
+      const [begin, end] = reaching(schedule, lane, from, to);
+      for (let i = begin; i < end; i++) rows.push(lane[i]);
+    }
+  }
+  return rows;
+}
+
+/** How many ops a time shows.
+ * @param {Schedule} schedule
+ * @param {[number, number]} range */
+export function countVisible(schedule, [from, to]) {
+  let count = 0;
+  for (const lanes of schedule.lanes) {
+    for (const lane of lanes) {
+      const [begin, end] = reaching(schedule, lane, from, to);
+      count += end - begin;
+    }
+  }
+  return count;
+}
+
+/** @param {Schedule} schedule
+ * @param {[number, number]} range */
+export function visibleGaps({ gaps }, [from, to]) {
+  /** @type {number[]} */
+  const found = [];
+  for (let gap = 0; gap < gaps.row.length; gap++) if (gaps.end[gap] > from && gaps.begin[gap] < to) found.push(gap);
+  return found;
+}
+
+/** The boxes of ops by colour.
+ * @param {Schedule} schedule
+ * @param {number[]} rows
+ * @returns {Map<number, Path>} */
+export function boxesByColour(schedule, rows) {
+  /** @type {Map<number, Path>} */
+  const paths = new Map();
+  for (const row of rows) {
+    const colour = schedule.ops.colour[row];
+    let path = paths.get(colour);
+    if (!path) paths.set(colour, (path = emptyPath()));
+    addBox(path, ...boxOf(schedule, row));
+  }
+  return paths;
+}
+
+/** The boxes of gaps by what is waited for.
+ * @param {Schedule} schedule
+ * @param {number[]} gaps
+ * @returns {Record<keyof typeof import("./words.js").WAITS, Path>} */
+export function gapBoxes(schedule, gaps) {
+  const paths = { device: emptyPath(), transfer: emptyPath(), start: emptyPath(), end: emptyPath() };
+  const [top, bottom] = within(schedule, 0);
+  for (const gap of gaps) {
+    const device = schedule.gaps.device[gap];
+    const box = [schedule.gaps.begin[gap], schedule.gaps.end[gap], -device - top, -device - bottom];
+    addBox(paths[waitOf(schedule, gap)], box[0], box[1], box[2], box[3]);
+  }
+  return paths;
+}
+
+/** Labels where there is room: the micro-batch; where most ops have more, with the kind, and with the stage in front
+ * where devices have several.
+ * @param {Schedule} schedule
+ * @param {number[]} rows
+ * @param {[number, number]} range
+ * @param {number} pixelsPerMs
+ * @param {number} rowHeight
+ * @returns {Labels} */
+export function labels(schedule, rows, range, pixelsPerMs, rowHeight) {
+  const { ops, colours, letters, stages, devices } = schedule;
+  /** @type {Labels} */
+  const found = { x: [], y: [], text: [], colour: [], size: [] };
+  const forms = [
+    (/** @type {number} */ row) => `${ops.microbatch[row]}`,
+    (/** @type {number} */ row) => `${letters[ops.kind[row]]}${ops.microbatch[row]}`,
+    (/** @type {number} */ row) => `${ops.stage[row]}${letters[ops.kind[row]]}${ops.microbatch[row]}`,
+  ].slice(0, stages.length > devices.length ? 3 : 2);
+  const shown = (/** @type {number} */ row) => [Math.max(range[0], ops.start[row]), Math.min(range[1], ops.end[row])];
+  const fits = (/** @type {string} */ text, /** @type {number} */ row, /** @type {number} */ size) => {
+    const [from, to] = shown(row);
+    return text.length * LABEL * (size / 11) <= (to - from) * pixelsPerMs - 3;
+  };
+  const most = (/** @type {(row: number) => string} */ form) =>
+    rows.filter((row) => fits(form(row), row, 11)).length >= MOST_FIT * rows.length;
+  const form = forms.reverse().find(most) ?? forms[forms.length - 1];
+  for (const row of rows) {
+    const [y0, y1] = boxOf(schedule, row).slice(2);
+    const size = Math.min(12, Math.floor((y0 - y1) * rowHeight - 1));
+    const text = [form(row), forms[forms.length - 1](row)].find((each) => fits(each, row, size));
+    if (!text || size < 7) continue;
+    const [from, to] = shown(row);
+    found.x.push((from + to) / 2);
+    found.y.push((y0 + y1) / 2);
+    found.text.push(text);
+    found.colour.push(colours[ops.colour[row]].text);
+    found.size.push(size);
+  }
+  return found;
+}
+
+/** One panel as an image, `width` by `height` pixels, as a data URL.
+ * @param {Schedule} schedule
+ * @param {[number, number]} range
+ * @param {number} width
+ * @param {number} height */
+export function raster(schedule, [from, to], width, height) {
+  const canvas = document.createElement("canvas");
+  canvas.width = width;
+  canvas.height = height;
+  const context = canvas.getContext("2d");
+  if (!context) throw new Error("no canvas: the browser cannot draw this picture");
+  const image = context.createImageData(width, height);
+  const pixels = new Uint32Array(image.data.buffer);
+  const colours = schedule.colours.map(({ fill }) => parseInt(fill.slice(1), 16));
+  const scale = width / (to - from);
+  const rowHeight = height / schedule.devices.length;
+  const shares = new Float32Array(colours.length * width);
+  schedule.lanes.forEach((lanes, device) => {
+    lanes.forEach((lane, number) => {
+      const [begin, end] = reaching(schedule, lane, from, to);
+      if (begin === end) return;
+      shares.fill(0);
+      const { start, end: ends, colour } = schedule.ops;
+      for (let i = begin; i < end; i++) {
+        const row = lane[i];
+        const x0 = Math.max(0, (start[row] - from) * scale);
+        const x1 = Math.min(width, (ends[row] - from) * scale);
+        const base = colour[row] * width;
+        for (let x = Math.floor(x0); x < x1; x++) shares[base + x] += Math.min(x + 1, x1) - Math.max(x, x0);
+      }
+      const [top, bottom] = within(schedule, number && number + 2);
+      const [first, last] = [Math.round((device + top) * rowHeight), Math.round((device + bottom) * rowHeight)];
+      for (let x = 0; x < width; x++) {
+        const pixel = mixed(colours, shares, width, x);
+        for (let y = first; y < Math.max(first + 1, last); y++) pixels[y * width + x] = pixel;
+      }
+    });
+  });
+  context.putImageData(image, 0, 0);
+  return canvas.toDataURL();
+}
+
+/** The strongest colour of a column, as opaque as all of them together are wide; as the canvas stores it.
+ * @param {number[]} colours
+ * @param {Float32Array} shares
+ * @param {number} width
+ * @param {number} x */
+function mixed(colours, shares, width, x) {
+  let [best, most, all] = [0, 0, 0];
+  for (let i = 0; i < colours.length; i++) {
+    const share = shares[i * width + x];
+    all += share;
+    if (share > most) [best, most] = [colours[i], share];
+  }
+  const alpha = Math.round(255 * Math.min(1, all));
+  return ((alpha << 24) | ((best & 255) << 16) | (best & 0xff00) | (best >> 16)) >>> 0;
+}
+
+/** A device's memory as steps, thinned to the least and the most of each pixel where there are more.
+ * @param {Schedule} schedule
+ * @param {number} device
+ * @param {[number, number]} range
+ * @param {number} width */
+export function memorySteps({ memory, makespan_ms }, device, [from, to], width) {
+  const begin = memory.begins[device];
+  const moments = memory.moment.subarray(begin, memory.begins[device + 1]);
+  const held = memory.bytes.subarray(begin, memory.begins[device + 1]);
+  const first = Math.max(0, firstIndex(moments.length, (i) => moments[i] > from) - 1);
+  const last = firstIndex(moments.length, (i) => moments[i] > to);
+  /** @type {{x: number[], y: number[]}} */
+  const steps = { x: [], y: [] };
+  const add = (/** @type {number} */ i) => steps.x.push(moments[i]) && steps.y.push(held[i]);
+  if (last - first <= 4 * width) {
+    for (let i = first; i < last; i++) add(i);
+  } else {
+    const bin = (to - from) / width;
+    for (let i = first; i < last;) {
+      let [least, most] = [i, i];
+      const stop = moments[i] + bin;
+      for (; i < last && moments[i] < stop; i++) {
+        if (held[i] < held[least]) least = i;
+        if (held[i] > held[most]) most = i;
+      }
+      add(Math.min(least, most));
+      if (least !== most) add(Math.max(least, most));
+    }
+  }
+  if (steps.y.length) {
+    steps.x.push(Math.min(to, makespan_ms));
+    steps.y.push(steps.y[steps.y.length - 1]);
+  }
+  return steps;
+}
+
+/** A line through ops in the order of time: along the foot of each of them, and on to the next.
+ * @param {Schedule} schedule
+ * @param {number[]} rows
+ * @returns {Path} */
+export function pathThrough(schedule, rows) {
+  const path = emptyPath();
+  for (const row of rows) {
+    if (schedule.ops.lane[row] === NOWHERE) continue;
+    const [x0, x1, y0, y1] = boxOf(schedule, row);
+    path.x.push(x0, x1);
+    const y = y1 + 0.1 * (y0 - y1); // below the label
+    path.y.push(y, y);
+  }
+  return path;
+}

@@ -1,0 +1,56 @@
+"""Pages in a real browser, without a window: Debian's chromium, or Google Chrome."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+REQUIRED = "OPTPIPE_REQUIRE_BROWSER"  # where it is set, tests fail without a browser instead of being skipped
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser; for one module, because playwright's event loop would disturb tests that run one themselves."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        missing = f"none of {', '.join(NAMES)} is installed, as by: apt-get install chromium"
+        pytest.fail(missing) if os.environ.get(REQUIRED) else pytest.skip(missing)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield started
+        started.close()
+
+
+class Opened:
+    """A page file in a browser of 1400 by 950 pixels. `problems` are what its console complains about, and what it
+    asks for beyond its own file."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.problems: list[str] = []
+        self.page = browser.new_page(viewport={"width": 1400, "height": 950}, **options)
+        self.page.on("console", lambda message: self.problems.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self._saw(request.url, path))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("#picture[data-drawn]")
+
+    def _saw(self, url: str, path: Path) -> None:
+        if url != path.as_uri() and not url.startswith("data:"):
+            self.problems.append(f"asked for {url}")
+
+    def text(self, selector: str) -> list[str]:
+        """The text of all elements of a selector."""
+        return list(self.page.locator(selector).all_inner_texts())
+
+    def close(self) -> None:
+        self.page.close()
+        assert self.problems == []
