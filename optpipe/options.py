@@ -18,7 +18,7 @@ from optpipe.errors import InputError, did_you_mean, input_error
 from optpipe.evaluate.objective import Objective
 from optpipe.model.records import Items, Record
 
-ENGINES = ("cyclic", "lns", "cpsat", "milp")
+ENGINES = ("dispatch", "cyclic", "lns", "cpsat", "milp")
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
 

@@ -73,13 +73,15 @@ class EngineRun:
 
 
 AUTO = (
-    EngineRun("cyclic", 0.12),  # patterns, and windows of the best of them
-    EngineRun("cpsat", 0.24, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.12),  # windows of the best schedule
+    EngineRun("dispatch", 0.07),  # rules of a list scheduler; the sooner, the better what the others start from
+    EngineRun("cyclic", 0.11),  # patterns, and windows of the best of them
+    EngineRun("cpsat", 0.21, max_forwards=64),  # the whole problem at once: proves what is small
+    EngineRun("lns", 0.10),  # windows of the best schedule
     EngineRun("milp", 0.03),  # the paper's formulation; proves what is tiny
-    EngineRun("cpsat", 0.08),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun("lns", 0.08, repeat=True, from_scratch=True),
-    EngineRun("lns", 0.08, repeat=True),
+    EngineRun("cpsat", 0.07),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun("lns", 0.07, repeat=True, from_scratch=True),
+    EngineRun("dispatch", 0.03, repeat=True),
+    EngineRun("lns", 0.05, repeat=True),
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 
