@@ -20,8 +20,9 @@ from optpipe_solver.incumbent import BestSchedule
 
 METHOD = "dispatch"
 OPS_PER_S = 4e6  # simulated, about half of what a quiet machine does
-SLACK = 0.0005  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
+SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
 FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
+HOPELESS = (500, 1.1)  # after so many tries it is over if all are so many times longer than the schedule given
 MORE = (0, 1, 2)  # activations of a device for which there is no memory, but that would be in flight: W frees late
 
 
@@ -32,8 +33,12 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     """
     began, spent_s = time.monotonic(), 0.0
     best = BestSchedule(request, emit)
-    simulator = Simulator(request.problem)
-    for rules, ms in descents(simulator, request):
+    simulator, shortest, (tries, factor) = Simulator(request.problem), NEVER, HOPELESS
+    hopeless_ms = factor * best.value
+    for n, (rules, ms) in enumerate(descents(simulator, request)):
+        shortest = min(shortest, ms)
+        if n == tries and shortest > hopeless_ms:
+            break
         spent_s += simulator.ops / OPS_PER_S
         if shorter(ms, best.value) and (schedule := simulator.schedule(rules, METHOD)):
             best.offer(schedule)
