@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Frame, Incumbent, Request
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import certify, check
 from optpipe_solver import systems
 from optpipe_solver.dispatch import ENGINE
+from optpipe_solver.dispatch import search as dispatch_search
 from optpipe_solver.dispatch.search import first_rules, neighbour, search
 from optpipe_solver.dispatch.simulate import Rules, Simulator
 
@@ -119,6 +120,15 @@ def test_the_same_seed_finds_the_same():
 
 def test_it_ends_where_no_rules_lead_to_a_schedule():
     assert found(pipeline(4, 4, memory=29), 1.0) == []
+
+
+def test_it_gives_up_where_the_schedule_given_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = pipeline(2, 4, memory=1000)
+    given = Programs.of(systems.generate("zb-v", problem))
+    request = Request(problem=problem, method="dispatch", time_limit_s=0.05, threads=1, warm_start=given)
+    assert search(request, lambda frame: None) > 0.05
+    monkeypatch.setattr(dispatch_search, "HOPELESS", (10, 0.5))  # as if it were twice as long
+    assert search(request, lambda frame: None) < 0.01
 
 
 def test_what_is_in_flight_and_waiting_change_the_order():

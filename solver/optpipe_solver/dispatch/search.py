@@ -16,6 +16,7 @@ import numpy as np
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.process.protocol import Frame, Request
 from optpipe_solver.dispatch.simulate import Rules, Simulator
+from optpipe_solver.heuristics.memory_shares import CHOICES, memory_shares
 from optpipe_solver.incumbent import BestSchedule
 
 METHOD = "dispatch"
@@ -23,7 +24,6 @@ OPS_PER_S = 4e6  # simulated, about half of what a quiet machine does
 SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
 FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
 HOPELESS = (500, 1.1)  # after so many tries it is over if all are so many times longer than the schedule given
-MORE = (0, 1, 2)  # activations of a device for which there is no memory, but that would be in flight: W frees late
 
 
 def search(request: Request, emit: Callable[[Frame], None]) -> float:
@@ -72,19 +72,10 @@ def descents(simulator: Simulator, request: Request) -> Iterator[tuple[Rules, fl
 
 
 def first_rules(simulator: Simulator) -> Iterator[Rules]:
-    """Yields rules that share each device's memory among its stages by how far these are from the end of the route:
-    their activations are held for about so long. The device's first stage has what the others leave."""
-    device, visits = simulator.device, simulator.visits
-    remain = len(device) - np.arange(len(device))
-    together = np.bincount(device, remain)[device]
-    fit = simulator.memory[device] / np.maximum(simulator.activation, 1)
-    fit = np.minimum(fit, simulator.problem.microbatches).astype(np.int64)
-    for more in MORE:
-        for extra in (0, 1):
-            later = np.where(visits > 0, np.maximum(np.rint(remain / together * (fit + more)), 1) + extra, 0)
-            first = fit + more - np.bincount(device, later)[device]
-            in_flight = np.maximum(np.where(visits > 0, later, first), 1).astype(np.int64)
-            yield Rules(in_flight, np.zeros((2, len(remain))))
+    """Yields rules that share each device's memory among its stages, and wait for nothing."""
+    for more, extra in CHOICES:
+        shares = memory_shares(simulator.problem, more, extra)
+        yield Rules(shares, np.zeros((2, len(shares))))
 
 
 def neighbour(simulator: Simulator, rules: Rules, random: Random) -> Rules:

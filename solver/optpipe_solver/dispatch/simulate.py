@@ -20,6 +20,7 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND, MICROBATCH, STAGE
 from optpipe.schedule import Schedule
+from optpipe_solver.heuristics.memory_shares import visits
 from optpipe_solver.systems.order import by_slot
 
 KINDS = (Kind.F, Kind.B, Kind.W)
@@ -59,8 +60,7 @@ class Simulator:
         self.ms, self._takes, self._frees = (
             table[np.ix_(np.array(KINDS), self.route)] for table in (costs.ms, effects.takes, effects.frees)
         )
-        self.activation = costs.activation[self.route]
-        self.visits = np.array([(self.device[:s] == d).sum() for s, d in enumerate(self.device)])  # of it before
+        self.visits = visits(self.device)
         self._own = np.full((len(problem.devices), self.ms.size), -1)
         for d in range(len(problem.devices)):
             own = np.flatnonzero(np.tile(self.device == d, len(KINDS)))
