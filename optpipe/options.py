@@ -19,7 +19,7 @@ from optpipe.evaluate.objective import Objective
 from optpipe.model.records import Items, Record
 
 MILP = "milp"
-ENGINES = ("cyclic", "lns", "cpsat", MILP)
+ENGINES = ("dispatch", "cyclic", "lns", "cpsat", MILP)
 METHOD = r"^[A-Za-z0-9:=,._-]{1,100}$"  # in a list of them
 Placements = Literal["keep", "all"]
 

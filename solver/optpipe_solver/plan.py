@@ -22,6 +22,7 @@ COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that
 COUNTED_TIMEOUT = 2.0  # with one thread an engine that should have ended by its own count is ended after so many times
 STOP_S = 0.3  # kept for stopping the engines and writing the last frames
 ENGINE_START_S = 0.5  # that an engine needs to start
+ENGINE_LEAST_S = 1.0  # that an engine has at least, its start included, if so much is left
 POLL_S = 0.1  # between looks at memory and clocks
 OPS_PER_S = 30_000  # compute ops that heuristics handle in a second, about half of what they do on a quiet machine
 
@@ -73,13 +74,15 @@ class EngineRun:
 
 
 AUTO = (
-    EngineRun("cyclic", 0.12),  # patterns, and windows of the best of them
-    EngineRun("cpsat", 0.24, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.12),  # windows of the best schedule
+    EngineRun("dispatch", 0.10),  # rules of a list scheduler; the sooner, the better what the others start from
+    EngineRun("cyclic", 0.10),  # patterns, and windows of the best of them
+    EngineRun("cpsat", 0.20, max_forwards=64),  # the whole problem at once: proves what is small
+    EngineRun("lns", 0.09),  # windows of the best schedule
     EngineRun("milp", 0.03),  # the paper's formulation; proves what is tiny
-    EngineRun("cpsat", 0.08),  # the whole problem if it is not too large for that, in another neighbourhood
-    EngineRun("lns", 0.08, repeat=True, from_scratch=True),
-    EngineRun("lns", 0.08, repeat=True),
+    EngineRun("cpsat", 0.06),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun("lns", 0.05, repeat=True, from_scratch=True),
+    EngineRun("dispatch", 0.06, repeat=True),
+    EngineRun("lns", 0.05, repeat=True),
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary
 

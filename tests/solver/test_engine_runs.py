@@ -57,6 +57,21 @@ def test_a_run_from_scratch_has_no_warm_start(runs: EngineRuns, monkeypatch: pyt
     assert starts == [NAIVE, None]
 
 
+def test_an_engine_has_a_second_at_least(state: SearchState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small share of a short time would be over before the engine has started."""
+    allotted: list[float] = []
+    monkeypatch.setattr(
+        engine_processes.EngineProcesses,
+        "start",
+        lambda self, request, start, deadline, allotted_s: allotted.append(allotted_s),
+    )
+    request = Request(problem=PROBLEM, time_limit_s=60.0, threads=2)
+    for share in (0.001, 0.5):
+        planned = [EngineRun("lns", share), EngineRun("lns", repeat=True)]
+        EngineRuns(request, planned, state, TimeLimit(request), lambda frame: None).start_next(beside_heuristics=True)
+    assert allotted[0] == plan.ENGINE_LEAST_S < 20.0 < allotted[1]
+
+
 def test_nor_is_the_engine_sent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")

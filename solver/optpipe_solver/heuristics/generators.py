@@ -17,6 +17,7 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify
 from optpipe_solver import systems
 from optpipe_solver.heuristics.descent import descend
+from optpipe_solver.heuristics.memory_shares import CHOICES, memory_shares
 from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.policy_schedules import is_large
@@ -137,11 +138,20 @@ def _limits(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:
     """Return choices of how many micro-batches may be in flight at each stage."""
     return (
         None,
+        *_shares_of_memory(problem),
         *(
             _to_the_end(problem, factor, more)
             for factor, more in ((1, 0), (1, 1), (1.5, 0), (2, -1), (0.75, 0), (0.75, 1))
         ),
     )
+
+
+def _shares_of_memory(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield choices for devices with several stages, which share their memory."""
+    if len(problem.all_routes) == 1 and len(problem.stages) > len(problem.devices):
+        for more, extra in CHOICES:
+            by_stage = dict(zip(problem.route(0), memory_shares(problem, more, extra).tolist(), strict=True))
+            yield tuple(by_stage[s] for s in range(len(by_stage)))
 
 
 def _tolerances(problem: Problem) -> tuple[tuple[int, ...] | None, ...]:

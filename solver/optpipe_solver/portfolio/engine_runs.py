@@ -78,7 +78,8 @@ class EngineRuns:
     def _allotted_s(self, run: EngineRun) -> float:
         """A run's share of the time; all that is left if no run is planned behind it."""
         all_s = self._uncounted_s if self._counted else self._limit.left_s
-        return min(run.share * self._parallel * self._engines_s, all_s) if self._planned else all_s
+        share_s = max(run.share * self._parallel * self._engines_s, plan.ENGINE_LEAST_S)
+        return min(share_s, all_s) if self._planned else all_s
 
     def start(self, run: EngineRun, allotted_s: float, threads: int) -> None:
         """Start an engine; the time that it needs to start and to end is part of what it is allotted."""

@@ -1,0 +1,31 @@
+"""The engine `dispatch`: local search over the rules by which a list scheduler chooses what runs next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Frame, Request
+
+
+class DispatchEngine:
+    """Finds schedules without transfers, on one route, where memory is short."""
+
+    name = "dispatch"
+
+    def unsupported(self, problem: Problem, *, alone: bool) -> str | None:
+        """Why the engine cannot work on this problem, None if it can."""
+        if len(problem.all_routes) > 1:
+            return "the micro-batches take several routes, and its rules are for one"
+        if problem.microbatches == 1:
+            return "with one micro-batch there is nothing to choose"
+        return None if problem.costs.ms.any() else "nothing takes any time"
+
+    def run(self, request: Request, emit: Callable[[Frame], None]) -> float | None:
+        """Emits better and better schedules until time is up; returns the seconds used by its own count of work."""
+        from optpipe_solver.dispatch.search import search
+
+        return search(request, emit)
+
+
+ENGINE = DispatchEngine()

@@ -1,0 +1,156 @@
+"""The engine `dispatch`: what its rules lead to is valid, and its search gets ahead of published schedules."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe.evaluate.objective import NEVER, length_ms
+from optpipe.model.placement import Placement
+from optpipe.model.problem import Problem
+from optpipe.process.protocol import Frame, Incumbent, Programs, Request
+from optpipe.schedule import certify, check
+from optpipe_solver import systems
+from optpipe_solver.dispatch import ENGINE
+from optpipe_solver.dispatch import search as dispatch_search
+from optpipe_solver.dispatch.search import first_rules, neighbour, search
+from optpipe_solver.dispatch.simulate import Rules, Simulator
+
+
+def pipeline(devices: int, microbatches: int, memory: int, chunks: int = 2) -> Problem:
+    """Zero-bubble's costs of 8 devices a model of 24 micro-batches: F 18.5, B 18.1, W 9.3, hops of 0.6 ms."""
+    costs = {
+        "forward_ms": 18.522,
+        "backward_input_ms": 18.086,
+        "backward_weight_ms": 9.337,
+        "activation_bytes": 60,
+        "saved_for_weight_bytes": 22,
+    }
+    whole = Problem.from_dict(
+        {
+            "microbatches": microbatches,
+            "p2p_ms": 0.601,
+            "devices": [{"activation_budget_bytes": memory}] * devices,
+            "stages": [{"device": d, **costs} for d in range(devices)],
+        }
+    )
+    return Placement(chunks=chunks, shape="v").apply(whole) if chunks > 1 else whole
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Small ones: one to three chunks, looped and V-shaped, uneven, short of memory, with ops that take no time and
+    weight gradients that need more memory than the backward frees."""
+    devices, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    row = list(range(devices))
+    turns = [row if n % 2 == 0 or draw(st.booleans()) else row[::-1] for n in range(chunks)]
+    stages = [
+        {
+            "device": d,
+            "forward_ms": draw(st.sampled_from((0.0, 1.0, 2.5, 10 / 3))),
+            "backward_input_ms": draw(st.sampled_from((0.0, 1.0, 2.5, 10 / 3))),
+            "backward_weight_ms": draw(st.sampled_from((0.0, 1.0, 7 / 3))),
+            "activation_bytes": (held := draw(st.integers(1, 6))),
+            "saved_for_weight_bytes": draw(st.integers(0, held + 2)),
+        }
+        for turn in turns
+        for d in turn
+    ]
+    return Problem.from_dict(
+        {
+            "microbatches": draw(st.integers(2, 6)),
+            "p2p_ms": draw(st.sampled_from((0.0, 0.3))),
+            "devices": [{"activation_budget_bytes": draw(st.integers(8, 40))} for _ in row],
+            "stages": stages,
+        }
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, seed: int) -> None:
+    simulator, random = Simulator(problem), Random(seed)
+    for rules in first_rules(simulator):
+        for changes in range(3):
+            schedule = simulator.schedule(rules, "dispatch")
+            simulated = {objective: simulator.length_ms(rules, objective) for objective in ("makespan", "span")}
+            if schedule is None:
+                assert set(simulated.values()) == {NEVER}
+                break
+            assert check(problem, schedule) == []
+            if not changes:  # no device waits for an op, as it does in the simulation and not in its program
+                lengths = {objective: length_ms(schedule, objective) for objective in simulated}
+                assert simulated == pytest.approx(lengths)
+            assert schedule.makespan_ms <= simulated["makespan"] + 1e-6
+            rules = neighbour(simulator, rules, random)
+
+
+def found(problem: Problem, seconds: float, **asked: object) -> list[Incumbent]:
+    """What the engine emits within so many counted seconds."""
+    frames: list[Frame] = []
+    request = Request(problem=problem, method="dispatch", time_limit_s=seconds, threads=1, **asked)
+    search(request, frames.append)
+    return [frame for frame in frames if isinstance(frame, Incumbent)]
+
+
+def test_it_is_ahead_of_the_v_schedules_that_fit():
+    problem = pipeline(8, 24, memory=8 * 30)
+    shortest = min(
+        schedule.makespan_ms
+        for name in ("zb-v", "v-half", "v-min")
+        if certify(problem, schedule := systems.generate(name, problem)).fits
+    )
+    assert shortest > 1600
+    *_, last = found(problem, 1.0)
+    schedule = last.schedule.schedule(problem, last.method)
+    assert check(problem, schedule) == []
+    assert schedule.makespan_ms <= 1540
+
+
+def test_the_same_seed_finds_the_same():
+    problem = pipeline(4, 8, memory=5 * 30)
+    first, second = (found(problem, 0.05, seed=3) for _ in range(2))
+    assert [frame.schedule for frame in first] == [frame.schedule for frame in second]
+    assert first
+
+
+def test_it_ends_where_no_rules_lead_to_a_schedule():
+    assert found(pipeline(4, 4, memory=29), 1.0) == []
+
+
+def test_it_gives_up_where_the_schedule_given_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = pipeline(2, 4, memory=1000)
+    given = Programs.of(systems.generate("zb-v", problem))
+    request = Request(problem=problem, method="dispatch", time_limit_s=0.05, threads=1, warm_start=given)
+    assert search(request, lambda frame: None) > 0.05
+    monkeypatch.setattr(dispatch_search, "HOPELESS", (10, 0.5))  # as if it were twice as long
+    assert search(request, lambda frame: None) < 0.01
+
+
+def test_what_is_in_flight_and_waiting_change_the_order():
+    """A device that waits for gradients runs forwards and weight gradients later."""
+    problem, none = pipeline(2, 4, memory=1000, chunks=1), np.zeros((2, 2))
+    waits = none.copy()
+    waits[1, 0] = 30.0
+    simulator, orders = Simulator(problem), []
+    for rules in (Rules(np.full(2, 4), none), Rules(np.full(2, 4), waits), Rules(np.ones(2, dtype=int), none)):
+        schedule = simulator.schedule(rules, "dispatch")
+        assert schedule is not None
+        orders.append("".join(op.kind.name for op in schedule.programs[0].ops()))
+    assert orders == ["FFFFBWBWBWBW", "FFFBBBFWWWBW", "FBFWBFWBFWBW"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"microbatches": 1}, "with one micro-batch there is nothing to choose"),
+        ({}, None),
+    ],
+)
+def test_what_it_works_on(change: dict[str, int], reason: str | None) -> None:
+    problem = Problem.from_dict({**pipeline(2, 4, memory=100).to_dict(), **change})
+    assert ENGINE.unsupported(problem, alone=False) == reason
