@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -395,14 +395,21 @@ def with_what_they_need(*packages: str) -> set[str]:
 
 
 def test_the_docs_name_every_wheel_at_the_version_that_is_tested() -> None:
-    """`name version` in the table's first column, against what `make wheels` fetches."""
+    """`name version` in the table's first column, against what `make wheels` fetches.
+
+    What other versions need is not known here: the names are compared where the versions of constraints.txt are.
+    """
     rows = [
         line.split("|")[1] for line in (ROOT / "docs/gpu.md").read_text().splitlines() if re.match(r"\| \w+ \d", line)
     ]
     told = {canonicalize_name(name): version for row in rows for name, version in re.findall(r"(\w+) ([\d.]+)", row)}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
-    assert told == {name: pinned[name] for name in with_what_they_need(*gpu_needs())}
+    assert told.keys() >= {canonicalize_name(name) for name in gpu_needs()}
+    assert told == {name: pinned[name] for name in told}
+    needed = with_what_they_need(*gpu_needs())
+    if all(pinned.get(name) == version(name) for name in needed):
+        assert told.keys() == needed
 
 
 @pytest.mark.parametrize("given", ["8", "many"])

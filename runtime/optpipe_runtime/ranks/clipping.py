@@ -76,7 +76,9 @@ def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) ->
     """Clips the gradients, given the norm of all of the whole model."""
     for kind in _kinds(_trained(parameters)):
         double = any(parameter.dtype == torch.float64 for parameter in kind)
-        clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32))
+        # torch 2.11 takes many gradients at a time, and then leaves those that are yet to be summed as they are.
+        foreach = False if any(map(_is_to_be_summed, kind)) else None
+        clip_grads_with_norm_(kind, max_norm, total if double else total.to(torch.float32), foreach)
 
 
 def exceeds(total: Tensor, max_norm: float) -> bool:
@@ -92,6 +94,11 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def _is_part(parameter: nn.Parameter) -> bool:
     """Whether each inner peer has another part of a plain parameter."""
     return bool(getattr(parameter, "tensor_model_parallel", False)) and not isinstance(parameter, DTensor)
+
+
+def _is_to_be_summed(parameter: nn.Parameter) -> bool:
+    """Whether each rank has a term of the gradient, as behind sequence parallelism."""
+    return isinstance(parameter.grad, DTensor) and any(placed.is_partial() for placed in parameter.grad.placements)
 
 
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
