@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from optpipe_cli import cache, compare, demo, keys, profile, schedule_commands, serve, solve, worker
+from optpipe_cli import cache, compare, demo, formats, keys, profile, schedule_commands, serve, solve, worker
 from optpipe_cli.bench.commands import app as bench_app
 from optpipe_cli.options import register
 
@@ -26,11 +26,13 @@ register(
     schedule_commands.check,
     schedule_commands.simulate,
     schedule_commands.show,
+    formats.export,
     profile.profile,
     serve.serve,
     worker.worker,
     demo.demo,
 )
+app.command(name="import")(formats.import_)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app, name="bench")
