@@ -53,11 +53,43 @@ def write(schedule: Schedule, messages: bool) -> str:
     ScheduleError
         If the schedule cannot run.
     """
-    _require_sayable(schedule)
-    compiled = schedule.compiled
-    if wrong := complaints(schedule.problem, schedule.links, compiled.rows, compiled.index):
+    return "".join(",".join(row) + "\n" for row in rows(schedule, messages))
+
+
+def rows(schedule: Schedule, messages: bool, offloads: bool = False) -> list[list[str]]:
+    """The actions of each device, as texts; raises as `write` does.
+
+    `offloads` lets O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
+
+    All devices follow one order of all ops, that of their predicted ends, in which none comes before what it waits for
+    (`CompiledSchedule.places`). A message is sent behind its op, and its receive posted at that place of the order. So
+    sends and receives of two ranks have the same order on both, and nothing waits in a circle, whatever the ops' times.
+    """
+    _require_sayable(schedule, offloads)
+    problem = schedule.problem
+    if wrong := complaints(problem, schedule.links, schedule.compiled.rows, schedule.compiled.index):
         raise ScheduleError(wrong[0])
-    return "".join(",".join(row) + "\n" for row in _rows(_numbered_as_losses(schedule), messages))
+    schedule = _numbered_as_losses(schedule)
+    table, places = schedule.compiled.rows, schedule.compiled.places
+    devices = [stage.device for stage in problem.stages]
+    texts = [_first_uses(program) if messages else [] for program in schedule.programs]
+    last = _last_gradients(schedule.programs) if messages else set()
+    issued = np.maximum.accumulate(np.where(table.transfer, 0, np.arange(len(table))))  # the op before a transfer
+    for row in np.lexsort((np.arange(len(table)), places[issued])).tolist():
+        if table.second[row]:
+            continue  # stands right behind its first in this order, too
+        item = table.item(row)
+        ops = item if isinstance(item, Pair) else (item,)
+        own = texts[table.device[row]]
+        own.append(_text(item))
+        for op in ops if messages else ():
+            for send, receive, to in _messages(op, devices):
+                own.append(send)
+                texts[to].append(receive)
+        for op in ops:
+            if op in last:
+                own += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
+    return texts
 
 
 def read(text: str, problem: Problem, what: str) -> Schedule:
@@ -74,7 +106,7 @@ def read(text: str, problem: Problem, what: str) -> Schedule:
     return Schedule(problem, programs)
 
 
-def _require_sayable(schedule: Schedule) -> None:
+def _require_sayable(schedule: Schedule, offloads: bool) -> None:
     problem = schedule.problem
     row = tuple(range(len(problem.stages)))
     if other := [route for route in problem.all_routes if route != row]:
@@ -85,7 +117,7 @@ def _require_sayable(schedule: Schedule) -> None:
     if idle := set(range(len(problem.devices))) - {stage.device for stage in problem.stages}:
         raise InputError(f"device {min(idle)} has no stage: in PyTorch's pipelining every rank has one")
     for d, program in enumerate(schedule.programs):
-        if (unsaid := ~of_kinds(program.table, *LETTER)).any():
+        if (unsaid := ~of_kinds(program.table, *LETTER, *(OFFLOAD if offloads else ()))).any():
             op = program.ops()[int(np.flatnonzero(unsaid)[0])]
             hint = "; --without-offload (in Python without_offload=True) leaves offloads out"
             raise InputError(
@@ -110,41 +142,14 @@ def _numbered_as_losses(schedule: Schedule) -> Schedule:
         changed[:, MICROBATCH] = number[changed[:, MICROBATCH]]
         return Program(changed)
 
-    return replace(schedule, programs=tuple(map(numbered, schedule.programs)))
-
-
-def _rows(schedule: Schedule, messages: bool) -> list[list[str]]:
-    """The actions of each device.
-
-    All devices follow one order of all ops, that of their predicted ends, in which none comes before what it waits for
-    (`CompiledSchedule.places`). A message is sent behind its op, and its receive posted at that place of the order. So
-    sends and receives of two ranks have the same order on both, and nothing waits in a circle, whatever the ops' times.
-    """
-    problem, compiled = schedule.problem, schedule.compiled
-    devices = [stage.device for stage in problem.stages]
-    rows = [_first_uses(program) if messages else [] for program in schedule.programs]
-    last = _last_gradients(schedule.programs) if messages else set()
-    for row in np.argsort(compiled.places).tolist():
-        if compiled.rows.second[row]:
-            continue  # stands right behind its first in this order, too
-        item = compiled.rows.item(row)
-        ops = item if isinstance(item, Pair) else (item,)
-        own = rows[compiled.rows.device[row]]
-        own.append(_text(item))
-        for op in ops if messages else ():
-            for send, receive, to in _messages(op, devices):
-                own.append(send)
-                rows[to].append(receive)
-        for op in ops:
-            if op in last:
-                own += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
-    return rows
+    links = {link: numbered(transfers) for link, transfers in schedule.links.items()}
+    return replace(schedule, programs=tuple(map(numbered, schedule.programs)), links=links)
 
 
 def _text(item: Op | Pair) -> str:
     if isinstance(item, Pair):
         return f"({_text(item.first)};{_text(item.second)})OVERLAP_F_B"
-    return f"{item.stage}{LETTER[item.kind]}{item.microbatch}"
+    return f"{item.stage}{LETTER[item.kind]}{item.microbatch}" if item.kind in LETTER else str(item)
 
 
 def _first_uses(program: Program) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import problems
 from support.published import Case, published
+from support.ranks import cases as rank_cases
 from support.ranks import programs as rank_programs
 from support.ranks import systems as rank_systems
 from support.ranks import torch_pipelining
@@ -21,7 +22,9 @@ from support.ranks.worker import Ranks
 
 from optpipe import Schedule, export_schedule, import_schedule, leave_out_offload
 from optpipe.errors import InputError
+from optpipe.model.records import Stage
 from optpipe_runtime import Layout
+from optpipe_solver import heuristics
 
 FORMS = {"torch-csv": "compute_only", "torch-comms": "compute_comms"}
 # Each is for two routes, or consists of ops for which PyTorch has no action.
@@ -87,3 +90,44 @@ def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path:
     by_rank = ranks(torch_pipelining.run_all, files=files)
     for to, *outcomes in zip(FORMS, *by_rank, strict=True):
         require_same(to, outcomes, rank_systems.plain(case.layout))
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 1, 0)])
+def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks) -> None:
+    """On a problem with the bytes that the stages save: losses and gradients of a plain run, with a peak as certified.
+
+    A count of its own, of all storages that live, falls by most of what the certified peak does: it has what backwards
+    take for a moment, too.
+    """
+    ample = rank_cases.problem(placement, 6, offload_parts=2)
+    keeping = heuristics.generate("naive", ample)
+    saved = {
+        s: n
+        for (done,) in ranks(torch_pipelining.run_offloaded, schedules=[keeping])
+        for s, n in done.activation_bytes.items()
+    }
+    real = ample.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(ample.stages)])
+    schedules = [heuristics.generate("zb-auto", real), heuristics.generate("adaoffload", real.with_memory_for(2.2))]
+    by_rank = ranks(torch_pipelining.run_offloaded, schedules=schedules)
+    plain = rank_systems.plain(Layout.of(real))
+    for outcomes in zip(*by_rank, strict=True):
+        require_same(f"{placement}", [(done.outcome, "") for done in outcomes], plain)
+        assert all(0 < done.peak_bytes <= done.certified_bytes for done in outcomes)
+    on_host = [[done.host_peak_bytes for done in outcomes] for outcomes in zip(*by_rank, strict=True)]
+    assert on_host[0] == [0, 0]
+    assert on_host[1][0] > 0
+    for kept, left in by_rank:
+        fall = kept.certified_bytes - left.certified_bytes
+        assert kept.alive_bytes - left.alive_bytes > 0.6 * fall > 0
+
+
+def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:
+    problem = rank_cases.problem([1, 0], 2)
+    said = ranks(torch_pipelining.refusal, schedule=heuristics.generate("naive", problem), placement=(0, 1))
+    assert said[0] == "stages: rank 0 has [0] of 2; the schedule places [1] of 2 there"
+
+
+def with_bytes(stage: Stage, saved: int) -> Stage:
+    """A stage that saves so much. Torch frees nothing for certain before W; small blocks are not offloaded."""
+    sizes = {"activation_bytes": saved, "saved_for_weight_bytes": saved, "offload_bytes": saved * 9 // 10}
+    return stage.model_copy(update=sizes)
