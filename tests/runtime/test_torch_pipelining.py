@@ -96,8 +96,7 @@ def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path:
 def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks) -> None:
     """On a problem with the bytes that the stages save: losses and gradients of a plain run, with a peak as certified.
 
-    A count of its own, of all storages that live, falls by most of what the certified peak does: it has what backwards
-    take for a moment, too.
+    A count of its own, of all storages that the step makes, falls as the certified peak does.
     """
     ample = rank_cases.problem(placement, 6, offload_parts=2)
     keeping = heuristics.generate("naive", ample)
@@ -118,7 +117,7 @@ def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks)
     assert on_host[1][0] > 0
     for kept, left in by_rank:
         fall = kept.certified_bytes - left.certified_bytes
-        assert kept.alive_bytes - left.alive_bytes > 0.6 * fall > 0
+        assert kept.alive_bytes - left.alive_bytes > 0.9 * fall > 0
 
 
 def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:

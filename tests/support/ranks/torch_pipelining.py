@@ -22,7 +22,7 @@ from optpipe.errors import InputError
 from optpipe.schedule import Schedule
 from optpipe_runtime import Layout, torch_schedule
 from optpipe_runtime.memory.host_pool import PAGE
-from optpipe_runtime.memory.storage import StorageRef
+from optpipe_runtime.memory.storage import StorageRef, storage_key
 from support.ranks.cases import Gradients, batch, loss_fn
 from support.ranks.systems import Outcome, model
 
@@ -143,11 +143,12 @@ class Alive(TorchDispatchMode):
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 ref = StorageRef(tensor.untyped_storage())
-                if ref.nbytes < PAGE["cpu"]:
+                if ref.nbytes < PAGE["cpu"] and ref.key not in given:  # what ops change in place was there before
                     self._made[ref.key] = ref
         self._made = {key: ref for key, ref in self._made.items() if ref.alive}
         self.most = max(self.most, sum(ref.nbytes for ref in self._made.values()))
