@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from optpipe.evaluate.deadlock import DeadlockError
     from optpipe.evaluate.memory import Certificate
     from optpipe.evaluate.timeline import Timeline
+    from optpipe.formats.convert import export_schedule, import_schedule, leave_out_offload
     from optpipe.model.offload import estimated_offload_ratio, offload_ratio
     from optpipe.model.ops import Kind, Op, Pair
     from optpipe.model.problem import Problem
@@ -50,7 +51,10 @@ _HOME = {
     "check": "schedule",
     "compare": "comparison",
     "estimated_offload_ratio": "model.offload",
+    "export_schedule": "formats.convert",
+    "import_schedule": "formats.convert",
     "improve": "anytime",
+    "leave_out_offload": "formats.convert",
     "offload_ratio": "model.offload",
     "simulate": "schedule",
     "solve": "anytime",
@@ -78,7 +82,10 @@ __all__ = [
     "check",
     "compare",
     "estimated_offload_ratio",
+    "export_schedule",
+    "import_schedule",
     "improve",
+    "leave_out_offload",
     "offload_ratio",
     "simulate",
     "solve",

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from optpipe_cli import cache, compare, demo, keys, model, profile, schedule_commands, serve, solve, worker
+from optpipe_cli import cache, compare, demo, formats, keys, model, profile, schedule_commands, serve, solve, worker
 from optpipe_cli.bench.commands import app as bench_app
 from optpipe_cli.options import register
 
@@ -28,11 +28,13 @@ register(
     schedule_commands.simulate,
     schedule_commands.show,
     model.model,
+    formats.export,
     profile.profile,
     serve.serve,
     worker.worker,
     demo.demo,
 )
+app.command(name="import")(formats.import_)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app, name="bench")

@@ -21,18 +21,25 @@ ScheduleFilePath = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="A sc
 
 def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) -> None:
     """Tell everything that is wrong with a schedule for a problem; exit code 1, or 0 if it runs and fits."""
-    from optpipe.schedule import certify
     from optpipe.schedule import check as complaints
 
     what, file, found = _read(problem, schedule)
     wrong = _of_other_sizes(file, what) or _misplaced(file, what) + complaints(what, found)
     wrong = wrong or (_false_claims(file, found) if file.problem.sha256 == what.sha256 else [])
+    tell(found, wrong, json)
+
+
+def tell(schedule: Schedule, wrong: list[str], json: bool) -> None:
+    """Print what `check` finds; exit code 1 if anything is wrong."""
+    from optpipe.schedule import certify
+
+    problem = schedule.problem
     if json:
         content = {"valid": not wrong, "complaints": wrong}
         if not wrong:
-            certificate = certify(what, found)
+            certificate = certify(problem, schedule)
             content |= {
-                "makespan_ms": found.makespan_ms,
+                "makespan_ms": schedule.makespan_ms,
                 "peak_bytes": [peak.bytes for peak in certificate.device],
                 "host_peak_bytes": [peak.bytes for peak in certificate.host],
             }
@@ -42,7 +49,7 @@ def check(problem: ProblemFile, schedule: ScheduleFilePath, json: Json = False) 
             typer.echo(complaint)
     else:
         typer.echo(
-            f"valid: it runs in {found.makespan_ms:.6g} ms and fits the memory of all {len(what.devices)} devices"
+            f"valid: it runs in {schedule.makespan_ms:.6g} ms and fits the memory of all {len(problem.devices)} devices"
         )
     if wrong:
         raise typer.Exit(1)

@@ -1,7 +1,7 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `follow`, `factory`: what users call; `arguments`, `build`, `step_runner`: the parts of
+- `pipeline`, `follow`, `factory`, `in_torch`: what users call; `arguments`, `build`, `step_runner`: the parts of
   `Pipeline`;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.execute.report import Excess, OpTime, StepReport
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.follow import Follower
+    from optpipe_runtime.in_torch import TorchSchedule, torch_schedule
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
@@ -44,8 +45,10 @@ _HOME = {
     "ScheduleClient": "service.client",
     "Setup": "factory",
     "StepReport": "execute.report",
+    "TorchSchedule": "in_torch",
     "prepare": "lowering.prepare",
     "register_split": "stage.split",
+    "torch_schedule": "in_torch",
     "weight_grads": "stage.split",
 }
 __all__ = [
@@ -60,8 +63,10 @@ __all__ = [
     "ScheduleClient",
     "Setup",
     "StepReport",
+    "TorchSchedule",
     "prepare",
     "register_split",
+    "torch_schedule",
     "weight_grads",
 ]
 

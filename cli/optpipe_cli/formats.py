@@ -1,0 +1,68 @@
+"""`optpipe export` and `optpipe import`: between schedule files and the forms of other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe_cli.output import Json, require_writable
+from optpipe_cli.schedule_commands import ScheduleFilePath, tell
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Schedule
+
+
+def export(
+    schedule: ScheduleFilePath,
+    to: Annotated[str, typer.Option(metavar="torch-csv|torch-comms|json", help="The form to write.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, not to stdout.")] = None,
+    without_offload: Annotated[
+        bool, typer.Option("--without-offload", help="Leave out offloads, drops and reloads; tell the memory it costs.")
+    ] = False,
+) -> None:
+    """Write a schedule in the form that another program reads, such as PyTorch's pipelining."""
+    from optpipe.formats.convert import export_schedule, leave_out_offload
+    from optpipe.model.problem import write_file
+    from optpipe.schedule import Schedule
+
+    require_writable(output)
+    found = Schedule.load(schedule)
+    text = export_schedule(found, to, without_offload)
+    if without_offload:
+        _tell_cost(found, leave_out_offload(found))
+    if output:
+        write_file(output, text)
+    else:
+        typer.echo(text, nl=False)
+
+
+def _tell_cost(schedule: Schedule, without: Schedule) -> None:
+    """Print on stderr what every device needs with offload and without."""
+    from optpipe.schedule import certify
+
+    problem = schedule.problem
+    before, after = (certify(problem, each).device for each in (schedule, without))
+    for d, (with_it, peak) in enumerate(zip(before, after, strict=True)):
+        verdict = "" if peak.fits else f", more than the {peak.limit} it has"
+        typer.echo(f"device {d}: {peak.bytes} bytes of activations, {with_it.bytes} with offload{verdict}", err=True)
+
+
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="PyTorch's CSV if named .csv; otherwise lists of op texts.")
+    ],
+    problem: Annotated[Path, typer.Option(help="The problem that the schedule is for.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the schedule file here.")],
+    json: Json = False,
+) -> None:
+    """Read a schedule that another program wrote, write it as a schedule file, and tell what `check` says of it."""
+    from optpipe.formats.convert import import_schedule
+    from optpipe.model.problem import Problem
+    from optpipe.schedule import check
+
+    require_writable(output)
+    found = import_schedule(file, Problem.load(problem))
+    found.save(output)
+    tell(found, check(found.problem, found), json)

@@ -1,0 +1,77 @@
+"""`export_schedule` and `import_schedule`: between schedules and the forms of other programs, by their names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from optpipe.errors import InputError, ScheduleError, did_you_mean
+from optpipe.evaluate.rows import Rows
+from optpipe.formats import op_texts, torch_csv
+from optpipe.model.ops import Kind
+from optpipe.model.problem import Problem, read_file
+from optpipe.model.program import Program, of_kinds
+from optpipe.schedule import Schedule, ScheduleFile
+
+FORMATS = ("torch-csv", "torch-comms", "json")
+
+
+def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
+    """A schedule in the form that another program reads.
+
+    Parameters
+    ----------
+    to
+        `torch-csv`: rows of compute actions for PyTorch's pipelining. `torch-comms`: rows with all messages, which it
+        runs as they are. `json`: the schedule file, the only form that says everything.
+    without_offload
+        Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
+
+    Raises
+    ------
+    InputError
+        If there is no such form, or it cannot say an op of the schedule.
+    ScheduleError
+        If the schedule cannot run.
+    """
+    if to not in FORMATS:
+        raise InputError(f"to = {to!r}: one of {', '.join(FORMATS)} is expected{did_you_mean(to, FORMATS, '; ')}")
+    if without_offload:
+        schedule = leave_out_offload(schedule)
+    if to == "json":
+        return ScheduleFile.of(schedule).to_json() + "\n"
+    return torch_csv.write(schedule, messages=to == "torch-comms")
+
+
+def leave_out_offload(schedule: Schedule) -> Schedule:
+    """The schedule with all activations left on their devices: without its O, D and R."""
+    kept = tuple(_staying(program) for program in schedule.programs)
+    return replace(schedule, programs=kept, links={link: _staying(order) for link, order in schedule.links.items()})
+
+
+def _staying(program: Program) -> Program:
+    return Program(program.table[~of_kinds(program.table, Kind.O, Kind.D, Kind.R)])
+
+
+def import_schedule(path: str | Path, problem: Problem) -> Schedule:
+    """Reads a schedule that another program wrote, for `problem`.
+
+    A file named `.csv` has PyTorch's actions, with messages or without; any other has op texts, one line a device or
+    JSON. Line d + 1 is the program of device d. Raises InputError for what cannot be read, or is not of this problem;
+    `check` says what else is wrong.
+    """
+    what = str(path)
+    try:
+        text = read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what}: no text in UTF-8: {error.reason} at byte {error.start}") from None
+    rows = what.endswith(".csv")
+    schedule = torch_csv.read(text, problem, what) if rows else op_texts.read(text, problem, what)
+    for d, program in enumerate(schedule.programs):
+        try:
+            Rows(program.table, np.full(len(program), d)).require_known(problem)
+        except ScheduleError as error:
+            raise InputError(f"{what}, {'line' if rows else 'program'} {d + 1}: {error}") from None
+    return schedule

@@ -1,0 +1,196 @@
+"""PyTorch's pipelining: one row of actions a rank, separated by commas, as `_PipelineScheduleRuntime._load_csv` reads
+them (torch.distributed.pipelining, torch 2.13).
+
+Their `I` is our `B`, their `B` our `BW`, and a pair is written `(0F3;4B1)OVERLAP_F_B`. With messages a row also has the
+actions SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, REDUCE_GRAD and RESHARD.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from optpipe.errors import InputError, ScheduleError
+from optpipe.evaluate.validity import complaints
+from optpipe.model.ops import BACKWARD, Kind, Op, Pair
+from optpipe.model.problem import Problem
+from optpipe.model.program import KIND, MICROBATCH, STAGE, Program, of_kinds
+from optpipe.schedule import Schedule
+
+LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_KIND = {letter: kind for kind, letter in LETTER.items()}
+OFFLOAD = (Kind.O, Kind.D, Kind.R)
+WEIGHTS = (Kind.W, Kind.BW)
+
+_COMPUTE = re.compile(r"(\d{1,9})([FIBW])(\d{1,9})")
+_OTHER = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def write(schedule: Schedule, messages: bool) -> str:
+    """The rows of a schedule.
+
+    Parameters
+    ----------
+    schedule
+        Of one route over all stages in order. Whether it fits the memory does not matter.
+    messages
+        Also write sends and receives, UNSHARD, REDUCE_GRAD and RESHARD; torch then runs the rows as they are
+        (`compute_comms`). Without them it places its own, as if all ops took the same time (`compute_only`).
+
+    Returns
+    -------
+    str
+        One line a device.
+
+    Raises
+    ------
+    InputError
+        If the rows cannot say what the schedule does; the sentence names the op.
+    ScheduleError
+        If the schedule cannot run.
+    """
+    return "".join(",".join(row) + "\n" for row in rows(schedule, messages))
+
+
+def rows(schedule: Schedule, messages: bool, offloads: bool = False) -> list[list[str]]:
+    """The actions of each device, as texts; raises as `write` does.
+
+    `offloads` lets O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
+
+    All devices follow one order of all ops, that of their predicted ends, in which none comes before what it waits for
+    (`CompiledSchedule.places`). A message is sent behind its op, and its receive posted at that place of the order. So
+    sends and receives of two ranks have the same order on both, and nothing waits in a circle, whatever the ops' times.
+    """
+    _require_sayable(schedule, offloads)
+    problem = schedule.problem
+    if wrong := complaints(problem, schedule.links, schedule.compiled.rows, schedule.compiled.index):
+        raise ScheduleError(wrong[0])
+    schedule = _numbered_as_losses(schedule)
+    table, places = schedule.compiled.rows, schedule.compiled.places
+    devices = [stage.device for stage in problem.stages]
+    texts = [_first_uses(program) if messages else [] for program in schedule.programs]
+    last = _last_gradients(schedule.programs) if messages else set()
+    issued = np.maximum.accumulate(np.where(table.transfer, 0, np.arange(len(table))))  # the op before a transfer
+    for row in np.lexsort((np.arange(len(table)), places[issued])).tolist():
+        if table.second[row]:
+            continue  # stands right behind its first in this order, too
+        item = table.item(row)
+        ops = item if isinstance(item, Pair) else (item,)
+        own = texts[table.device[row]]
+        own.append(_text(item))
+        for op in ops if messages else ():
+            for send, receive, to in _messages(op, devices):
+                own.append(send)
+                texts[to].append(receive)
+        for op in ops:
+            if op in last:
+                own += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
+    return texts
+
+
+def read(text: str, problem: Problem, what: str) -> Schedule:
+    """The schedule of a file with or without messages. They are left out: here they follow from the ops.
+
+    Raises InputError that names the line, the action, and what would be right.
+    """
+    lines = text.rstrip().splitlines()
+    if len(lines) != len(problem.devices):
+        raise InputError(
+            f"{what}: {len(lines)} rows, the problem has {len(problem.devices)} devices: one row is expected for each"
+        )
+    programs = tuple(Program.of(_items(line, f"{what}, line {n}")) for n, line in enumerate(lines, 1))
+    return Schedule(problem, programs)
+
+
+def _require_sayable(schedule: Schedule, offloads: bool) -> None:
+    problem = schedule.problem
+    row = tuple(range(len(problem.stages)))
+    if other := [route for route in problem.all_routes if route != row]:
+        raise InputError(
+            f"routes: one is {list(other[0])}: in PyTorch's pipelining every micro-batch passes all stages in order, "
+            f"0 to {row[-1]}"
+        )
+    if idle := set(range(len(problem.devices))) - {stage.device for stage in problem.stages}:
+        raise InputError(f"device {min(idle)} has no stage: in PyTorch's pipelining every rank has one")
+    for d, program in enumerate(schedule.programs):
+        if (unsaid := ~of_kinds(program.table, *LETTER, *(OFFLOAD if offloads else ()))).any():
+            op = program.ops()[int(np.flatnonzero(unsaid)[0])]
+            hint = "; --without-offload (in Python without_offload=True) leaves offloads out"
+            raise InputError(
+                f"{op} in the program of device {d}: PyTorch's rows say F, B, W and BW, they have no action for "
+                f"{op.kind.name}{hint if op.kind in OFFLOAD else ''}"
+            )
+
+
+def _numbered_as_losses(schedule: Schedule) -> Schedule:
+    """The schedule with its micro-batches numbered in the order of the last stage's forwards.
+
+    PyTorch finds the loss of micro-batch j as the j-th one that was computed. Micro-batches of one route are alike, so
+    the schedule stays the same.
+    """
+    last = len(schedule.problem.stages) - 1
+    table = schedule.programs[schedule.problem.stages[last].device].table
+    order = table[(table[:, KIND] == Kind.F) & (table[:, STAGE] == last), MICROBATCH]
+    number = np.argsort(order)
+
+    def numbered(program: Program) -> Program:
+        changed = program.table.copy()
+        changed[:, MICROBATCH] = number[changed[:, MICROBATCH]]
+        return Program(changed)
+
+    links = {link: numbered(transfers) for link, transfers in schedule.links.items()}
+    return replace(schedule, programs=tuple(map(numbered, schedule.programs)), links=links)
+
+
+def _text(item: Op | Pair) -> str:
+    if isinstance(item, Pair):
+        return f"({_text(item.first)};{_text(item.second)})OVERLAP_F_B"
+    return f"{item.stage}{LETTER[item.kind]}{item.microbatch}" if item.kind in LETTER else str(item)
+
+
+def _first_uses(program: Program) -> list[str]:
+    """Parameters are gathered in the order in which a rank's stages are used, beside its first ops, and stay until the
+    stage's last gradient."""
+    return [f"{s}UNSHARD" for s in dict.fromkeys(program.table[:, STAGE].tolist())]
+
+
+def _last_gradients(programs: Iterable[Program]) -> set[Op]:
+    """The last W or BW of each stage."""
+    return {op for program in programs for op in {op.stage: op for op in program.ops() if op.kind in WEIGHTS}.values()}
+
+
+def _messages(op: Op, devices: Sequence[int]) -> list[tuple[str, str, int]]:
+    """What an op sends to another device: the send, the receive, and the device that receives."""
+    s, j = op.stage, op.microbatch
+    to, letter = (s + 1, "F") if op.kind == Kind.F else (s - 1, "B") if op.kind in BACKWARD else (s, "")
+    if not 0 <= to < len(devices) or devices[to] == devices[s]:
+        return []
+    return [(f"{s}SEND_{letter}{j}", f"{to}RECV_{letter}{j}", devices[to])]
+
+
+def _items(line: str, what: str) -> list[Op | Pair]:
+    """The ops and pairs of a row; empty cells are idle time."""
+    cells = [cell for cell in map(str.strip, line.split(",")) if cell]
+    return [_item(cell, what) for cell in cells if not _OTHER.fullmatch(cell)]
+
+
+def _item(cell: str, what: str) -> Op | Pair:
+    if pair := _PAIR.fullmatch(cell):
+        first, second = (_op(part.strip(), what) for part in pair.groups())
+        return Pair(first, second)
+    return _op(cell, what)
+
+
+def _op(cell: str, what: str) -> Op:
+    found = _COMPUTE.fullmatch(cell)
+    if found is None:
+        raise InputError(
+            f"{what}: {cell[:40]!r} is no action of PyTorch's pipelining: stage, one of F, I, B, W, micro-batch are "
+            "expected, such as 0F3, or (0F3;4B1)OVERLAP_F_B, 0SEND_F3, 0UNSHARD"
+        )
+    stage, letter, microbatch = found.groups()
+    return Op(_KIND[letter], int(stage), int(microbatch))

@@ -1,0 +1,258 @@
+"""`torch_schedule`: a schedule with offloads in PyTorch's own pipelining.
+
+PyTorch's runtime goes through its own rows of actions, with O, D and R among them. What a stage's forward saves for the
+backward is kept by an `Activation`, as in `Pipeline`, and leaves the device by the same links and the same host pool.
+Nothing in torch is changed: O, D and R are actions with functions of their own, as `register_custom_function` makes
+them for torch's kinds, and while a step runs the stages' `forward_one_chunk` and `backward_one_chunk` are called
+through this schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.utils._pytree import tree_leaves
+
+from optpipe.errors import InputError, ScheduleError
+from optpipe.formats import torch_csv
+from optpipe.model.ops import OP, Kind, Op
+from optpipe.schedule import Schedule, check
+from optpipe_runtime.lowering.plan import StageMicrobatch
+from optpipe_runtime.memory.activation import Activation
+from optpipe_runtime.memory.host_pool import HostPool, OnHost
+from optpipe_runtime.memory.link import Link
+from optpipe_runtime.memory.storage import storage_key
+
+
+class Move(NamedTuple):
+    """O, D or R as an action of torch's runtime, with the attributes that it looks at."""
+
+    op: Op
+
+    @property
+    def computation_type(self) -> Kind:
+        return self.op.kind
+
+    @property
+    def stage_index(self) -> int:
+        return self.op.stage
+
+    @property
+    def microbatch_index(self) -> int:
+        return self.op.microbatch
+
+    @property
+    def sub_actions(self) -> None:
+        return None
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+def torch_schedule(
+    schedule: Schedule,
+    stages: Sequence[PipelineStage],
+    loss_fn: Callable[..., Tensor] | None = None,
+    host_memory_bytes: int | None = None,
+    **options: Any,
+) -> TorchSchedule:
+    """A schedule of torch.distributed.pipelining that runs this one, with its offloads, drops and reloads.
+
+    Parameters
+    ----------
+    schedule
+        Of one route over all stages in order, with F, B, W, BW, O, D and R. It must fit the memory of its problem.
+    stages
+        Those that the schedule places on this rank.
+    loss_fn
+        The mean loss of a micro-batch, from the last stage's output and the target.
+    host_memory_bytes
+        The most host memory that offloaded activations may take; no limit by default.
+    options
+        Of torch's `PipelineScheduleMulti`, such as `scale_grads`.
+
+    Raises
+    ------
+    InputError
+        If the stages are not those of this rank, are sharded by FSDP, or the schedule has other ops.
+    ScheduleError
+        If the schedule cannot run or does not fit the memory.
+    """
+    return TorchSchedule(schedule, stages, loss_fn, host_memory_bytes, **options)
+
+
+class TorchSchedule(_PipelineScheduleRuntime):
+    """Made by `torch_schedule`. Use it as torch's own schedules: `step(inputs, target=..., losses=...)`.
+
+    Attributes
+    ----------
+    peak_bytes
+        The most bytes of activations that this rank held in the last step, counted by live storages after every op
+        that takes memory. Inputs of stages are not counted: torch keeps a buffer for each micro-batch.
+    certified_bytes
+        What the schedule allows.
+    activation_bytes
+        By stage, what the last forward saved: `activation_bytes` of a problem for these stages.
+    host_peak_bytes
+        The most host memory that was in use in the last step, in whole pages.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[PipelineStage],
+        loss_fn: Callable[..., Tensor] | None,
+        host_memory_bytes: int | None,
+        **options: Any,
+    ) -> None:
+        rows = torch_csv.rows(schedule, messages=True, offloads=True)
+        problem = schedule.problem
+        if complaints := check(problem, schedule):
+            raise ScheduleError(complaints[0])
+        _require_placed(schedule, stages)
+        super().__init__(  # type: ignore[no-untyped-call]
+            [*stages], n_microbatches=problem.microbatches, loss_fn=loss_fn, **options
+        )
+        actions: dict[int, list[Any]] = {d: [_action(text) for text in row] for d, row in enumerate(rows)}
+        known: dict[int, list[_Action | None]] = {
+            d: [action for action in row if isinstance(action, _Action)] for d, row in actions.items()
+        }
+        self._prepare_schedule_with_comms(known, format="compute_comms")
+        self.pipeline_order_with_comms = actions
+        functions: dict[Any, Callable[..., Any]] = self._comp_type_to_function_map
+        functions |= {Kind.O: self._offload, Kind.D: self._drop, Kind.R: self._reload}
+
+        self._parts = {s: stage.offload_parts for s, stage in enumerate(problem.stages)}
+        self._device = stages[0].device
+        self._link = Link(self._device, problem.transfer_mode == "full_duplex")
+        self._pool = HostPool(self._device, host_memory_bytes)
+        self._kept: dict[StageMicrobatch, Activation] = {}
+        self._shared: dict[int, frozenset[int]] = {stage.stage_index: frozenset() for stage in stages}
+        self.certified_bytes = schedule.compiled.certificate.device[self.rank].bytes
+        self.peak_bytes = self.host_peak_bytes = 0
+        self.activation_bytes: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Ends the thread that copies, on a CPU."""
+        self._link.close()
+
+    # One step
+
+    def _step_microbatches(self, *args: Any, **more: Any) -> None:
+        if not self._has_backward:
+            super()._step_microbatches(*args, **more)
+            return
+        self.peak_bytes = 0
+        self._pool.start_step()
+        try:
+            with self._watched():
+                super()._step_microbatches(*args, **more)
+        finally:
+            for activation in self._kept.values():
+                activation.restore()
+            self._kept.clear()
+        self.host_peak_bytes = self._pool.peak_bytes
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """While a step runs, forwards and backwards of the stages come through here."""
+        stages: list[Any] = self._stages
+        for stage in stages:
+            stage.forward_one_chunk = partial(self._forward, stage, stage.forward_one_chunk)
+            stage.backward_one_chunk = partial(self._backward, stage, stage.backward_one_chunk)
+        try:
+            yield
+        finally:
+            for stage in stages:
+                del stage.forward_one_chunk, stage.backward_one_chunk
+
+    def _forward(
+        self, stage: PipelineStage, forward: Callable[..., Any], microbatch: int, args: Any, kwargs: Any, **more: Any
+    ) -> Any:
+        staying = [*stage.submod.parameters(), *stage.submod.buffers(), *_inputs(stage, microbatch, (args, kwargs))]
+        activation = Activation(self._device, frozenset(map(storage_key, staying)), self._shared[stage.stage_index])
+        self._kept[stage.stage_index, microbatch] = activation
+        with activation.capture():
+            return forward(microbatch, args, kwargs, **more)
+
+    def _maybe_compute_loss(
+        self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        """Called behind every forward: the loss saves tensors, too."""
+        activation = self._kept.get((stage.stage_index, mb_index))
+        with nullcontext() if activation is None else activation.capture():
+            super()._maybe_compute_loss(  # type: ignore[no-untyped-call]
+                stage, output, target_mbs, mb_index, loss_kwargs
+            )
+        if activation is None:
+            return
+        self.activation_bytes[stage.stage_index] = activation.nbytes
+        self._count()
+
+    def _backward(self, stage: PipelineStage, backward: Callable[..., Any], microbatch: int, **more: Any) -> Any:
+        activation = self._kept[stage.stage_index, microbatch]
+        activation.restore()
+        activation.release()
+        return backward(microbatch, **more)
+
+    def _offload(self, action: Move, _: object) -> None:
+        if activation := self._of(action):
+            parts = self._parts[action.op.stage]
+            activation.offload(action.op.part, parts, OnHost(self._link, self._pool))
+
+    def _drop(self, action: Move, _: object) -> None:
+        if activation := self._of(action):
+            activation.drop(action.op.part)
+            self._shared[action.op.stage] |= activation.shared_blocks()
+
+    def _reload(self, action: Move, _: object) -> None:
+        if activation := self._of(action):
+            activation.reload(action.op.part)
+            self._count()
+
+    def _of(self, action: Move) -> Activation | None:
+        """None in an evaluation, which keeps nothing."""
+        return self._kept.get((action.op.stage, action.op.microbatch))
+
+    def _count(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(activation.nbytes for activation in self._kept.values()))
+
+
+def _action(text: str) -> _Action | Move:
+    return (
+        Move(Op.parse(text)) if OP.fullmatch(text) and text.lstrip("0123456789")[0] in "ODR" else _Action.from_str(text)
+    )
+
+
+def _inputs(stage: PipelineStage, microbatch: int, given: Any) -> list[Tensor]:
+    """What the stage gets, which torch keeps anyway: the batch, or buffers of messages."""
+    received = () if stage.is_first else (info.buffer for info in stage.args_recv_info[microbatch])
+    return [leaf for leaf in (*tree_leaves(given), *received) if isinstance(leaf, Tensor)]
+
+
+def _require_placed(schedule: Schedule, stages: Sequence[PipelineStage]) -> None:
+    if not stages:
+        raise InputError("stages is empty: every rank of a pipeline has a stage")
+    problem, rank = schedule.problem, stages[0].group_rank
+    if stages[0].group_size != len(problem.devices):
+        raise InputError(
+            f"the schedule is for {len(problem.devices)} ranks, the stages' group has {stages[0].group_size}"
+        )
+    given, placed = sorted(stage.stage_index for stage in stages), problem.stages_on(rank)
+    if given != placed or stages[0].num_stages != len(problem.stages):
+        raise InputError(
+            f"stages: rank {rank} has {given} of {stages[0].num_stages}; the schedule places {placed} of "
+            f"{len(problem.stages)} there"
+        )
+    if sharded := [stage.stage_index for stage in stages if isinstance(stage.submod, FSDPModule)]:
+        raise InputError(
+            f"stage {sharded[0]} is sharded by FSDP: gathered parameters would be taken for activations; export the "
+            "schedule without offload"
+        )

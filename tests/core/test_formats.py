@@ -1,0 +1,181 @@
+"""Schedules in other programs' forms: what is written, what is read back, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import problems, strategies
+
+from optpipe import (
+    InputError,
+    Problem,
+    Schedule,
+    ScheduleError,
+    certify,
+    check,
+    export_schedule,
+    import_schedule,
+    leave_out_offload,
+)
+
+TWO = problems.pipeline(2, 2, 100, problems.stage(offload=(1, 1, 9)), overlap_factor=0.8)
+
+
+def schedule(problem: Problem, *programs: str) -> Schedule:
+    return Schedule.parse(problem, [program.split() for program in programs])
+
+
+SPLIT = schedule(TWO, "0F0 0F1 0B0 0W0 0BW1", "1F0 1B0 1F1 1B1 1W0 1W1")
+OFFLOADED = schedule(TWO, "0F0 0O0 0D0 0F1 0BW1 0R0 0BW0", "1F0 1F1 1BW1 1BW0")
+
+
+def test_the_letters_of_compute_actions() -> None:
+    assert export_schedule(SPLIT, "torch-csv") == "0F0,0F1,0I0,0W0,0B1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+def test_messages_stand_behind_the_op_that_sends_them() -> None:
+    assert export_schedule(SPLIT, "torch-comms") == (
+        "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0W0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
+        "1UNSHARD,1RECV_F0,1RECV_F1,1F0,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1RESHARD\n"
+    )
+
+
+def test_a_pair_and_neighbours_on_one_device() -> None:
+    v = problems.pipeline(2, 2, 100, [problems.stage(device=d) for d in (0, 1, 1, 0)], overlap_factor=0.8)
+    paired = schedule(v, "0F0 0F1 3F0 3BW0 3F1 3BW1 0BW0 0BW1", "1F0 2F0 1F1 2F1+2BW0 1BW0 2BW1 1BW1")
+    rows = export_schedule(paired, "torch-comms").splitlines()
+    assert "(2F1;2B0)OVERLAP_F_B,2SEND_F1,1B0,1SEND_B0" in rows[1]
+    assert not re.search("1SEND_F|2RECV_F|2SEND_B|1RECV_B", rows[1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_rows_run_where_every_message_waits_for_its_other_end(data: st.DataObject) -> None:
+    """The strictest hardware: a send ends only while its receive is the other rank's next action, and the other way
+    round. All ops of the schedule run, each behind what it needs, and the rows are read back as the same programs."""
+    problem = data.draw(strategies.looped()).replace(overlap_factor=0.75)
+    drawn = leave_out_offload(data.draw(strategies.schedules(problem)))
+    text = export_schedule(drawn, "torch-comms")
+    rows = [deque(line.split(",")) for line in text.splitlines()]
+    have: list[set[str]] = [set() for _ in rows]
+    while any(rows):
+        moved = False
+        for d, row in enumerate(rows):
+            while row and "SEND" not in row[0] and "RECV" not in row[0]:
+                for action in re.findall(r"\d+[FIWB]\d+", row[0]):
+                    require_ready(action, have[d], len(problem.stages))
+                have[d] |= set(re.findall(r"\d+[FIWB]\d+", row.popleft()))
+                moved = True
+            if row and (met := other_end(row[0], problem)) and rows[met[0]] and rows[met[0]][0] == met[1]:
+                have[met[0]].add(rows[met[0]].popleft())
+                row.popleft()
+                moved = True
+        assert moved, f"{[list(row)[:3] for row in rows]} wait for each other"
+    read = imported(text, problem)
+    assert export_schedule(read, "torch-comms") == text
+    assert imported(export_schedule(drawn, "torch-csv"), problem).programs == read.programs
+
+
+def require_ready(action: str, have: set[str], stages: int) -> None:
+    stage, kind, j = re.fullmatch(r"(\d+)([FIWB])(\d+)", action).groups()
+    s = int(stage)
+    if kind == "F" and s:
+        assert {f"{s}RECV_F{j}", f"{s - 1}F{j}"} & have, action
+    if kind in "IB":
+        assert f"{s}F{j}" in have, action
+        assert s == stages - 1 or {f"{s}RECV_B{j}", f"{s + 1}I{j}", f"{s + 1}B{j}"} & have, action
+    if kind == "W":
+        assert f"{s}I{j}" in have, action
+
+
+def other_end(action: str, problem: Problem) -> tuple[int, str] | None:
+    """Of a send: the rank that receives, and its action."""
+    if not (found := re.fullmatch(r"(\d+)SEND_([FB])(\d+)", action)):
+        return None
+    s, letter, j = int(found[1]), found[2], found[3]
+    to = s + 1 if letter == "F" else s - 1
+    return problem.stages[to].device, f"{to}RECV_{letter}{j}"
+
+
+def imported(text: str, problem: Problem, name: str = "rows.csv") -> Schedule:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_text(text)
+        return import_schedule(path, problem)
+
+
+def test_what_the_rows_cannot_say_is_refused_with_the_op() -> None:
+    with pytest.raises(InputError, match=r"^0O0 in the program of device 0: .* no action for O; --without-offload"):
+        export_schedule(OFFLOADED, "torch-csv")
+    recomputing = problems.pipeline(1, 1, 100, problems.stage(recompute=(1, 1)))
+    with pytest.raises(InputError, match=r"^0C0 in the program of device 0: .* no action for C$"):
+        export_schedule(schedule(recomputing, "0F0 0C0 0BW0"), "torch-comms", without_offload=True)
+    two_ways = problems.pipeline(2, 2, 100, problems.stage(), routes=[[0, 1], [1, 0]], microbatch_routes=[0, 1])
+    with pytest.raises(InputError, match=r"^routes: one is \[1, 0\]"):
+        export_schedule(schedule(two_ways, "", ""), "torch-csv")
+    idle = problems.pipeline(2, 1, 100, [problems.stage(device=1)])
+    with pytest.raises(InputError, match=r"^device 0 has no stage"):
+        export_schedule(schedule(idle, "", "0F0 0BW0"), "torch-csv")
+    with pytest.raises(ScheduleError, match="stage 0, micro-batch 1 has no backward"):
+        export_schedule(schedule(TWO, "0F0 0F1 0BW0", "1F0 1F1 1BW0 1BW1"), "torch-csv")
+    with pytest.raises(InputError, match=r"^to = 'torch_csv': one of torch-csv, torch-comms, json is expected; did"):
+        export_schedule(SPLIT, "torch_csv")
+
+
+def test_without_offload_the_activations_stay() -> None:
+    """The micro-batches are numbered as the last stage's forwards are: here as they were."""
+    left = leave_out_offload(OFFLOADED)
+    assert export_schedule(OFFLOADED, "torch-csv", without_offload=True) == export_schedule(left, "torch-csv")
+    assert export_schedule(left, "torch-csv") == "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n"
+    assert [certify(TWO, each).device[0].bytes for each in (OFFLOADED, left)] == [11, 20]
+
+
+def test_json_says_everything() -> None:
+    assert json.loads(export_schedule(OFFLOADED, "json"))["devices"][0]["program"] == OFFLOADED.programs[0].texts()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("s.csv", "0F0, 0F1,,0I0,0W0,0B1\r\n1F0,1I0,,1F1,1I1,1W0,1W1\r\n"),
+        ("s.txt", "0F0 0F1 0B0 0W0 0BW1\n1F0 1B0 1F1 1B1 1W0 1W1\n"),
+        ("s.json", '[["0F0","0F1","0B0","0W0","0BW1"],["1F0","1B0","1F1","1B1","1W0","1W1"]]'),
+    ],
+)
+def test_a_file_is_read_by_its_name(name: str, text: str) -> None:
+    read = imported(text, TWO, name)
+    assert read.programs == SPLIT.programs
+    assert check(TWO, read) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("s.csv", "0F0\n", r"s\.csv: 1 rows, the problem has 2 devices"),
+        ("s.csv", "0F0\n1F0,1BW0\n", r"s\.csv, line 2: '1BW0' is no action of PyTorch's pipelining: stage, one of F"),
+        ("s.csv", "(0F0;0B1;0B0)OVERLAP_F_B\n\n1F0", r"s\.csv: 3 rows"),
+        ("s.csv", "(0F0;0B1;0B0)OVERLAP_F_B\n1F0", r"s\.csv, line 1: '\(0F0;0B1;0B0\)OVERLAP_F_B' is no action"),
+        ("s.csv", "0F0\n0F1\n", r"s\.csv, line 2: 0F1 in the program of device 1: the stage is on another device"),
+        ("s.csv", "0F0\n1F2\n", r"s\.csv, line 2: 1F2 in the program of device 1: there are 2 micro-batches"),
+        ("s.txt", "0F0\n1I0\n", r"s\.txt, program 2: op '1I0': expected stage, kind"),
+        ("s.txt", "0F0\n", r"s\.txt: 1 programs, the problem has 2 devices"),
+        ("s.json", '["0F0"]', r"s\.json, program 1: a list of op texts is expected"),
+        ("s.json", "[[", r"s\.json: neither lines of ops nor JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(name: str, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        imported(text, TWO, name)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "s.csv").write_bytes(b"0F0,\xff\n")
+    with pytest.raises(InputError, match=r"s\.csv: no text in UTF-8: .* at byte 4"):
+        import_schedule(tmp_path / "s.csv", TWO)

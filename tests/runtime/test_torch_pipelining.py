@@ -1,0 +1,132 @@
+"""Exported schedules run in PyTorch's own runtime: one training step has the losses and gradients of a plain run.
+
+In float64: losses are the same to the bit, gradients are equal within 1e-9, because torch divides by the number of
+micro-batches at the end of a step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import problems
+from support.published import Case, published
+from support.ranks import cases as rank_cases
+from support.ranks import programs as rank_programs
+from support.ranks import systems as rank_systems
+from support.ranks import torch_pipelining
+from support.ranks.systems import Outcome
+from support.ranks.torch_pipelining import Rows
+from support.ranks.worker import Ranks
+
+from optpipe import Schedule, export_schedule, import_schedule, leave_out_offload
+from optpipe.errors import InputError
+from optpipe.model.records import Stage
+from optpipe_runtime import Layout
+from optpipe_solver import heuristics
+
+FORMS = {"torch-csv": "compute_only", "torch-comms": "compute_comms"}
+# Each is for two routes, or consists of ops for which PyTorch has no action.
+NOT_THERE = {"dualpipe", "1f1b-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
+LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, too, which torch lowers itself
+
+
+def written(case: Case, to: str, folder: Path) -> Rows:
+    path = folder / f"{case.name}.{to}.csv"
+    path.write_text(export_schedule(case.schedule, to, without_offload=True))
+    layout = Layout.of(case.schedule.problem)
+    return Rows(path, FORMS[to], layout.placement, layout.microbatches)
+
+
+def require_same(what: str, outcomes: list[tuple[Outcome, str]], plain: Outcome) -> None:
+    losses = {j: loss for outcome, _ in outcomes for j, loss in outcome.losses.items()}
+    assert losses == plain.losses, what
+    gradients = {name: grad for outcome, _ in outcomes for name, grad in outcome.gradients.items()}
+    assert gradients.keys() == plain.gradients.keys(), what
+    for name, grad in gradients.items():
+        np.testing.assert_allclose(grad, plain.gradients[name], rtol=1e-9, atol=1e-12, err_msg=f"{what}, {name}")
+
+
+@pytest.mark.parametrize(("pool", "microbatches"), [("ranks", (5, 4)), ("four_ranks", (8,))])
+def test_every_published_schedule_that_the_rows_can_say(
+    pool: str, microbatches: tuple[int, ...], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    call: Ranks = request.getfixturevalue(pool)
+    cases = published(call.world, microbatches)
+    said = [case for case in cases if case.name not in NOT_THERE or (case.name == "bpipe" and call.world == 2)]
+    for case in cases:
+        if case not in said:
+            with pytest.raises(InputError, match=r"^(routes: one is|\d+[CEP]\d+ in the program of device \d+: )"):
+                export_schedule(case.schedule, "torch-csv", without_offload=True)
+    files = [(case, "torch-comms", written(case, "torch-comms", tmp_path)) for case in said]
+    files += [(case, "torch-csv", written(case, "torch-csv", tmp_path)) for case in said if case.name in LOWERED_THERE]
+    by_rank = call(torch_pipelining.run_all, files=[file for *_, file in files])
+    sizes = {(len(file.placement), file.microbatches): case.layout for case, _, file in files}
+    plain = {size: rank_systems.plain(layout) for size, layout in sizes.items()}
+    for (case, to, file), *outcomes in zip(files, *by_rank, strict=True):
+        require_same(f"{case.name}, {to}", outcomes, plain[len(file.placement), file.microbatches])
+        for _, text in outcomes:
+            assert text.splitlines() == file.path.read_text().splitlines(), case.name
+        programs = import_schedule(file.path, case.schedule.problem).programs
+        assert programs == leave_out_offload(case.schedule).programs, case.name
+
+
+def test_stages_sharded_by_fsdp(four_ranks: Ranks, tmp_path: Path) -> None:
+    """Every stage is gathered before its first op and sharded again behind its last: torch raises where it is not."""
+    (case,) = (case for case in published(2, (5, 4)) if case.name == "dualpipe-v")
+    files = [written(case, "torch-comms", tmp_path)]
+    outcomes = [done for (done,) in four_ranks(torch_pipelining.run_sharded, files=files, pipelines=2)]
+    require_same(case.name, outcomes, rank_systems.plain(case.layout))
+
+
+def test_losses_are_found_whatever_the_order_of_forwards(ranks: Ranks, tmp_path: Path) -> None:
+    """torch takes the j-th loss for that of micro-batch j, so the export numbers micro-batches in this order."""
+    problem = problems.pipeline(2, 3, 100, problems.stage())
+    programs = rank_programs.programs("0F2 0F0 0F1 0BW0 0BW2 0BW1", "1F2 1F0 1BW0 1BW2 1F1 1BW1")
+    case = Case("odd order", Schedule.parse(problem, programs))
+    files = [written(case, to, tmp_path) for to in FORMS]
+    assert files[0].path.read_text() == "0F0,0F1,0F2,0B1,0B0,0B2\n1F0,1F1,1B1,1B0,1F2,1B2\n"
+    by_rank = ranks(torch_pipelining.run_all, files=files)
+    for to, *outcomes in zip(FORMS, *by_rank, strict=True):
+        require_same(to, outcomes, rank_systems.plain(case.layout))
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 1, 0)])
+def test_offload_in_torchs_own_runtime(placement: tuple[int, ...], ranks: Ranks) -> None:
+    """On a problem with the bytes that the stages save: losses and gradients of a plain run, with a peak as certified.
+
+    A count of its own, of all storages that the step makes, falls as the certified peak does.
+    """
+    ample = rank_cases.problem(placement, 6, offload_parts=2)
+    keeping = heuristics.generate("naive", ample)
+    saved = {
+        s: n
+        for (done,) in ranks(torch_pipelining.run_offloaded, schedules=[keeping])
+        for s, n in done.activation_bytes.items()
+    }
+    real = ample.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(ample.stages)])
+    schedules = [heuristics.generate("zb-auto", real), heuristics.generate("adaoffload", real.with_memory_for(2.2))]
+    by_rank = ranks(torch_pipelining.run_offloaded, schedules=schedules)
+    plain = rank_systems.plain(Layout.of(real))
+    for outcomes in zip(*by_rank, strict=True):
+        require_same(f"{placement}", [(done.outcome, "") for done in outcomes], plain)
+        assert all(0 < done.peak_bytes <= done.certified_bytes for done in outcomes)
+    on_host = [[done.host_peak_bytes for done in outcomes] for outcomes in zip(*by_rank, strict=True)]
+    assert on_host[0] == [0, 0]
+    assert on_host[1][0] > 0
+    for kept, left in by_rank:
+        fall = kept.certified_bytes - left.certified_bytes
+        assert kept.alive_bytes - left.alive_bytes > 0.9 * fall > 0
+
+
+def test_stages_of_another_rank_are_refused(ranks: Ranks) -> None:
+    problem = rank_cases.problem([1, 0], 2)
+    said = ranks(torch_pipelining.refusal, schedule=heuristics.generate("naive", problem), placement=(0, 1))
+    assert said[0] == "stages: rank 0 has [0] of 2; the schedule places [1] of 2 there"
+
+
+def with_bytes(stage: Stage, saved: int) -> Stage:
+    """A stage that saves so much. Torch frees nothing for certain before W; small blocks are not offloaded."""
+    sizes = {"activation_bytes": saved, "saved_for_weight_bytes": saved, "offload_bytes": saved * 9 // 10}
+    return stage.model_copy(update=sizes)

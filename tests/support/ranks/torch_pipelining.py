@@ -1,0 +1,155 @@
+"""What the ranks run in `test_torch_pipelining`: one training step by each of many schedules in PyTorch's own runtime,
+`_PipelineScheduleRuntime`, which reads them from files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optpipe.errors import InputError
+from optpipe.schedule import Schedule
+from optpipe_runtime import Layout, torch_schedule
+from optpipe_runtime.memory.host_pool import PAGE
+from optpipe_runtime.memory.storage import StorageRef, storage_key
+from support.ranks.cases import Gradients, batch, loss_fn
+from support.ranks.systems import Outcome, model
+
+Form = Literal["compute_only", "compute_comms"]
+
+
+class Rows(NamedTuple):
+    """A file of one row a rank, and the sizes of its schedule."""
+
+    path: Path
+    form: Form
+    placement: tuple[int, ...]
+    microbatches: int
+
+
+def run_all(files: Sequence[Rows]) -> list[tuple[Outcome, str]]:
+    """The outcome of each file, and the rows that torch has read, as it writes them."""
+    return [step(file) for file in files]
+
+
+def run_sharded(files: Sequence[Rows], pipelines: int) -> list[tuple[Outcome, str]]:
+    """The same in several equal pipelines, which shard every stage among them (FSDP2) and get the same batch."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // pipelines, pipelines), mesh_dim_names=("pp", "dp"))
+    return [step(file, mesh) for file in files]
+
+
+def step(file: Rows, mesh: DeviceMesh | None = None) -> tuple[Outcome, str]:
+    group = None if mesh is None else mesh.get_group("pp")
+    rank, count = dist.get_rank(group), len(file.placement)
+    modules = {s: module for s, module in enumerate(model(count)) if file.placement[s] == rank}
+    if mesh is not None:
+        for module in modules.values():
+            fully_shard(module, mesh=mesh["dp"])
+    stages = [PipelineStage(module, s, count, torch.device("cpu"), group=group) for s, module in modules.items()]
+    runtime = _PipelineScheduleRuntime(stages, file.microbatches, loss_fn)
+    runtime._load_csv(str(file.path), format=file.form)
+    inputs, targets = batch(0, file.microbatches)
+    losses: list[Tensor] = []
+    runtime.step(*([inputs] if 0 in modules else []), target=targets if count - 1 in modules else None, losses=losses)
+    written = file.path.with_suffix(f".{dist.get_rank()}")
+    runtime._dump_csv(str(written), format=file.form)
+    found = {j: loss.item() for j, loss in enumerate(losses)}
+    return Outcome(found, _gradients(modules)), written.read_text()
+
+
+def _gradients(modules: dict[int, nn.Module]) -> Gradients:
+    return {
+        f"{s}.{name}": (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
+        for s, module in modules.items()
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+
+
+class Offloaded(NamedTuple):
+    """The second step by `torch_schedule` on one rank."""
+
+    outcome: Outcome
+    peak_bytes: int
+    certified_bytes: int
+    activation_bytes: dict[int, int]
+    host_peak_bytes: int
+    alive_bytes: int  # the most that a count of its own finds
+
+
+def run_offloaded(schedules: Sequence[Schedule]) -> list[Offloaded]:
+    return [_offloaded(schedule) for schedule in schedules]
+
+
+def _offloaded(schedule: Schedule) -> Offloaded:
+    layout, rank = Layout.of(schedule.problem), dist.get_rank()
+    count, m = len(layout.placement), layout.microbatches
+    modules = {s: module for s, module in enumerate(model(count)) if layout.placement[s] == rank}
+    stages = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in modules.items()]
+    runtime = torch_schedule(schedule, stages, loss_fn)
+    inputs, targets = batch(0, m)
+    for _ in range(2):  # in the second one gradients have their memory already
+        for module in modules.values():
+            module.zero_grad(set_to_none=False)
+        losses: list[Tensor] = []
+        with (alive := Alive()):
+            runtime.step(
+                *([inputs] if 0 in modules else []),
+                target=targets if count - 1 in modules else None,
+                losses=losses,
+                return_outputs=False,
+            )
+    runtime.close()
+    return Offloaded(
+        Outcome({j: loss.item() for j, loss in enumerate(losses)}, _gradients(modules)),
+        runtime.peak_bytes,
+        runtime.certified_bytes,
+        runtime.activation_bytes,
+        runtime.host_peak_bytes,
+        alive.most,
+    )
+
+
+def refusal(schedule: Schedule, placement: Sequence[int]) -> str:
+    """What `torch_schedule` says to stages that are elsewhere than the schedule's."""
+    modules = model(len(placement))
+    mine = [s for s, rank in enumerate(placement) if rank == dist.get_rank()]
+    stages = [PipelineStage(modules[s], s, len(placement), torch.device("cpu")) for s in mine]
+    try:
+        torch_schedule(schedule, stages, loss_fn)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all storages that were made in it and still live, after every operation; without the pages of
+    the host pool, which are larger than any tensor here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, StorageRef] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                ref = StorageRef(tensor.untyped_storage())
+                if ref.nbytes < PAGE["cpu"] and ref.key not in given:  # what ops change in place was there before
+                    self._made[ref.key] = ref
+        self._made = {key: ref for key, ref in self._made.items() if ref.alive}
+        self.most = max(self.most, sum(ref.nbytes for ref in self._made.values()))
+        return result
