@@ -71,6 +71,10 @@ class Plan:
         The actions of an evaluation: forwards only.
     recomputed
         The activations that a C computes again.
+    split
+        The activations whose backward is B and W.
+    leaving
+        The activations that an O or E takes off the device.
     completing
         The last W or BW of each stage of this rank.
     updated
@@ -90,6 +94,8 @@ class Plan:
     certified_bytes: tuple[int, ...]
     forwards: tuple[Action, ...]
     recomputed: frozenset[StageMicrobatch]
+    split: frozenset[StageMicrobatch]
+    leaving: frozenset[StageMicrobatch]
     completing: frozenset[Op]
     updated: frozenset[int]
     evictions: dict[int, EvictionOrder]
