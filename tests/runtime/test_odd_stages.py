@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optpipe.errors import InputError
+from optpipe.model.ops import Kind
 from optpipe_runtime.execute.batch import cut
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.link import Link
@@ -67,7 +68,9 @@ def state(module: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("way", ["kept", "offloaded", "recomputed"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fused"])
-def test_odd_stages_train_as_in_a_plain_run(name: str, way: str, split: bool, link: Link) -> None:
+@pytest.mark.parametrize("known", [False, True], ids=["", "known"])
+def test_odd_stages_train_as_in_a_plain_run(name: str, way: str, split: bool, known: bool, link: Link) -> None:
+    """`known`: F is told which backward will come, as in a step."""
     torch.manual_seed(1)
     inputs = [torch.randn(BATCH, 8, WIDTH).to(device()) for _ in range(2)]
     modules = []
@@ -94,7 +97,13 @@ def test_odd_stages_train_as_in_a_plain_run(name: str, way: str, split: bool, li
     stage.start_step((), 1)
     torch.manual_seed(3)
     for j, x in enumerate(inputs):
-        found = stage.forward(j, (x.clone(),), recompute=way == "recomputed")
+        found = stage.forward(
+            j,
+            (x.clone(),),
+            recompute=way == "recomputed",
+            backward=(Kind.B if split else Kind.BW) if known else None,
+            captured=way == "offloaded" or not known,
+        )
         for ours, theirs in zip(found, expected[j], strict=True):
             require_same(ours, theirs, exactly)
         if way == "offloaded":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe_runtime.bench.overhead import lowering, overhead
+from optpipe_runtime.bench.overhead import beside, lowering, overhead
 
 
 def test_an_op_is_measured_against_a_plain_run() -> None:
@@ -17,6 +17,13 @@ def test_an_op_is_measured_against_a_plain_run() -> None:
     assert found.between_us > 0
     assert found.traced_ratio == found.traced_ms / found.step_ms > 0
     assert found.followed_ratio - 1 == pytest.approx((found.traced_ratio - 1) * 3 / 16)
+
+
+def test_a_step_is_measured_beside_torchs_pipelines() -> None:
+    found = beside(microbatches=2, steps=2)
+    assert found.plain_ms > 0
+    assert set(found.ratios) == {"F BW", "F B W", "torch's Interleaved1F1B", "torch's InterleavedZeroBubble"}
+    assert all(ratio > 0 for ratio in found.ratios.values())
 
 
 def test_lowering_is_measured() -> None:

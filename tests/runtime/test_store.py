@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.errors import InputError, OptPipeError
+from optpipe.model.ops import Kind
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.memory.activation import OffloadedError, balance
 from optpipe_runtime.memory.host_pool import PAGE, HostPool
@@ -245,14 +246,32 @@ def test_checkpointed_modules_run_in_a_stage(link: Link) -> None:
     assert all(map(torch.equal, gradients(module), expected))
 
 
-def test_nothing_is_held_after_a_step(link: Link) -> None:
+@pytest.mark.parametrize("module", [cases.Block, lambda: gpt.Block(gpt.Size(cases.WIDTH))])
+def test_the_same_blocks_are_saved_whichever_backward_is_known_to_come(
+    link: Link, module: Callable[[], nn.Module]
+) -> None:
+    stage, _ = make(module(), link)
+    x, saved, kept = torch.randn(SHAPE), [], []
+    for backward in (None, Kind.B, Kind.BW):
+        stage.forward(0, (x.clone(),), backward=backward)
+        saved.append(stage.activation(0).sizes())
+        stage.backward(0, (torch.randn(SHAPE),), split=backward != Kind.BW)
+        if backward != Kind.BW:
+            kept.append(stage.held_bytes(0))
+            stage.weight(0)
+    assert saved[0] == saved[1] == saved[2] != ()
+    assert kept[0] == kept[1] > 0
+
+
+@pytest.mark.parametrize("backward", [None, Kind.B])
+def test_nothing_is_held_after_a_step(link: Link, backward: Kind | None) -> None:
     stage, _ = make(cases.Block(), link)
     gc.collect()
     gc.disable()
     try:
         x = torch.randn(SHAPE)
         memory = StorageWeakRef(x.untyped_storage())
-        stage.forward(0, (x,))
+        stage.forward(0, (x,), backward=backward, captured=backward is None)
         del x
         stage.backward(0, (torch.randn(SHAPE),), split=True)
         stage.weight(0)
@@ -285,9 +304,12 @@ class Changing(nn.Module):
 
 @pytest.mark.parametrize("what", ["activation", "buffer"])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_tensor_changed_after_it_was_saved_is_an_error(link: Link, what: str, recompute: bool) -> None:
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_tensor_changed_after_it_was_saved_is_an_error(
+    link: Link, what: str, recompute: bool, captured: bool
+) -> None:
     stage, _ = make(Changing(what), link)
-    stage.forward(0, (torch.randn(SHAPE),), recompute=recompute)
+    stage.forward(0, (torch.randn(SHAPE),), recompute=recompute, backward=Kind.B, captured=captured)
     if recompute:
         stage.recompute(0)
     with pytest.raises(InputError, match="changed in place after it was saved for the backward"):

@@ -173,14 +173,19 @@ def _in_a_row(quiet: bool) -> dict[str, Any]:
 
 
 def _host(quiet: bool) -> dict[str, Any]:
-    from optpipe_runtime.bench.overhead import lowering, overhead
+    from optpipe_runtime.bench.overhead import beside, lowering, overhead
     from optpipe_runtime.bench.swap import load
 
-    op, schedule, swap = overhead(), lowering(), _measured(COMPUTING_RANKS, "swap", load)
+    op, gpt, schedule, swap = overhead(), beside(), lowering(), _measured(COMPUTING_RANKS, "swap", load)
     if not quiet:
         typer.echo(
             f"an op: {op.op_us:.0f} µs of host time beyond a plain run ({op.step_ms:.1f} against "
             f"{op.plain_ms:.1f} ms, {op.ops} ops)"
+        )
+        typer.echo(
+            "a step of eight GPT blocks with tiny tensors, relative to a plain run: "
+            + ", ".join(f"{name} {ratio:.2f}" for name, ratio in gpt.ratios.items())
+            + f" ({gpt.plain_ms:.1f} ms)"
         )
         typer.echo(
             f"a traced step: {op.traced_ratio:.3f} times the host's time, {op.followed_ratio:.3f} on average where a "
@@ -197,6 +202,7 @@ def _host(quiet: bool) -> dict[str, Any]:
         )
     return {
         "op": asdict(op) | {"op_us": op.op_us, "traced_ratio": op.traced_ratio, "followed_ratio": op.followed_ratio},
+        "beside": asdict(gpt),
         "lowering": asdict(schedule),
         "swap": asdict(swap) | {"ratio": swap.ratio},
     }

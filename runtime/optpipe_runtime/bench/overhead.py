@@ -1,4 +1,5 @@
-"""What the runtime costs the host: µs for each op of a step, and the time to prepare a schedule.
+"""What the runtime costs the host: µs for each op of a step, the time of a step beside a plain run and torch's own
+pipelines, and the time to prepare a schedule.
 
 The stages are so small that there is nothing else to do, and all on one rank of one process, so that no message is
 waited for. A plain run of them, micro-batch by micro-batch through autograd, stands beside it. The difference is the
@@ -18,12 +19,15 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.bench.gpu_schedules import kept
 from optpipe_runtime.bench.single import single_rank
+from optpipe_runtime.demo import gpt
 from optpipe_runtime.lowering.prepare import prepare
 from optpipe_runtime.measure.drift import TRACED, WINDOW
 from optpipe_runtime.pipeline import Pipeline
@@ -99,6 +103,52 @@ def overhead(stages: int = 4, microbatches: int = 12, steps: int = 20, device: s
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The host's time for a step of eight GPT blocks with tiny tensors, relative to a plain run of them. Medians of
+    steps that take turns."""
+
+    plain_ms: float
+    ratios: dict[str, float]  # F BW and F B W here, and torch's Interleaved1F1B and InterleavedZeroBubble
+
+
+def beside(stages: int = 2, microbatches: int = 8, steps: int = 20) -> Beside:
+    """All stages on one rank. Raises `InputError` if the process has process groups already."""
+    size = gpt.Size(width=16, heads=2, context=8, sequences=1)
+    modules: list[nn.Module] = [
+        nn.Sequential(*(gpt.Block(size) for _ in range(size.blocks // stages))) for _ in range(stages)
+    ]
+    inputs, targets = torch.randn(2, microbatches, size.context, size.width)
+    loss = nn.functional.mse_loss
+    took: dict[str, list[float]] = defaultdict(list)
+    with (
+        single_rank("bench runtime"),
+        Pipeline(dict(enumerate(modules)), [0] * stages, loss, microbatches) as fused,
+        Pipeline(dict(enumerate(modules)), [0] * stages, loss, microbatches) as split,
+    ):
+        fused.load(_schedule(stages, microbatches, [("", "")], ("BW",)))
+        split.load(_schedule(stages, microbatches, [("", "")]))
+
+        def torchs(schedule: type[PipelineScheduleMulti]) -> Callable[[], object]:
+            parts = [PipelineStage(module, s, stages, torch.device("cpu")) for s, module in enumerate(modules)]
+            made = schedule(parts, microbatches, loss_fn=loss)  # type: ignore[arg-type]
+            return lambda: made.step(inputs, target=targets, losses=[])
+
+        runs = {
+            "plain": lambda: _plain(modules, inputs, targets, microbatches),
+            "F BW": lambda: fused.step(inputs, targets),
+            "F B W": lambda: split.step(inputs, targets),
+            "torch's Interleaved1F1B": torchs(ScheduleInterleaved1F1B),
+            "torch's InterleavedZeroBubble": torchs(ScheduleInterleavedZeroBubble),
+        }
+        for _ in range(WARM_UP + steps):
+            for name, run in runs.items():
+                took[name].append(_ms(run))
+    found = {name: median(times[WARM_UP:]) for name, times in took.items()}
+    plain = found.pop("plain")
+    return Beside(plain, {name: ms / plain for name, ms in found.items()})
+
+
+@dataclass(frozen=True)
 class Lowering:
     """What one rank does for an offered schedule, in a thread beside the training."""
 
@@ -125,7 +175,12 @@ def _repeated(steps: int, call: Callable[[], T]) -> list[T]:
     return [call() for _ in range(WARM_UP + steps)][WARM_UP:]
 
 
-def _schedule(stages: int, microbatches: int, ways: Sequence[tuple[str, str]]) -> Schedule:
+def _schedule(
+    stages: int,
+    microbatches: int,
+    ways: Sequence[tuple[str, str]],
+    backward: Sequence[str] = ("B", "W"),
+) -> Schedule:
     """One micro-batch after the other. `ways` say in turn which ops follow a forward and precede a backward."""
     away = {"offload_ms": 1.0, "reload_ms": 1.0, "offload_bytes": 2**30, "recompute_ms": 1.0, "checkpoint_bytes": 2**30}
     problem = Problem.from_dict(
@@ -139,7 +194,7 @@ def _schedule(stages: int, microbatches: int, ways: Sequence[tuple[str, str]]) -
     for j in range(microbatches):
         there, back = ways[j % len(ways)]
         program += [f"{s}{kind}{j}" for s in range(stages) for kind in ("F", *there)]
-        program += [f"{s}{kind}{j}" for s in reversed(range(stages)) for kind in (*back, "B", "W")]
+        program += [f"{s}{kind}{j}" for s in reversed(range(stages)) for kind in (*back, *backward)]
     return Schedule.parse(problem, [program])
 
 

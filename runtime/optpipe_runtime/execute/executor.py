@@ -73,7 +73,7 @@ class Executor:
             torch.cuda.reset_peak_memory_stats(self._device)
 
         counting = not evaluating and (trace or plan is not self._counted)
-        step = StepRecord(plan, given, asked, evaluating, self._clock.mark if trace else _no_mark)
+        step = StepRecord(plan, given, asked, evaluating, self._clock.mark if trace else _no_mark, counting)
         begun = self._clock.mark()
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
@@ -260,7 +260,17 @@ class Executor:
                 if step.evaluating:
                     made = stage.evaluate(received, target, route)
                 else:
-                    made = stage.forward(j, received, target, (s, j) in step.plan.recomputed, route)
+                    plan, activation = step.plan, (s, j)
+                    split, leaving = activation in plan.split, activation in plan.leaving
+                    made = stage.forward(
+                        j,
+                        received,
+                        target,
+                        recompute=activation in plan.recomputed,
+                        route=route,
+                        backward=Kind.B if split else None if leaving else Kind.BW,
+                        captured=step.counting or leaving,
+                    )
                 if ends:
                     step.losses[j] = made[0]
             case Kind.C:

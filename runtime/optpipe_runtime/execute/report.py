@@ -113,9 +113,16 @@ class StepRecord:
     """What one step gathers while it runs."""
 
     def __init__(
-        self, plan: Plan, inputs: list[Tensors], targets: list[Tensors], evaluating: bool, mark: Callable[[], Any]
+        self,
+        plan: Plan,
+        inputs: list[Tensors],
+        targets: list[Tensors],
+        evaluating: bool,
+        mark: Callable[[], Any],
+        counting: bool = True,
     ) -> None:
         self.plan, self.inputs, self.targets, self.evaluating, self.mark = plan, inputs, targets, evaluating, mark
+        self.counting = counting
         self.losses: dict[int, Tensor] = {}
         self.awaited: Message | None = None  # while the host waits for it
         self.times: list[tuple[Op, Any, Any, Sequence[Handle]]] = []  # op, start, end, and the copies that it issued

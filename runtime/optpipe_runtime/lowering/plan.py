@@ -73,6 +73,10 @@ class Plan:
         The actions of an evaluation: forwards only.
     recomputed
         The activations that a C computes again.
+    split
+        The activations whose backward is B and W.
+    leaving
+        The activations that an O or E takes off the device.
     completing
         The last W or BW of each stage of this rank.
     closing
@@ -94,6 +98,8 @@ class Plan:
     certified_bytes: tuple[int, ...]
     forwards: tuple[Action, ...]
     recomputed: frozenset[StageMicrobatch]
+    split: frozenset[StageMicrobatch]
+    leaving: frozenset[StageMicrobatch]
     completing: frozenset[Op]
     closing: frozenset[Op]
     updated: frozenset[int]

@@ -91,6 +91,8 @@ def lower(
         certified_bytes=tuple(compiled.held.after[compiled.rows.of_device(rank)].tolist()),
         forwards=lower_ops(cache(lambda d: _forwards(programs(d))), rank, layout),
         recomputed=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.C),
+        split=frozenset((op.stage, op.microbatch) for op in ops if op.kind == Kind.B),
+        leaving=frozenset((op.stage, op.microbatch) for op in ops if op.kind in (Kind.O, Kind.E)),
         completing=frozenset({op.stage: op for op in ops if op.kind in (Kind.W, Kind.BW)}.values()),
         closing=frozenset({op.stage: op for op in ops if op.kind == Kind.F}.values()),
         updated=frozenset(op.stage for op in ops if op.kind == Kind.U),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optpipe.model.ops import Kind
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool
@@ -131,10 +132,10 @@ class Trial:
         inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
         stage.start_step(self._batch, self.parts)
         with self.compute_times.of("forward_ms"):
-            stage.forward(0, inputs.pop(), self._targets, route=self.route)
+            stage.forward(0, inputs.pop(), self._targets, route=self.route, backward=Kind.B)
         saved = stage.held_bytes(0)
         stage.forget(0)
-        stage.forward(0, inputs.pop(), self._targets, recompute=True, route=self.route)
+        stage.forward(0, inputs.pop(), self._targets, recompute=True, route=self.route, backward=Kind.B)
         checkpoint = stage.held_bytes(0)
         with self.compute_times.of("recompute_ms"):
             stage.recompute(0)

@@ -9,6 +9,7 @@ DTensor the part on this rank is captured, and the result of a collective when i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -87,6 +88,22 @@ def require_unchanged(changed: bool, shape: Sequence[int]) -> None:
             f"a tensor of shape {list(shape)} was changed in place after it was saved for the backward; change a "
             "copy of it"
         )
+
+
+@contextmanager
+def in_place_errors() -> Iterator[None]:
+    """Autograd's own check, where no hooks are set, with the same error."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]", str(error))
+        if found is None:
+            raise
+        shape = [int(n) for n in found[1].split(",") if n.strip()]
+        try:
+            require_unchanged(True, shape)
+        except InputError as clear:
+            raise clear from error
 
 
 def _tensor(

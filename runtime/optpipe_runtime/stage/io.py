@@ -75,6 +75,10 @@ class StageIO:
         the loss.
     changes_inputs
         Whether the forward changes its inputs, or the target, in place.
+    saved_outputs
+        The numbers of the outputs that share memory with what the stage saves.
+    as_torch
+        Whether torch's own graph of a forward saves no more than one with a split backward.
     shared_blocks
         The numbers of the saved blocks that something else holds, too, so that offloading them frees nothing.
     block_bytes
@@ -88,6 +92,8 @@ class StageIO:
     reached: tuple[frozenset[int], ...] = ()
     needed: tuple[int, ...] = ()
     changes_inputs: bool = False
+    saved_outputs: frozenset[int] = frozenset()
+    as_torch: bool = False
     shared_blocks: frozenset[int] = frozenset()
     block_bytes: tuple[int, ...] = ()
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import torch
 
 from optpipe.errors import InputError
+from optpipe.model.ops import Kind
 from optpipe_runtime.memory import buffers
+from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import Nowhere
 from optpipe_runtime.stage.entrance import reached_inputs
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors
-from optpipe_runtime.stage.runner import StageRunner, clones
-from optpipe_runtime.stage.split import would_hold
+from optpipe_runtime.stage.runner import Running, StageRunner, clones
+from optpipe_runtime.stage.split import Calls, computed_at_once, would_hold
 
 
 def learn(
@@ -32,7 +34,7 @@ def learn(
     io = StageIO(tuple(Spec.of(tensor) for tensor in inputs), begins, ends=target is not None)
     stage.at_b = None
     if route <= min(stage.io, default=route):  # a route learned before decides for all
-        stage.norms_wait = True
+        stage.norms_wait, stage.calls = True, Calls(stage.module)
     with stage.replay.undisturbed(), torch.enable_grad():
         copies, asked, changed = clones(inputs), clones(target or ()), buffers.watch(stage.module)
         outputs = stage.outputs(io, copies, asked)
@@ -49,27 +51,51 @@ def learn(
         changes_inputs=any(tensor._version for tensor in (*copies, *asked)),
     )
     del outputs
-    with stage.replay.undisturbed():
-        stage.io[route] = _with_blocks(stage, io, inputs, clones(target or ()), route)
+    stage.io[route] = _with_blocks(stage, io, inputs, target or (), route)
     return stage.io[route]
 
 
 def _with_blocks(stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, route: int) -> StageIO:
-    """Adds the sizes of the blocks that a forward saves, and which of them a drop does not free."""
-    batch = clones(inputs) if io.begins else ()
-    stage.start_step((*batch, *target), 1)
-    stage.forward(0, batch or tuple(tensor.detach().clone() for tensor in inputs), target, route=route)
-    running = stage.forget(0)  # its graph lives until the end of this function
-    activation = running.activation
-    if stage.norms_wait and would_hold(running.edges.values()) > activation.nbytes:
+    """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
+    graph saves as little."""
+    assert stage.calls is not None
+    before = computed_at_once()
+    stage.noting = stage.calls.note
+    try:
+        running, activation = _run(stage, io, inputs, target, route, None)  # its graph lives as long as `running`
+    finally:
+        stage.noting = None
+    stage.calls.walked |= computed_at_once() != before
+    nbytes = activation.nbytes
+    if stage.norms_wait and would_hold(running.edges.values()) > nbytes:
         # W gains least by the products of layer norms, and a B should not need more memory than its F.
         stage.norms_wait = False
     activation.offload(0, 1, Nowhere())
     activation.drop(0)
     stage.end_step()
     shared = activation.shared_blocks()
-    return replace(
+    io = replace(
         io,
+        saved_outputs=running.saved_outputs,
         shared_blocks=shared,
         block_bytes=tuple(0 if i in shared else n for i, n in enumerate(activation.sizes())),
+        as_torch=True,
     )
+    del running, activation
+    stage.io[route] = io
+    _, activation = _run(stage, io, inputs, target, route, Kind.BW)
+    stage.end_step()
+    return replace(io, as_torch=activation.nbytes <= nbytes)
+
+
+def _run(
+    stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, route: int, backward: Kind | None
+) -> tuple[Running, Activation]:
+    """Runs a forward for which this backward op is known to come, and forgets it."""
+    with stage.replay.undisturbed():
+        batch, asked = clones(inputs) if io.begins else (), clones(target)
+        stage.start_step((*batch, *asked), 1)
+        given = batch or tuple(tensor.detach().clone() for tensor in inputs)
+        stage.forward(0, given, asked, route=route, backward=backward)
+        running = stage.forget(0)
+        return running, running.activation

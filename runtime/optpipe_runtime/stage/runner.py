@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe.errors import InputError
-from optpipe_runtime.memory.activation import Activation, balance
+from optpipe.model.ops import Kind
+from optpipe_runtime.memory.activation import Activation, balance, in_place_errors
 from optpipe_runtime.memory.engines import Destination, Handle
 from optpipe_runtime.memory.host_pool import HostPool, OnHost
 from optpipe_runtime.memory.link import Link
@@ -21,7 +22,10 @@ from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter
 from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors
 from optpipe_runtime.stage.replay import Replay
-from optpipe_runtime.stage.split import Casts, Delayed, Splitting, WeightQueue, accumulated, delaying
+from optpipe_runtime.stage.split import Calls, Casts, Delayed, Splitting, WeightQueue, accumulated, delaying
+from optpipe_runtime.stage.split.mode import Note
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass
@@ -34,13 +38,17 @@ class Running:
     edges: dict[int, GradientEdge] = field(default_factory=dict)  # of the graph, by number of the output
     input_gradients: list[dict[int, Tensor | None]] = field(default_factory=list)  # by number of the input
     again: Callable[[], None] | None = None  # runs the forward once more, for C
+    backward: Kind | None = None  # B, BW or not known
+    captured: bool = True
+    saved_outputs: frozenset[int] = frozenset()
 
 
 class StageRunner:
     """A module with its ops.
 
     `io` says what the stage gets and gives on each route, once `learn` has run. `at_b` names the parameters whose
-    gradient does not wait for W; it is None before the first B. `norms_wait` tells whether layer norms leave their
+    gradient does not wait for W; it is None before the first B. `calls` is what `learn` found called: it is told while
+    `noting`. `norms_wait` tells whether layer norms leave their
     weight gradients to W.
     """
 
@@ -61,7 +69,9 @@ class StageRunner:
         self.io: dict[int, StageIO] = {}
         self.replay = Replay(module, device)
         self.norms_wait = True
+        self.calls: Calls | None = None
         self.at_b: frozenset[str] | None = None
+        self.noting: Note | None = None
         self._parts = 1
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 for one that stays
         self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
@@ -104,12 +114,20 @@ class StageRunner:
     # Compute
 
     def forward(
-        self, microbatch: int, inputs: Tensors, target: Tensors = (), recompute: bool = False, route: int = 0
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        target: Tensors = (),
+        recompute: bool = False,
+        route: int = 0,
+        backward: Kind | None = None,
+        captured: bool = True,
     ) -> Tensors:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs the
-        forward again."""
+        forward again. Host time is saved if it is known which `backward` op will come, B or BW, and if what autograd
+        saves need not be `captured`, because it is neither counted nor moved."""
         io = self.io[route]
-        running = Running(io, self._new_activation(io))
+        running = Running(io, self._new_activation(io), backward=backward, captured=captured)
         self._running[microbatch] = running
         if not recompute:
             return self._forward(running, inputs, target)
@@ -119,13 +137,13 @@ class StageRunner:
         if io.changes_inputs:
             inputs, target = clones(inputs), clones(target)
         with torch.no_grad(), Splitting(self.norms_wait, self._casts):
-            return self._detached(running.activation, self.outputs(io, inputs, target))
+            return self._detached(running, self.outputs(io, inputs, target))
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, target: Tensors = (), route: int = 0) -> Tensors:
         """F without a backward to follow: keeps nothing."""
         io = self.io[route]
-        return self._detached(self._new_activation(io), self.outputs(io, inputs, target))
+        return self._detached(Running(io, self._new_activation(io)), self.outputs(io, inputs, target))
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the
@@ -155,7 +173,7 @@ class StageRunner:
             given = dict(zip(io.needed, gradients, strict=True))
             before = self._gradient_states() if split and self.at_b is None else None
             # Checkpoints run forwards in a backward, so it splits ops as F does.
-            with self._splitting(), self._without_autocast(), running.queue.filling():
+            with self._splitting(running), self._without_autocast(), running.queue.filling(), in_place_errors():
                 torch.autograd.backward(list(edges.values()), [given[k] for k in edges])
             if before is not None:
                 states = self._gradient_states()
@@ -221,7 +239,8 @@ class StageRunner:
     def _forward(self, running: Running, inputs: Tensors, target: Tensors) -> Tensors:
         io = running.io
         wanted = [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
-        with torch.enable_grad(), running.activation.capture(), self._splitting():
+        capture = running.activation.capture() if running.captured else nullcontext()
+        with torch.enable_grad(), capture, self._splitting(running):
             outputs = self.outputs(io, enter(inputs, wanted, running.input_gradients), target)
         if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, io.outputs, strict=False)):
             raise InputError(
@@ -229,20 +248,34 @@ class StageRunner:
                 "make the Pipeline"
             )
         running.edges = {k: get_gradient_edge(outputs[k]) for k in io.needed if outputs[k].requires_grad}
-        self._sizes = running.activation.sizes()
-        return self._detached(running.activation, outputs)
+        if running.captured:
+            self._sizes = running.activation.sizes()
+        return self._detached(running, outputs)
 
-    def _detached(self, activation: Activation, outputs: Tensors) -> Tensors:
+    def _detached(self, running: Running, outputs: Tensors) -> Tensors:
         """The outputs as tensors of their own: whoever holds them keeps no block of this stage, and not the batch."""
         outputs = tuple(local(out.detach()) for out in outputs)
-        ours = [activation.holds(out) or storage_key(out) in self._excluded for out in outputs]
-        return tuple(out.clone() if own else out for own, out in zip(ours, outputs, strict=True))
+        saved = running.io.saved_outputs
+        if running.captured:
+            saved = frozenset(k for k, out in enumerate(outputs) if running.activation.holds(out))
+            running.saved_outputs = saved
+        return tuple(
+            out.clone() if k in saved or storage_key(out) in self._excluded else out for k, out in enumerate(outputs)
+        )
 
     @contextmanager
-    def _splitting(self) -> Iterator[None]:
+    def _splitting(self, running: Running) -> Iterator[None]:
         """Around the user's forwards, and around backwards, which may run forwards again."""
-        with Splitting(self.norms_wait, self._casts), self._delayed.watched():
+        needs_mode, hooked = True, _NOTHING
+        if running.backward == Kind.BW:
+            needs_mode = not running.io.as_torch
+        elif running.backward == Kind.B and self.calls is not None and not self.calls.walked:
+            needs_mode, hooked = self.calls.others, self.calls.hooked(self.norms_wait, self._mode)
+        with self._mode() if needs_mode else _NOTHING, hooked, self._delayed.watched():
             yield
+
+    def _mode(self) -> Splitting:
+        return Splitting(self.norms_wait, self._casts, self.noting)
 
     def _run(self, queue: WeightQueue) -> None:
         with self._without_autocast():

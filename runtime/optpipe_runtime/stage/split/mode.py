@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from optpipe_runtime.stage.split import graph, layers
 from optpipe_runtime.stage.split.casts import Casts
+from optpipe_runtime.stage.split.queue import can_wait
 
+Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]  # func, args, kwargs
 _BY_GRAPH: frozenset[Any] = frozenset(
     {
         *(functional.conv1d, functional.conv2d, functional.conv3d),
@@ -34,23 +36,42 @@ _AT_EACH_USE = Casts(keep=False)
 _WITH_NORMS = _WAITING | {functional.layer_norm: layers.layer_norm}
 
 
+def waiting(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The weights of a call whose gradients may wait for W, by any of the ways here."""
+    if (
+        func is not functional.linear
+        and func is not functional.multi_head_attention_forward
+        and func not in _WITH_NORMS
+    ):
+        return []
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and can_wait(value)]
+
+
 class Splitting(TorchFunctionMode):
     """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; layer
     norms only with `norms`. Under autocast parameters are cast by `casts`, unless it has `cache_enabled=False`.
 
     Ops within a compiled module do not, because its graph has to stay whole. Neither do ops within vmap and its like,
-    which accept no custom autograd function.
+    which accept no custom autograd function. `note` is told all calls.
     """
 
-    def __init__(self, norms: bool = True, casts: Casts | None = None) -> None:
+    def __init__(self, norms: bool = True, casts: Casts | None = None, note: Note | None = None) -> None:
         super().__init__()
         self._waiting = _WITH_NORMS if norms else _WAITING
+        self._note = note
         self._casts = _AT_EACH_USE if casts is None or not torch.is_autocast_cache_enabled() else casts
+
+    def run(self, func: Any, *args: Any) -> Tensor:
+        """Calls a function as in this mode."""
+        result: Tensor = self.__torch_function__(func, (), args)
+        return result
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._note is not None and not _transformed():
+            self._note(func, args, kwargs)
         if func is functional.linear and not _transformed():
             return layers.linear(self._casts, *args, **kwargs)
         waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward

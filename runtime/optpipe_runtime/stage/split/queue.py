@@ -65,7 +65,13 @@ class WeightQueue:
 
 
 _filling: WeightQueue | None = None
+_outside = 0
 _one_at_a_time = Lock()
+
+
+def computed_at_once() -> int:
+    """How many weight gradients were asked for outside of a stage's backward."""
+    return _outside
 
 
 def filling() -> WeightQueue | None:
@@ -97,7 +103,9 @@ def weight_grads(parameters: Sequence[Tensor], compute: Callable[[], Gradients],
     Sequence[Tensor | None]
         None for each parameter in a B; elsewhere, in a BW or without a pipeline, `compute()`.
     """
+    global _outside
     queue = _filling
+    _outside += queue is None
     if queue is None or not queue.deferring or not all(can_wait(parameter) for parameter in parameters):
         return compute()
     queue.push(lambda: accumulate(parameters, compute(), holds), holds)
