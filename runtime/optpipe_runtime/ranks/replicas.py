@@ -251,7 +251,9 @@ class _Sharded:
     def forget(self) -> None:
         for group in (group for part in self._parts for group in _groups(part)):
             for parameter in group.fsdp_params:
-                parameter.unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+                parameter.unsharded_param.grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # newer releases of torch put nothing aside
+                    parameter.unsharded_accumulated_grad = None
 
     def _set(self, reducing: bool) -> None:
         for root in self._roots:
