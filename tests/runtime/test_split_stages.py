@@ -136,6 +136,7 @@ def test_a_delaying_module_outside_a_pipeline_is_left_alone(link: Link) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_a_compiled_module_stays_one_graph(whole: bool, link: Link) -> None:
     """Its gradients come at B, all of them, and it is not compiled anew for every micro-batch."""
@@ -162,6 +163,7 @@ def test_a_compiled_module_stays_one_graph(whole: bool, link: Link) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "a part"])
 def test_a_compiled_graph_leaves_nothing_to_w(whole: bool, link: Link) -> None:
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from sqlalchemy import create_engine, text
 from optpipe.model.problem import Problem
 from optpipe_server import logs
 
+body = "BODY" * 2  # from Python 3.13 on, tracebacks show this script's lines
 log = structlog.get_logger("optpipe.work")
 log.info("not seen before it is configured")
 logs.configure(json=None if sys.argv[1] == "none" else sys.argv[1] == "json")
@@ -30,11 +31,11 @@ logging.getLogger("alembic.runtime").info("not seen: a library's doings")
 warnings.warn("an old thing")
 try:
     with create_engine("sqlite://").connect() as db:  # closed here, not by the garbage collector in some other thread
-        db.execute(text("insert into nowhere values (:a)"), {"a": "BODYBODY"})
+        db.execute(text("insert into nowhere values (:a)"), {"a": body})
 except Exception:
     log.exception("failed", job="j2")
 try:
-    Problem.model_validate_json('{"name": "BODYBODY", "stages": "BODYBODY"}')
+    Problem.model_validate_json('{"name": "%s", "stages": "%s"}' % (body, body))
 except Exception:
     logging.getLogger("optpipe.x").exception("bad body")
 died = threading.Thread(target=lambda: 1 / 0, name="reaper")

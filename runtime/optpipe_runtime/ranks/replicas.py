@@ -334,7 +334,9 @@ class _Sharded:
     def forget(self) -> None:
         for parameter in self._fsdp_parameters:
             if hasattr(parameter, "_unsharded_param"):  # else it was never gathered
-                parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+                parameter._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # newer releases of torch put nothing aside
+                parameter.unsharded_accumulated_grad = None
 
     def _set(self, reducing: bool) -> None:
         for root in self._roots:
