@@ -53,7 +53,7 @@ def test_all_ranks_report_a_rank_that_raises(pool: Ranks, where: str, kind: str)
 
 def test_all_ranks_report_a_stage_that_raises_while_it_is_learned(four_ranks: Ranks) -> None:
     told = four_ranks(
-        failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -1)
+        failures.in_trouble, placement=PLACES[4], schedule=waves(PLACES[4]), trouble=Trouble(2, "forward", -2)
     )
     assert told.pop(2).error == "ValueError: not today"
     assert {heard.error for heard in told} == {

@@ -75,11 +75,13 @@ def main(url: str, name: str, cache: str) -> None:
     database = Database(url)
     supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
     reaper = Reaper(database, supervisor.held, HEARTBEAT_S)
-    signal.signal(signal.SIGTERM, lambda *_: supervisor.stop() or os._exit(0))
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     reaper.start()
     supervisor.start()
-    while True:
-        signal.pause()
+    told.wait()
+    supervisor.stop()
+    os._exit(0)
 
 
 def _end_with_parent() -> None:

@@ -350,7 +350,8 @@ class _Sharded:
 def _whole_gradients(parameter: Any) -> list[Tensor]:
     """Of one of FSDP's parameters: what backwards have added up, and what FSDP has put aside in another type."""
     own = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered
-    found = (own.grad if own is not None else None, parameter.unsharded_accumulated_grad)
+    aside = getattr(parameter, "unsharded_accumulated_grad", None)  # newer releases of torch put nothing aside
+    found = (own.grad if own is not None else None, aside)
     return [gradient for gradient in found if gradient is not None]
 
 

@@ -1,4 +1,4 @@
-"""`learn`: finds out what a stage gets and gives, by running its forward twice and forgetting it."""
+"""`learn`: finds out what a stage gets and gives, by running its forward three times and forgetting it."""
 
 from __future__ import annotations
 

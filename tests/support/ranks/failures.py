@@ -56,12 +56,12 @@ class _Fuse(torch.autograd.Function):
 
 
 class _Armed(nn.Module):
-    """A stage that counts its forwards and backwards; the first two forwards are those in which the pipeline learns
+    """A stage that counts its forwards and backwards; the first three forwards are those in which the pipeline learns
     it."""
 
     def __init__(self, stage: nn.Module, trouble: Trouble) -> None:
         super().__init__()
-        self.stage, self.trouble, self.counts = stage, trouble, {"forward": -2, "backward": 0}
+        self.stage, self.trouble, self.counts = stage, trouble, {"forward": -3, "backward": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         self.count("forward")

@@ -204,8 +204,8 @@ def nothing_to_go_back_to(placement: Sequence[int], first: Schedule, second: Sch
         complaint = ""
         try:
             with failing(
-                "forward", 3 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
-            ):  # one is of learning
+                "forward", 4 if pipe.number == 1 else 0, torch.OutOfMemoryError("too much")
+            ):  # two are of learning
                 pipe.step(*batch(0))
         except OptPipeError as error:
             complaint = str(error)
