@@ -121,7 +121,7 @@ def accumulate(parameters: Sequence[Tensor], gradients: Gradients, others: Seque
         if not parameter.is_leaf:
             torch.autograd.backward(parameter, grad)
         elif parameter.grad is None:
-            parameter.grad = _unshared(grad.to(parameter.dtype), others)
+            parameter.grad = _unshared(grad.to(parameter.grad_dtype), others)
             others = (*others, parameter.grad)
         else:
             parameter.grad += grad
