@@ -44,9 +44,9 @@ check-web: ## check the types of the code of pages; needs Node
 
 test: check suite ## check, then run the whole suite
 
-# Twice as many tests at a time as two cores compute: a test waits as often as it computes.
+# More tests at a time than two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -rs
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -rs
 
 # The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
 # each property; ARGS are pytest's.

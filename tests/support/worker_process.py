@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from optpipe.process import process_tree
 from optpipe_server.database import Database
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
-from optpipe_server.work import Reaper, Supervisor
+from optpipe_server.work import Reaper, Supervisor, solve
 from optpipe_server.work.worker import work
 
 LEASE_S, HEARTBEAT_S = 2.0, 0.3
@@ -67,6 +68,7 @@ def worker_process(url: str, name: str, cache: Path, deaf: bool = False) -> Iter
 
 def main(url: str, name: str, cache: str) -> None:
     optpipe.anytime.SOLVER = "support.fake_solver"
+    solve.NICER = 0  # see `not_nicer`
     threading.Thread(target=_end_with_parent, daemon=True).start()
     settings = Settings(database=url, cache=Path(cache), solves=2, threads=2, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S)
     if url.startswith("postgresql"):
@@ -75,11 +77,12 @@ def main(url: str, name: str, cache: str) -> None:
     database = Database(url)
     supervisor = Supervisor(settings, database, TenantCaches(settings, database), name)
     reaper = Reaper(database, supervisor.held, HEARTBEAT_S)
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     reaper.start()
     supervisor.start()
-    told.wait()
+    while not told:
+        time.sleep(0.02)
     supervisor.stop()
     os._exit(0)
 

@@ -14,10 +14,12 @@ from support.processes import over
 from support.work import LIMIT_S, Work, problem, sound, until
 
 from optpipe import Result, anytime
+from optpipe.process.niceness import NICER
 from optpipe_server import metrics
 from optpipe_server.database import InitialResult, Leases
 from optpipe_server.database.jobs import StaleError, options_of
 from optpipe_server.settings import LOCAL
+from optpipe_server.work import solve
 
 
 def test_jobs_are_solved_and_their_schedules_kept(work: Work) -> None:
@@ -48,7 +50,7 @@ def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) 
     running, waiting = work.submit("hang"), work.submit("hang")
     with work.supervisor(solves=1) as supervisor:
         work.found(running)
-        (solve,) = supervisor.running()
+        (search,) = supervisor.running()
         work.jobs.cancel(LOCAL, waiting)
         work.jobs.cancel(LOCAL, running)
         job = work.ended(running)
@@ -58,7 +60,7 @@ def test_a_cancelled_job_keeps_its_best_and_a_proof_that_came_first(work: Work) 
         proven = work.submit("prove")
         work.ended(proven)
         work.jobs.cancel(LOCAL, proven)
-        solve.end("cancelled")  # as late as can be
+        search.end("cancelled")  # as late as can be
     assert (work.job(proven).state, work.job(proven).status) == ("done", "optimal")
 
 
@@ -159,13 +161,14 @@ def test_a_supervisor_that_is_stopped_gives_its_jobs_back(work: Work) -> None:
     sound(work.database)
 
 
-def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path) -> None:
+def test_a_purged_job_is_abandoned(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "NICER", 3)
     file = tmp_path / "pid"
     job_id = work.submit("pid", problem(name=str(file)))
     with work.supervisor() as supervisor:
         work.found(job_id)
         pid = int(file.read_text())
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
         work.jobs.purge(LOCAL, job_id)
         until(lambda: not supervisor.running() and over(pid))
     assert work.jobs.job(LOCAL, job_id) is None
@@ -175,20 +178,21 @@ def test_a_job_of_another_attempt_is_abandoned(work: Work) -> None:
     job_id = work.submit("hang")
     with work.supervisor(solves=1) as supervisor:
         work.found(job_id)
-        (solve,) = supervisor.running()
+        (running,) = supervisor.running()
         leases = Leases(work.database, "worker")
-        assert solve.claim is not None
-        assert leases.record_crash(solve.claim, "somebody else says so", 1.0) is not None
-        until(lambda: solve not in supervisor.running())
+        assert running.claim is not None
+        assert leases.record_crash(running.claim, "somebody else says so", 1.0) is not None
+        until(lambda: running not in supervisor.running())
         assert work.job(job_id).last_seq == 1
     sound(work.database)
 
 
-def test_threads_memory_and_time_reach_the_solver(local: Work) -> None:
+def test_threads_memory_and_time_reach_the_solver(local: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "NICER", NICER)
     alone = local.submit("tells", time_limit_s=20.0)
     with local.supervisor(solves=3, threads=8, memory_mib=800):
         local.ended(alone)
-    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
     assert f"threads 6, memory 700, nice {nice}, 20 s" in local.lines(alone)
 
 
