@@ -191,6 +191,22 @@ def test_engines_run_where_they_are_named(monkeypatch):
     assert all(row.value_ms == row.percentile_ms > row.makespan_ms for row in found.rows)
 
 
+def test_a_search_ends_no_longer_than_what_it_starts_from(monkeypatch):
+    asked = []
+
+    def solve(posed, *, warm_start=None, **options):
+        asked.append(warm_start)
+        return Result("unknown", reason="no time was left")
+
+    monkeypatch.setattr(comparison, "solve", solve)
+    short, long, too_large = gpipe(chain(m=2)), one_by_one(chain(m=2)), gpipe(chain(m=4))
+    found = comparison.solve_from([long, short, too_large], chain(memory=9, m=2), time_limit_s=1.0)
+    assert (found.status, found.makespan_ms) == ("feasible", short.makespan_ms)
+    assert found.schedule is asked[0]
+    assert found.schedule.problem == chain(memory=9, m=2)
+    assert comparison.solve_from([too_large], chain(m=2), time_limit_s=1.0).schedule is None
+
+
 def test_what_is_compared_is_the_objective():
     rows = optpipe.compare(problem(memory=100), ["gpipe", "1f1b", "zb-h1"], placements="keep", objective="span").rows
     assert [row.value_ms for row in rows] == sorted(row.span_ms for row in rows)
