@@ -28,10 +28,11 @@ def export(
     from optpipe.schedule import Schedule
 
     require_writable(output)
-    found = Schedule.load(schedule)
-    text = export_schedule(found, to, without_offload)
+    whole = Schedule.load(schedule)
+    found = leave_out_offload(whole) if without_offload else whole
+    text = export_schedule(found, to)
     if without_offload:
-        _tell_cost(found, leave_out_offload(found))
+        _tell_cost(whole, found)
     if output:
         write_file(output, text)
     else:
