@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypedDict, cast
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from optpipe.errors import InputError, did_you_mean, input_error
+from optpipe.errors import InputError, did_you_mean
 from optpipe.evaluate.objective import Objective
-from optpipe.model.records import Items, Record
+from optpipe.model.records import Document, Items
 
 MILP = "milp"
 ENGINES = ("dispatch", "cyclic", "lns", "cpsat", MILP)
@@ -137,8 +137,10 @@ Jitter = Annotated[
 ]
 
 
-class SearchOptions(Record):
+class SearchOptions(Document):
     """What every search can be asked for, whatever its method."""
+
+    WHAT = "options"
 
     objective: ObjectiveOption = "makespan"
     time_limit_s: TimeLimit = 60.0
@@ -160,10 +162,7 @@ class SearchOptions(Record):
         if unknown := sorted(given.keys() - cls.model_fields.keys()):
             hint = did_you_mean(unknown[0], cls.model_fields, "; ") or f"; expected {', '.join(cls.model_fields)}"
             raise InputError(f"{what}: {unknown[0]} is not an option{hint}")
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            raise input_error(error, what) from None
+        return cls.from_dict(given, what)
 
     def search(self) -> SearchArguments:
         """The options of a search with any method, as keyword arguments."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from optpipe.errors import InputError, input_error
+from optpipe.errors import InputError
 from optpipe.evaluate.compiled import CompiledSchedule
 from optpipe.evaluate.memory import Certificate
 from optpipe.evaluate.timeline import Timeline
@@ -24,7 +24,7 @@ from optpipe.model.ops import MARKS, Kind
 from optpipe.model.placement import Placement
 from optpipe.model.problem import Problem, read_file, write_file
 from optpipe.model.program import Program, parse_programs
-from optpipe.model.records import Items, Record, TotalMs
+from optpipe.model.records import Document, Items, Record, TotalMs
 from optpipe.show.page import Picture, plot, still
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -158,12 +158,14 @@ class TimedOp(Record):
     end_ms: TotalMs
 
 
-class ScheduleFile(Record):
+class ScheduleFile(Document):
     """The document. Only `problem`, `devices` and `links` decide; the times are derived again by `simulate` before
     anyone uses them.
 
     Where `placement` is there, `problem` is the problem that was asked about with this placement.
     """
+
+    WHAT = "schedule"
 
     format: Literal["optpipe.schedule/2"] = "optpipe.schedule/2"
     problem: Problem
@@ -208,16 +210,12 @@ class ScheduleFile(Record):
         write_file(path, self.to_json() + "\n")
 
     @classmethod
-    def from_json(cls, text: str | bytes, what: str = "schedule") -> ScheduleFile:
+    def from_json(cls, text: str | bytes, what: str | None = None) -> ScheduleFile:
         """Reads a document; raises `InputError` for a wrong field and for a hash that is not the problem's."""
-        try:
-            file = cls.model_validate_json(text)
-        except ValidationError as error:
-            raise input_error(error, what) from None
+        file = super().from_json(text, what)
         if file.problem_sha256 not in (None, file.problem.sha256):
-            raise InputError(
-                f"{what}: problem_sha256 = {file.problem_sha256!r}: the problem in the file has {file.problem.sha256!r}"
-            )
+            expected = f"the problem in the file has {file.problem.sha256!r}"
+            raise InputError(f"{what or cls.WHAT}: problem_sha256 = {file.problem_sha256!r}: {expected}")
         return file
 
     @classmethod

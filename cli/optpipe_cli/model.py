@@ -83,7 +83,9 @@ def model(
     run |= {"recompute": recompute, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
     run |= {"expert_load": expert_load, "host_memory_bytes": host_memory_gb and round(host_memory_gb * GB)}
     try:
-        made = estimate(_model(name), Parallelism.of(division, "options"), _gpu(gpu), Run.of(run, "options"))
+        made = estimate(
+            _model(name), Parallelism.from_dict(division, "options"), _gpu(gpu), Run.from_dict(run, "options")
+        )
     except InputError as error:
         told = re.sub(r"^options: (\w+)", lambda found: flag(found[1]), str(error))
         raise InputError(re.sub(r"^(sequence|precision|tp|cp|ep)\b", lambda found: flag(found[1]), told)) from None
@@ -173,7 +175,7 @@ def _model(name: str) -> Transformer:
     except ValueError as error:
         raise InputError(f"{name} is not JSON: {error}") from None
     own = isinstance(content, dict) and not {"model_type", "text_config"} & content.keys()
-    return Transformer.of({"name": path.stem, **content}, name) if own else read(text, name)
+    return Transformer.from_dict({"name": path.stem, **content}, name) if own else read(text, name)
 
 
 def _gpu(name: str) -> Gpu:

@@ -7,12 +7,12 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from optpipe.errors import InputError, input_error
+from optpipe.errors import InputError
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
-from optpipe.model.records import EVICTION, UPDATE, Items, Record, StageCosts
+from optpipe.model.records import EVICTION, UPDATE, Document, Items, StageCosts
 
 Shape = Literal["looped", "v", "bidirectional"]
 WAYS: dict[Shape, int] = {"looped": 1, "v": 1, "bidirectional": 2}  # the number of routes over the devices
@@ -22,7 +22,7 @@ ROUNDING = 1e-9  # relative: sums of the same times in another order may differ 
 Count = Annotated[int, Field(strict=True, ge=1)]
 
 
-class Placement(Record):
+class Placement(Document):
     """Every device of a pipeline runs `chunks` stages; stages are numbered along the model.
 
     - Looped: every chunk passes the devices in the order of the given stages (interleaved 1F1B, Narayanan et al. 2021).
@@ -35,6 +35,8 @@ class Placement(Record):
     If the problem has `layers`, `layers` here says how many of them each stage gets, in order; of a bidirectional
     pipeline, the stages of one route.
     """
+
+    WHAT = "placement"
 
     chunks: Annotated[int, Field(strict=True, ge=1, le=MOST_CHUNKS)]
     shape: Shape = "looped"
@@ -64,10 +66,7 @@ class Placement(Record):
         InputError
             If there is no such placement, or there are too few layers.
         """
-        try:
-            placement = cls(chunks=chunks, shape=shape)
-        except ValidationError as error:
-            raise input_error(error, "placement") from None
+        placement = cls.from_dict({"chunks": chunks, "shape": shape})
         if problem.layers is None:
             return placement
         memory = [problem.devices[d].activation_budget_bytes for d in placement.order(problem)]

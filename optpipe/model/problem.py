@@ -9,22 +9,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from optpipe.errors import InputError, input_error
+from optpipe.errors import InputError
 from optpipe.model.costs import Costs
-from optpipe.model.records import Device, Index, Items, Ms, Record, Stage, StageCosts
+from optpipe.model.records import Device, Document, Index, Items, Ms, Stage, StageCosts
 
 MAX_FORWARDS = 2**22  # stages × micro-batches; with more no computation here would end
 MAX_PARTS = 2**24  # stages × micro-batches × offload_parts; even a short schedule makes tables of this size
 
 
-class Problem(Record):
+class Problem(Document):
     """The pipeline to schedule.
 
     `Problem.load(path)` and `Problem.from_json(text)` read one and raise InputError if a field is wrong. Times are in
     ms, sizes in bytes.
     """
+
+    WHAT = "problem"
 
     format: Literal["optpipe.problem/2"] = "optpipe.problem/2"
     name: Annotated[str, Field(max_length=200)] = ""
@@ -172,20 +174,6 @@ class Problem(Record):
         """The hash of the problem's canonical JSON, without the name, which is only a label."""
         content = {key: value for key, value in self.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-    @classmethod
-    def from_json(cls, text: str | bytes, what: str = "problem") -> Problem:
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise input_error(error, what) from None
-
-    @classmethod
-    def from_dict(cls, content: Any, what: str = "problem") -> Problem:
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise input_error(error, what) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Problem:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from optpipe.errors import input_error
 
 Ms = Annotated[float, Field(strict=True, ge=0, le=1e12, allow_inf_nan=False)]
 TotalMs = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]  # of many ops: any number
@@ -25,6 +27,28 @@ class Record(BaseModel):
     """Strict and frozen: unknown fields, NaN, infinity and negative numbers are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Document(Record):
+    """A record that users write. What is wrong with it is an InputError of one sentence, which begins with `what`."""
+
+    WHAT: ClassVar[str]
+
+    @classmethod
+    def from_dict(cls, content: Any, what: str | None = None) -> Self:
+        """The record with these fields. Raises InputError if one is wrong, missing or unknown."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise input_error(error, what or cls.WHAT) from None
+
+    @classmethod
+    def from_json(cls, text: str | bytes, what: str | None = None) -> Self:
+        """The record of a JSON text. Raises InputError if it is not JSON or a field is wrong, missing or unknown."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise input_error(error, what or cls.WHAT) from None
 
 
 class Device(Record):

@@ -73,7 +73,7 @@ def read(text: str | bytes, what: str = "config") -> Transformer:
         "dropout": any(config.get(name) for name in DROPOUT),
         **_experts(config, what),
     }
-    return Transformer.of(fields, what)
+    return Transformer.from_dict(fields, what)
 
 
 def _experts(config: dict[str, Any], what: str) -> dict[str, Any]:

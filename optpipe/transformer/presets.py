@@ -20,7 +20,7 @@ OPTPIPE = (
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, source: str, **more: int) -> Transformer:
-    return Transformer.of(
+    return Transformer.from_dict(
         {"name": name, "layers": layers, "hidden": hidden, "heads": heads, "ffn": 4 * hidden, "vocabulary": 50257}
         | {"sequence": 2048, "dropout": True, "source": source}
         | more,
@@ -31,7 +31,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, source: str, **more: i
 def _gated(name: str, sizes: tuple[int, ...], sequence: int, source: str, **more: int) -> Transformer:
     keys = ("layers", "hidden", "ffn", "heads", "query_groups", "vocabulary")
     fields = dict(zip(keys, sizes, strict=True)) | {"name": name, "sequence": sequence, "source": source, "gated": True}
-    return Transformer.of(fields | more, name)
+    return Transformer.from_dict(fields | more, name)
 
 
 def _optpipe(name: str, layers: int, hidden: int) -> Transformer:
@@ -113,7 +113,7 @@ _NVIDIA = {"memory_fraction": 0.8, "link_fraction": 0.75, "host_fraction": 0.8, 
 _HOPPER_FRACTIONS = _NVIDIA | {"matmul_fraction": 0.65, "attention_fraction": 0.55}
 
 GPUS: dict[str, Gpu] = {
-    name: Gpu.of({"name": name} | sheet, name)
+    name: Gpu.from_dict({"name": name} | sheet, name)
     for name, sheet in {
         "A100": {
             "source": "NVIDIA A100 80GB SXM data sheet; DGX A100: 200 Gb/s a GPU; PipeOffload, figure 17: shared PCIe",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from optpipe.errors import input_error
 from optpipe.model.placement import MOST_CHUNKS
-from optpipe.model.records import Bytes, Items, Record
+from optpipe.model.records import Bytes, Document, Items
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**30)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**20)]
@@ -21,27 +20,7 @@ Attention = Literal["flash", "unfused"]
 Recompute = Literal["none", "selective", "cheap", "full"]
 
 
-class Checked(Record):
-    """A record whose errors are one sentence."""
-
-    @classmethod
-    def of(cls, content: Any, what: str) -> Self:
-        """The record with these fields. Raises InputError if one is wrong; `what` is named in its message."""
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise input_error(error, what) from None
-
-    @classmethod
-    def from_json(cls, text: str | bytes, what: str) -> Self:
-        """The record of a JSON document. Raises InputError if a field is wrong."""
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise input_error(error, what) from None
-
-
-class Transformer(Checked):
+class Transformer(Document):
     """The shape of a transformer.
 
     `query_groups` are the heads of keys and values, by default as many as `heads`; `head_size` is `hidden / heads` by
@@ -50,6 +29,8 @@ class Transformer(Checked):
     expert that every token passes. `sequence` is the length in training, None if it is not known. Biases are not
     counted.
     """
+
+    WHAT = "transformer"
 
     name: Text = ""
     source: Text = ""
@@ -108,7 +89,7 @@ class Transformer(Checked):
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.expert_every == 0
 
 
-class Parallelism(Checked):
+class Parallelism(Document):
     """How the model is divided among `pp · tp · cp · dp` GPUs.
 
     Experts are divided by `ep`, a part of `dp · cp`. ZeRO divides among data-parallel ranks the optimizer state (`zero`
@@ -117,6 +98,8 @@ class Parallelism(Checked):
     the head, get no layer that is left over. With `sequence_parallel` what tensor parallelism leaves whole is divided
     along the sequence (Korthikanti et al. 2023).
     """
+
+    WHAT = "parallelism"
 
     pp: Degree = 1
     tp: Degree = 1
@@ -151,13 +134,15 @@ class Parallelism(Checked):
         return self.tp if self.sequence_parallel else 1
 
 
-class Gpu(Checked):
+class Gpu(Document):
     """A GPU's data sheet, and which fraction of it is reached.
 
     Speeds are per second and, of links, in one direction. `flops` are dense, by precision. `reserved_bytes` is what the
     driver, communication libraries and the allocator's fragments take. `gpus_per_host_link` GPUs share a link to the
     host.
     """
+
+    WHAT = "gpu"
 
     name: Text = ""
     source: Text = ""
@@ -177,7 +162,7 @@ class Gpu(Checked):
     host_fraction: Fraction
 
 
-class Run(Checked):
+class Run(Document):
     """One training run.
 
     `gradient_bytes` and `optimizer_bytes` are per parameter; by default gradients are kept in 32 bits, and Adam's state
@@ -187,6 +172,8 @@ class Run(Checked):
     GPU's experts get, over the mean.
     A gated MLP's activation function that is not `fused` with the product saves its output, too.
     """
+
+    WHAT = "run"
 
     microbatches: Annotated[int, Field(strict=True, ge=1, le=2**16)]
     microbatch_size: Size = 1

@@ -144,7 +144,7 @@ def test_bytes_sum_up(name, pp, chunks, shape):
 
 
 def test_experts_are_divided_among_their_ranks_and_are_not_in_every_layer():
-    shape = Transformer.of(
+    shape = Transformer.from_dict(
         GPT.model_dump()
         | {"experts": 8, "experts_per_token": 2, "expert_ffn": 512, "expert_every": 2, "dense_layers": 2},
         "shape",

@@ -196,8 +196,8 @@ def _estimate(
     from optpipe.transformer.records import Gpu, Parallelism, Run, Transformer
 
     return estimate(
-        Transformer.of(MODELS[model].model_dump() | shape, model),
-        Parallelism.of(division, "parallelism"),
-        Gpu.of(GPUS[gpu].model_dump() | (sheet or {}), gpu),
-        Run.of({"microbatches": 16} | run, "run"),
+        Transformer.from_dict(MODELS[model].model_dump() | shape, model),
+        Parallelism.from_dict(division, "parallelism"),
+        Gpu.from_dict(GPUS[gpu].model_dump() | (sheet or {}), gpu),
+        Run.from_dict({"microbatches": 16} | run, "run"),
     )
