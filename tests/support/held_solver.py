@@ -1,5 +1,5 @@
-"""The real solver, held back: a search by `auto` begins once the file `HELD_UNTIL` of the environment is there, and ends
-with the first schedule that is shorter than the one it starts from."""
+"""The real solver, held back: a search by `auto` begins once the file `HELD_UNTIL` of the environment is there, and
+ends with the first schedule that is shorter than the one it starts from."""
 
 from __future__ import annotations
 
