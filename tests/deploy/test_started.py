@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,18 @@ def soon(true: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
     return found
 
 
+INSIDE = {"api": "8000", "worker": "9101"}
+
+
+def listens(stack: Stack, name: str) -> bool:
+    with (
+        suppress(OSError),
+        socket.create_connection(("127.0.0.1", stack.port(name, INSIDE[name.partition("-")[0]])), STARTS_S),
+    ):
+        return True
+    return False
+
+
 def key(stack: Stack, tenant: str, *scopes: str) -> str:
     """Create a key by the command in docs/service.md."""
     made = stack.run(
@@ -81,6 +95,7 @@ def test_a_job_is_solved_by_one_of_two_workers_and_all_end_in_order(stack: Stack
     for name in ("api", *WORKERS):  # all at once, as compose does
         stack.start(name)
     for name in ("api", *WORKERS):
+        soon(lambda name=name: listens(stack, name))  # until then each check is a process in vain
         soon(lambda name=name: stack.healthy(name))
 
     url = f"http://127.0.0.1:{stack.port('api', '8000')}"
@@ -137,9 +152,11 @@ def scraped(stack: Stack, name: str) -> str:
     if "authorization" in how:
         credentials = Path(stack.mapped(name, how["authorization"]["credentials_file"])).read_text().strip()
         headers = {"Authorization": f"Bearer {credentials}"}
-    inside = {"api": "8000", "worker": "9101"}[how["job_name"]]
     reply = httpx.get(
-        f"http://127.0.0.1:{stack.port(name, inside)}/metrics", headers=headers, timeout=120, trust_env=False
+        f"http://127.0.0.1:{stack.port(name, INSIDE[how['job_name']])}/metrics",
+        headers=headers,
+        timeout=120,
+        trust_env=False,
     )
     assert reply.status_code == 200
     return reply.text

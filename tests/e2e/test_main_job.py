@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import threading
 from dataclasses import replace
 
@@ -10,31 +9,30 @@ import httpx
 import pytest
 from support.following import until
 from support.ports import free_port
+from support.serve_process import serve_process
 
 from optpipe_cli import demo
-from optpipe_cli.launch import torchrun
+from optpipe_cli.bench.runtime import difference
+from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
-from optpipe_runtime.demo.train import DemoResult, DemoSettings
+from optpipe_runtime.demo.train import DemoResult, DemoSettings, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SMALL = DemoSettings(
-    budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     microbatches=4,
+    budget=2.4,  # heuristics alone are some percent shorter than PipeOffload here, and interleaved 1F1B does not fit
     first_s=120.0,  # PipeOffload comes at once, if later on a busy machine
-    options={"time_limit_s": 8.0},
+    options={"time_limit_s": 8.0, "gap": 0.01},
     block=3,
     rounds=1,
     most_live_steps=10**6,  # the live phase ends with the search
     size=Size(width=64, heads=2, blocks=4, context=64, sequences=2),
 )
+STAGES = 4
 
 
-@pytest.fixture(autouse=True)
-def _two_ranks(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-
-
-def test_the_main_job(tmp_path, capsys):
+def test_the_main_job(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # two ranks
     outcome = demo.run(SMALL, tmp_path)
     told = DemoResult.load(tmp_path / "told.json")
     assert outcome.sound
@@ -65,75 +63,72 @@ def searches(url):
     return [job for job in running["jobs"] if job["options"]["method"] == "auto"]
 
 
+@contextlib.contextmanager
+def service(folder, port):
+    """A service whose searches by `auto` begin when `gate` is there; yield its address, and how to kill it."""
+    with serve_process(
+        f"sqlite:///{folder / 'jobs.sqlite'}", port, folder, ("support.held_solver", "optpipe_solver.first")
+    ) as process:
+        assert process.stdout.readline()
+        yield f"http://127.0.0.1:{port}", process.kill
+
+
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """The file that lets searches begin."""
+    path = tmp_path / "gate"
+    monkeypatch.setenv("HELD_UNTIL", str(path))
+    return path
+
+
 @pytest.mark.parametrize("searching", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_killing_the_service_does_not_stop_the_training(tmp_path, monkeypatch, searching):
-    serve = demo._service
-
-    @contextlib.contextmanager
-    def doomed(*arguments):
-        with serve(*arguments) as (url, pid):
-
-            def kill():
-                if searching:
-                    until(lambda: searches(url), within_s=240)
-                os.kill(pid, signal.SIGKILL)
-
-            killer = threading.Thread(target=kill)
-            killer.start()
-            yield url, pid
-            killer.join()
-
-    monkeypatch.setattr(demo, "_service", doomed)
+def test_killing_the_service_does_not_stop_the_training(ranks, tmp_path, gate, searching):
     plan = DemoSettings(
-        microbatches=4,
-        first_s=3.0,
-        options={"time_limit_s": 60.0},
-        block=3,
-        rounds=1,
-        most_live_steps=12,
-        size=SMALL.size,
+        microbatches=SMALL.microbatches, first_s=3.0, block=3, rounds=1, most_live_steps=12, size=SMALL.size
     )
-    outcome = demo.run(plan, tmp_path)
-    told = DemoResult.load(tmp_path / "told.json")
-    assert outcome.loss_difference <= 1e-5
-    assert outcome.within_memory
+    with service(tmp_path, free_port()) as (url, kill):
+
+        def kill_it():
+            if searching:
+                until(lambda: searches(url), within_s=240)
+            kill()
+
+        killer = threading.Thread(target=kill_it)
+        killer.start()
+        told, _ = ranks(train, plan=plan, url=url)
+        killer.join()
     assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"
+    assert sum(step.live for step in told.steps) == plan.most_live_steps, "the search never ended"
+    plain = reference.losses(plan.size, STAGES, plan.microbatches, len(told.steps))
+    assert difference([step.loss for step in told.steps], plain) <= demo.TOLERANCE
+    limits = [device["activation_budget_bytes"] for device in told.problem["devices"]]
+    for step in told.steps:
+        assert all(peak <= limit for peak, limit in zip(step.peak_bytes, limits, strict=True))
 
 
-def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(tmp_path):
+def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(ranks, tmp_path, gate):
     """kill -9 during the search and the training.
 
     At the end the service knows what was adopted and the measured times.
     """
     port = free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTPIPE_CACHE": str(tmp_path / "cache.db")}
-    # Half of it may be over before the service is there again.
-    plan = replace(SMALL, options={"time_limit_s": 15.0})
-    plan.save(tmp_path / "plan.json")
-
     with contextlib.ExitStack() as services:
-        url, pid = services.enter_context(demo._service(tmp_path, environment, port))
+        url, kill = services.enter_context(service(tmp_path, port))
 
         def kill_and_start_again():
             until(lambda: searches(url), within_s=240)
-            os.kill(pid, signal.SIGKILL)
-            services.enter_context(demo._service(tmp_path, environment, port))
+            kill()
+            services.enter_context(service(tmp_path, port))
+            gate.touch()
 
         killer = threading.Thread(target=kill_and_start_again)
         killer.start()
-        torchrun(
-            2,
-            "optpipe_runtime.demo.train",
-            tmp_path / "plan.json",
-            url,
-            tmp_path / "told.json",
-            environment=environment,
-        )
+        plan = replace(SMALL, options={"time_limit_s": 3600.0})  # which counts while it is away, too
+        told, _ = ranks(train, plan=plan, url=url)
         killer.join()
         jobs = ask(url, "/v1/jobs")["jobs"]
         log, adoptions = (ask(url, f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))
 
-    told = DemoResult.load(tmp_path / "told.json")
     assert [(job["options"]["method"], job["state"]) for job in jobs] == [("auto", "done"), ("po-f", "done")], (
         "nothing was submitted again"
     )

@@ -11,8 +11,8 @@ from optpipe_runtime.demo.gpt import Size
 from optpipe_runtime.demo.train import DemoSettings
 
 SMALL = DemoSettings(
-    microbatches=2,  # so that the search ends with a proof, in seconds
-    budget=1.4,
+    microbatches=2,  # without offload, so that the search ends with a proof, after a second of computing
+    budget=2.4,
     rounds=1,
     turn=1,
     size=Size(width=64, heads=2, blocks=4, context=64, sequences=2),
@@ -22,7 +22,7 @@ SMALL = DemoSettings(
 @pytest.mark.long
 def test_the_protocol_runs_with_a_backend_that_is_named() -> None:
     pytest.importorskip("pulp")
-    told = run(ProtocolSettings(milp_s=10.0, solver="pulp:cbc", training=SMALL))
+    told = run(ProtocolSettings(milp_s=100.0, solver="pulp:cbc", training=SMALL))
     assert told["first"]["method"] == FIRST
     assert told["steps_beside"] > 0
     predicted = [told["first"]["predicted_ms"], *(found["predicted_ms"] for found in told["found"])]

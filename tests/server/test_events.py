@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from support.chain import chain
+from support.databases import on_sqlite, shared_on_sqlite
 from support.rest import submit, until_over
 from support.service import events, running
 
@@ -58,6 +59,7 @@ def test_replay_starts_after_the_last_event(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("last", ["x", "-1", "1e3", "1" * 16, "\u0661".encode()])
+@shared_on_sqlite
 def test_a_wrong_event_id_is_refused(client: httpx.Client, last: Any) -> None:
     reply = client.get(f"{submit(client, method='hang')['url']}/events", headers={"Last-Event-ID": last})
     assert reply.status_code == 400
@@ -103,6 +105,7 @@ def test_a_purged_job_ends_the_streams(client: httpx.Client) -> None:
     assert client.get(f"{job['url']}/events").status_code == 404
 
 
+@on_sqlite
 def test_the_number_of_streams_is_limited(serving: Serving, settings: Settings, fake_solver: None) -> None:
     client = serving(replace(settings, streams=2))
     job = submit(client, method="hang")
@@ -118,6 +121,7 @@ def test_the_number_of_streams_is_limited(serving: Serving, settings: Settings, 
     assert reply.status_code == 200
 
 
+@on_sqlite
 def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fake_solver: None) -> None:
     with (
         running(replace(settings, ping_s=600.0)) as (url, server),
@@ -132,6 +136,7 @@ def test_an_ending_service_does_not_wait_for_open_streams(settings: Settings, fa
             assert list(stream) == [], "no `end`: the job is not over because the service is"
 
 
+@on_sqlite
 def test_an_ending_service_does_not_wait_for_first_schedules(settings: Settings, fake_solver: None) -> None:
     replies: list[httpx.Response] = []
     slow = replace(settings, first_schedule_s=600.0)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe
+from support.databases import shared_on_sqlite
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
@@ -55,6 +56,7 @@ def detail(reply: httpx.Response) -> str:
         GOOD[:-1] + ', "problem": {}}',
     ],
 )
+@shared_on_sqlite
 def test_bodies_that_are_not_json_are_refused(client: httpx.Client, body: str | bytes) -> None:
     assert post(client, body).status_code in (400, 422)
 
@@ -62,6 +64,7 @@ def test_bodies_that_are_not_json_are_refused(client: httpx.Client, body: str | 
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"1"', "null", "[]", "9" * 400, "9" * 5000, "{}"]
 )
+@shared_on_sqlite
 def test_values_that_are_not_numbers_are_refused(client: httpx.Client, value: str) -> None:
     for name in ("forward_ms", "activation_bytes"):
         body = GOOD.replace(f'"{name}": {json.dumps(getattr(chain().stages[0], name))}', f'"{name}": {value}', 1)
@@ -120,6 +123,7 @@ def test_the_size_of_a_problem_is_limited(client: httpx.Client) -> None:
     assert parse(Submission, json.dumps({"problem": largest}).encode(), "job").problem.microbatches == 4096
 
 
+@shared_on_sqlite
 def test_too_long_a_body(client: httpx.Client) -> None:
     assert post(client, b" " * (LONGEST_BODY + 1)).status_code == 413
 
@@ -132,6 +136,7 @@ def test_too_long_a_body(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "text/plain"}, {**JSON, "Content-Encoding": "gzip"}])
+@shared_on_sqlite
 def test_other_content(client: httpx.Client, headers: dict[str, str]) -> None:
     assert post(client, GOOD, headers).status_code == 415
 
@@ -153,6 +158,7 @@ def test_other_content(client: httpx.Client, headers: dict[str, str]) -> None:
         ("GET", "/v1/jobs/{job}/incumbents/worst", 422),
     ],
 )
+@shared_on_sqlite
 def test_other_paths(client: httpx.Client, method: str, path: str, status: int) -> None:
     job = client.post("/v1/jobs", content=GOOD, headers=JSON).json()["id"]
     reply = client.request(method, path.format(job=job))

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.chain import chain, gpipe, one_by_one
+from support.databases import on_sqlite
 from support.rest import submit, until_cached, until_over, until_running
 
 from optpipe.model.problem import Problem
@@ -82,6 +83,7 @@ def test_a_first_schedule_may_come_from_the_search(client: httpx.Client) -> None
     assert (job["best"]["source"], job["best"]["attempt"]) == ("solver", 1)
 
 
+@on_sqlite
 def test_a_silent_solver_does_not_delay_the_reply(serving: Serving, settings: Settings, fake_solver: None) -> None:
     client = serving(replace(settings, first_schedule_s=0.3))
     began = time.monotonic()
@@ -118,6 +120,7 @@ def test_a_cancel_after_the_end_changes_nothing(client: httpx.Client) -> None:
     assert client.post(f"{job['url']}/cancel").json() == job
 
 
+@on_sqlite
 def test_the_highest_priority_is_next(serving: Serving, settings: Settings, fake_solver: None) -> None:
     client = serving(settings)
     first = until_running(client, submit(client, method="hang"))
@@ -131,6 +134,7 @@ def test_the_highest_priority_is_next(serving: Serving, settings: Settings, fake
     assert until_over(client, second)["state"] == "cancelled"
 
 
+@on_sqlite
 def test_a_full_queue_refuses(serving: Serving, settings: Settings, fake_solver: None) -> None:
     client = serving(replace(settings, queue=1))
     until_running(client, submit(client, method="hang"))

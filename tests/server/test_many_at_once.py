@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support.chain import chain, gpipe
+from support.databases import on_sqlite
 from support.service import events, running
 from support.work import until
 
@@ -45,6 +46,7 @@ def test_every_job_gets_its_own_schedules_and_its_end(settings: Settings, fake_s
         assert server.service.job_updates._topics == {}
 
 
+@on_sqlite
 def test_large_problems_do_not_delay_small_ones(
     settings: Settings, fake_solver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

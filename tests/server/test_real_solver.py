@@ -9,6 +9,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 from support.chain import chain
+from support.databases import on_sqlite
 from support.rest import until_cached
 from support.service import events
 
@@ -42,6 +43,7 @@ def test_first_schedule_then_the_end_then_the_cache(client: httpx.Client) -> Non
     assert again["best"]["makespan_ms"] == end["best"]["makespan_ms"]
 
 
+@on_sqlite
 def test_the_milp_asked_for_by_name_runs_though_the_first_schedule_is_proven(client: httpx.Client) -> None:
     asked = {"problem": chain(memory=4, m=2).to_dict(), "method": "milp", "time_limit_s": 60.0}
     job = client.post("/v1/jobs", json=asked).json()
@@ -54,6 +56,7 @@ def test_the_milp_asked_for_by_name_runs_though_the_first_schedule_is_proven(cli
     assert [line for line in lines if line.startswith("milp: HiGHS: optimal after ")]
 
 
+@on_sqlite
 def test_too_little_memory_is_named(client: httpx.Client) -> None:
     content = chain().to_dict()
     content["devices"][1]["activation_budget_bytes"] = 999
@@ -65,6 +68,7 @@ def test_too_little_memory_is_named(client: httpx.Client) -> None:
     assert "999" in end["reason"]
 
 
+@on_sqlite
 def test_published_schedules_are_methods(client: httpx.Client) -> None:
     problem = chain(memory=4, m=4)
     job = client.post(
@@ -80,6 +84,7 @@ def test_published_schedules_are_methods(client: httpx.Client) -> None:
         assert refused.json()["detail"].startswith(told)
 
 
+@on_sqlite
 def test_a_training_follows(client: httpx.Client) -> None:
     problem = Problem.from_dict({**chain(memory=1, m=4, offload=None).to_dict(), "p2p_ms": 0.0})
     with ScheduleClient(str(client.base_url), problem, time_limit_s=4.0) as following:

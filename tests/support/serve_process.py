@@ -1,4 +1,4 @@
-"""The service as a process of its own, with fake solvers, which tests may kill or limit."""
+"""The service as a process of its own, which tests may kill or limit; with fake solvers unless told otherwise."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from pathlib import Path
 
 START = """
 import sys, optpipe.anytime, optpipe_server.first_schedule_process
-optpipe.anytime.SOLVER = "support.fake_solver"
-optpipe_server.first_schedule_process.MODULE = "support.fake_first_process"
-optpipe_server.serve(optpipe_server.Settings(sys.argv[1], queue=10_000), port=int(sys.argv[2]))
+database, port, optpipe.anytime.SOLVER, optpipe_server.first_schedule_process.MODULE = sys.argv[1:]
+optpipe_server.serve(optpipe_server.Settings(database, queue=10_000), port=int(port))
 """
+FAKES = ("support.fake_solver", "support.fake_first_process")
 
 
 @contextmanager
-def serve_process(database: str, port: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield the process; it writes a line when it answers."""
+def serve_process(
+    database: str, port: int, folder: Path, modules: tuple[str, str] = FAKES
+) -> Iterator[subprocess.Popen[str]]:
+    """Yield the process; it writes a line when it answers. `modules` are those of the solver and of first schedules."""
     path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OPTPIPE_CACHE": str(folder / "cache.sqlite"), "PYTHONPATH": path}
-    command = [sys.executable, "-c", START, database, str(port)]
+    command = [sys.executable, "-c", START, database, str(port), *modules]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
         try:
             yield started

@@ -38,7 +38,7 @@ many = [pytest.mark.soak, pytest.mark.timeout(7200)]
 @pytest.mark.parametrize(
     ("taking", "examples", "least"),
     [
-        pytest.param("sqlite", 8, 250, id="sqlite-few"),
+        pytest.param("sqlite", 4, 125, id="sqlite-few"),
         pytest.param("sqlite", 300, 10_000, id="sqlite-many", marks=many),
         pytest.param("postgresql", 300, 10_000, id="postgresql-many", marks=many),
     ],

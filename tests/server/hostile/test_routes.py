@@ -8,6 +8,7 @@ from itertools import count
 
 import httpx
 import pytest
+from support.databases import shared_on_sqlite
 from support.requests import CALLS, IF_MATCH, PROBLEM, Call, bearer, job, routes
 
 from optpipe_server.database.keys import SCOPES, Keys
@@ -82,6 +83,7 @@ def test_the_jobs_tenant_is_answered(anybody: httpx.Client, tenant: Callable[[],
 
 
 @pytest.mark.parametrize("call", GUARDED, ids=name)
+@shared_on_sqlite
 def test_without_a_valid_key_nobody_is_answered(call: Call, anybody: httpx.Client, keys: Keys) -> None:
     right, revoked = keys.create("own", SCOPES), keys.create("own", SCOPES)
     keys.revoke(revoked.split("_")[1])
@@ -101,6 +103,7 @@ def test_without_a_valid_key_nobody_is_answered(call: Call, anybody: httpx.Clien
 
 
 @pytest.mark.parametrize("call", GUARDED, ids=name)
+@shared_on_sqlite
 def test_another_scope_is_refused(call: Call, anybody: httpx.Client, keys: Keys) -> None:
     others = [scope for scope in SCOPES if scope != call.scope]
     for scopes in ([others[0]], [others[1]], others):
@@ -124,6 +127,7 @@ def test_another_scope_is_refused(call: Call, anybody: httpx.Client, keys: Keys)
         ),
     ],
 )
+@shared_on_sqlite
 def test_errors_tell_what_is_expected(
     tenant: Callable[[], httpx.Client], asked: str, status: int, detail: str, allow: str | None
 ) -> None:

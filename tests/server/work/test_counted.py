@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
+from support.databases import on_sqlite
 from support.work import Work, until
 
 import optpipe_server.work.reaper
@@ -20,6 +21,7 @@ def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"optpipe_{name}", labels) or 0.0
 
 
+@on_sqlite
 def test_ended_jobs_and_their_gaps_are_counted(work: Work) -> None:
     before = {
         state: counted("solve_seconds_count", state=state) for state in ("done", "infeasible", "failed", "cancelled")
@@ -55,6 +57,7 @@ def test_lost_and_reaped_jobs_are_counted(work: Work) -> None:
     reaper.stop()
 
 
+@on_sqlite
 def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its thread no job of a lost worker would go on."""
     failures = [ValueError("unheard of")]
@@ -74,6 +77,7 @@ def test_a_reaper_survives_errors(work: Work, monkeypatch: pytest.MonkeyPatch) -
     reaper.stop()
 
 
+@on_sqlite
 def test_a_machine_that_slept_goes_on(work: Work) -> None:
     """All leases have expired by then, and a process must not take its own jobs as abandoned."""
     held = work.submit("hang")

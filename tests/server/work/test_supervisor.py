@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.chain import gpipe, one_by_one
+from support.databases import on_sqlite
 from support.processes import over
 from support.work import LIMIT_S, Work, problem, sound, until
 
@@ -92,6 +93,7 @@ def test_drifted_costs_and_more_time_reach_a_running_job(work: Work, monkeypatch
     assert {row.problem_version for row in rows} == {1, 2}
 
 
+@on_sqlite
 def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work) -> None:
     schedule = gpipe(problem())
     near = Result("feasible", schedule, lower_bound_ms=0.96 * schedule.makespan_ms)
@@ -104,6 +106,7 @@ def test_a_job_ends_at_its_gap_and_needs_no_search_where_it_has_that(work: Work)
     assert work.job(given).last_seq == 1
 
 
+@on_sqlite
 def test_a_crash_is_tried_once_more_from_the_best(work: Work) -> None:
     crashed, at_once = work.submit("crash later"), work.submit("crash")
     before = metrics.CRASHES._value.get()
@@ -210,6 +213,7 @@ def test_a_job_has_no_more_than_its_worker(local: Work) -> None:
     assert not any("the search gets" in line for line in local.lines(less))
 
 
+@on_sqlite
 def test_a_job_whose_thread_could_not_be_started_is_not_held(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system refuses another thread, the slot is free again and the job waits."""
     start, refused = threading.Thread.start, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -247,15 +248,15 @@ def checkpointed(
     return losses, parameters(modules)
 
 
-def script(text: str, folder: str) -> str:
+def script(text: str, folder: str, arguments: Sequence[str] = ()) -> str:
     """Runs a script that believes to begin and to end its process group, with `folder` for its files; returns what it
     prints."""
-    begin, end = dist.init_process_group, dist.destroy_process_group
+    begin, end, sys.argv = dist.init_process_group, dist.destroy_process_group, ["script", *arguments]
     dist.init_process_group = dist.destroy_process_group = lambda *_: None
     said, tempfile.tempdir = io.StringIO(), folder
     try:
         with contextlib.redirect_stdout(said):
-            exec(compile(text, "docs/training.md", "exec"), {})
+            exec(compile(text, "script", "exec"), {"__name__": "__main__"})
     finally:
         dist.init_process_group, dist.destroy_process_group, tempfile.tempdir = begin, end, None
     return said.getvalue()

@@ -1,0 +1,5 @@
+"""Two ranks for the session."""
+
+from support.ranks.pools import ranks
+
+__all__ = ["ranks"]  # a fixture
