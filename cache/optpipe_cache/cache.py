@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from pydantic import ValidationError
 
 from optpipe.errors import InputError, ScheduleError, input_error
@@ -18,10 +20,16 @@ from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Found, Schedule, check
-from optpipe_cache.features import Features, distance, features, structure
+from optpipe_cache.features import REACH, STEP, Features, features, structure
 from optpipe_cache.storage import FileStorage, Storage, StoredRow
 
+log = logging.getLogger("optpipe.cache")
+
 MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
+MOST_COMPARED = 4096  # similar entries whose features a lookup reads
+# Within these many steps of the grid it looks: most often there is something near.
+REACHES = [round(REACH / STEP / shorter) for shorter in (8, 4, 2, 1)]
+MOST_ENTRIES = 100_000  # in a cache, if nothing else is said
 MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
 
 
@@ -54,6 +62,8 @@ class Hit:
     ----------
     distance
         By `optpipe_cache.distance`; 0 if `exact`.
+    terms
+        What each feature adds to the distance, the largest first.
     exact
         Whether it was solved for this very problem.
     status, lower_bound_ms
@@ -63,11 +73,12 @@ class Hit:
     """
 
     schedule: Schedule
-    distance: float  # see `optpipe_cache.distance`; 0 where `exact`
-    exact: bool  # solved for this very problem
-    status: Found  # `optimal` only where exact
-    lower_bound_ms: float | None  # only where exact
-    entry: Entry  # what it was solved for
+    distance: float
+    exact: bool
+    status: Found
+    lower_bound_ms: float | None
+    entry: Entry
+    terms: dict[str, float] = field(default_factory=dict)
 
 
 def default_path() -> Path:
@@ -87,8 +98,10 @@ class Cache:
     Raises what its storage raises: `InputError` if a file cannot be opened or is not a cache.
     """
 
-    def __init__(self, storage: Storage | str | Path) -> None:
-        self._storage: Storage = FileStorage(storage) if isinstance(storage, str | Path) else storage
+    def __init__(self, storage: Storage | str | Path, most: int = MOST_ENTRIES) -> None:
+        """`most` entries are kept: of more, those go whose last use is longest ago."""
+        self.storage: Storage = FileStorage(storage) if isinstance(storage, str | Path) else storage
+        self._most = most
 
     def add(
         self,
@@ -144,39 +157,60 @@ class Cache:
         return self._store(entry)
 
     def _store(self, entry: Entry) -> bool:
-        problem, text = entry.problem, entry.model_dump_json(exclude_none=True)
-        found_by = problem.sha256, entry.objective, structure(problem), json.dumps(features(problem))
+        problem, text, known_by = entry.problem, entry.model_dump_json(exclude_none=True), features(entry.problem)
+        found_by = problem.sha256, entry.objective, structure(problem), known_by.packed, known_by.summary
         while True:  # until no other process has changed the entry in between
-            stored = self._storage.entry(problem.sha256, entry.objective)
+            stored = self.storage.entry(problem.sha256, entry.objective)
             known = _read(stored)
             if known and not entry.beats(known) and _valid_schedule(known, problem):
                 return False
-            if self._storage.swap(StoredRow(*found_by, datetime.now(UTC).isoformat(), text), stored):
+            if self.storage.swap(StoredRow(*found_by, _now(), 0, text), stored):
+                if stored is None:
+                    self.prune(self._most)
                 return True
 
     def lookup(self, problem: Problem, objective: Objective = "makespan") -> Hit | None:
         """Return the best known schedule, verified on this problem; None if there is none.
 
-        It is the schedule of this very problem, else that of the most similar problem of the same structure whose
+        It is the schedule of this very problem, else that of the most similar one in reach of the same structure whose
         schedule is valid.
         """
-        entry = _read(self._storage.entry(problem.sha256, objective))
+        hit = self._exact(problem, objective) or self._nearest(problem, objective)
+        if hit:
+            self.storage.found(hit.entry.problem.sha256, objective, _now())
+        return hit
+
+    def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
+        """Yield (distance, hash of the problem) of the entries in reach of the same structure, the nearest first."""
+        wanted, told = features(problem), set[str]()
+        of = structure(problem), objective
+        for reach in REACHES:
+            near = self.storage.similar(*of, wanted.summary, reach + len(wanted.summary), MOST_COMPARED)
+            found = [(far, sha256) for far, sha256 in _within(reach, wanted, near) if sha256 not in told]
+            yield from found
+            told |= {sha256 for _, sha256 in found}
+
+    def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
+        entry = _read(self.storage.entry(problem.sha256, objective))
         if entry and (schedule := _valid_schedule(entry, problem)):
             return Hit(schedule, 0.0, True, entry.status, entry.lower_bound_ms, entry)
+        return None
+
+    def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
         wanted = features(problem)
-        others = (
-            (_distance(wanted, text), sha256) for sha256, text in self._storage.similar(structure(problem), objective)
-        )
-        nearest = sorted((far, sha256) for far, sha256 in others if far is not None and sha256 != problem.sha256)
-        for far, sha256 in nearest[:MOST_TRIED]:
-            entry = _read(self._storage.entry(sha256, objective))
+        for far, sha256 in islice(self.neighbours(problem, objective), MOST_TRIED):
+            entry = _read(self.storage.entry(sha256, objective))
             if entry and (schedule := _valid_schedule(entry, problem)):
-                return Hit(schedule, far, False, "feasible", None, entry)
+                return Hit(schedule, far, False, "feasible", None, entry, wanted.terms(features(entry.problem)))
         return None
 
     def entries(self) -> list[Entry]:
-        """Return all entries, newest first."""
-        return [entry for text in self._storage.entries() if (entry := _read(text))]
+        """Return all entries, those used last first."""
+        return [entry for entry, _ in self.entries_and_hits()]
+
+    def entries_and_hits(self) -> list[tuple[Entry, int]]:
+        """Return all entries, those used last first, and how often each was found."""
+        return [(entry, hits) for text, hits in self.storage.entries() if (entry := _read(text))]
 
     def export_lines(self) -> Iterator[str]:
         """Yield every entry as a line of JSON, for `import_lines` of another cache."""
@@ -201,26 +235,34 @@ class Cache:
         return added
 
     def prune(self, keep: int) -> int:
-        """Delete all but the `keep` newest entries; return how many were deleted."""
+        """Delete all but the `keep` entries that were used last; return how many were deleted."""
         if keep < 0:
             raise InputError(f"keep = {keep}: must not be negative")
-        return self._storage.prune(min(keep, MOST_KEPT))
+        return self.storage.prune(min(keep, MOST_KEPT))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
 
 
 def _read(text: str | None) -> Entry | None:
-    """The entry in a stored text; None if it is damaged or of an older release."""
+    """The entry in a stored text; None if it is damaged or of an older release, which is logged."""
     try:
         return Entry.model_validate_json(text) if text is not None else None
-    except ValidationError:
+    except ValidationError as error:
+        log.warning("skipped an entry that cannot be read: %s", input_error(error, "entry"))
         return None
 
 
-def _distance(wanted: Features, text: str) -> float | None:
-    """The distance to an entry's features; None if they are damaged."""
-    try:
-        return distance(wanted, json.loads(text))
-    except (ValueError, KeyError, TypeError):
-        return None
+def _within(reach: int, wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:
+    """(distance, problem_sha256) of the entries within so many steps, the nearest first. Damaged ones are skipped."""
+    length = len(wanted.packed)
+    whole = [(sha256, packed) for sha256, packed in near if isinstance(packed, bytes) and len(packed) == length]
+    if len(whole) < len(near):
+        log.warning("skipped %d entries whose features cannot be read", len(near) - len(whole))
+    steps = np.frombuffer(b"".join(packed for _, packed in whole), dtype="<i2").reshape(len(whole), length // 2)
+    far = zip(wanted.distances(steps).tolist(), (sha256 for sha256, _ in whole), strict=True)
+    return sorted(found for found in far if found[0] <= reach * STEP)
 
 
 def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:

@@ -1,101 +1,161 @@
-"""Features of a problem: its figures as proportions on a coarse grid (OptPipe, section 4.2: "discretize ... into
+"""The key of a problem: its figures as proportions on a logarithmic grid (OptPipe, section 4.2: "discretize ... into
 proportional values").
 
-Times are shares of a stage's work, the mean of F + B + W over all stages. A device's memory is the number of
-micro-batches whose activations fit into it. So the same model on a GPU twice as fast, or measured again on a noisy day,
-has the same features.
+Times are shares of a stage's work, the mean of F + B + W over all stages; sizes are shares of the largest activation; a
+device's memory is the number of micro-batches whose activations fit into it. So the same model on a GPU twice as fast,
+or measured again on a noisy day, has the same key or a neighbouring one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe.model.arrays import Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 
-GRID = 20  # steps per unit: smaller differences are noise of the measurement
+STEP = 0.01  # of the grid: differences of about one percent
+SMALL = 0.1  # of a stage's work, or of an activation: smaller figures matter little, so their grid is coarser
 MOST = 1e9  # cap of proportions: dividing by times near zero gives no useful number
+REACH = 0.5  # two problems further apart than this are not similar
+VERSION = 2  # of this key: other versions are never similar
 
-Features = dict[str, list[int]]  # name -> a figure per stage or device, in steps of 1/GRID
+Steps = NDArray[np.int16]
+
+# What an index of problems has, the most telling one first.
+SUMMARY = ("memory", "forward", "backward_input", "backward_weight", "offload", "p2p")
+# How much more a difference counts than one of another feature; by default 1.
+WEIGHT = {"microbatches": 0.1}
 
 
 def structure(problem: Problem) -> str:
     """Hash what two problems must have in common before a program of one makes sense for the other.
 
-    That is which ops there are, and on which devices they run.
+    That is which ops there are, and on which devices they run. How many micro-batches there are may differ where all
+    take the same route.
     """
-    costs = problem.costs
+    costs, routes = problem.costs, problem.all_routes
     content = {
+        "version": VERSION,
         "devices": len(problem.devices),
         "placement": costs.device.tolist(),
-        "routes": problem.all_routes,
-        "microbatch_routes": costs.route.tolist(),
+        "routes": routes,
+        "microbatch_routes": costs.route.tolist() if len(routes) > 1 else None,
         "transfer_mode": problem.transfer_mode,
         "shared_links": problem.shared_links,
         "offload_parts": costs.parts.tolist(),
-        "can_offload": costs.can_offload.tolist(),
-        "can_recompute": costs.can_recompute.tolist(),
+        "can": [can.tolist() for can in (costs.can_offload, costs.can_recompute, costs.can_evict, costs.can_update)],
+        "peer": costs.peer.tolist(),
         "pairs": problem.overlap_factor is not None,
     }
-    # Only what a problem has is hashed, so that entries of older releases are still found.
-    if costs.can_evict.any():
-        content |= {"can_evict": costs.can_evict.tolist(), "peer": costs.peer.tolist()}
-    if costs.can_update.any():
-        content["can_update"] = costs.can_update.tolist()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The proportions of a problem, in steps of the grid.
+
+    Attributes
+    ----------
+    steps
+        All figures in a row.
+    sizes
+        How many of them belong to each feature: one for each stage or device, or one.
+    """
+
+    steps: Steps
+    sizes: dict[str, int]
+
+    @property
+    def packed(self) -> bytes:
+        return self.steps.astype("<i2").tobytes()
+
+    @cached_property
+    def _weights(self) -> Floats:
+        return np.concatenate([np.full(n, STEP * WEIGHT.get(name, 1.0) / n) for name, n in self.sizes.items()])
+
+    def distances(self, others: Steps) -> Floats:
+        """The distance to each of the packed features in the rows of `others`."""
+        far: Floats = np.abs(others.astype(np.int32) - self.steps) @ self._weights
+        return far
+
+    def terms(self, other: Features) -> dict[str, float]:
+        """What each feature adds to the distance, the largest first; only those that differ."""
+        ends = np.cumsum([0, *self.sizes.values()])
+        sums = np.add.reduceat(np.abs(other.steps.astype(np.int32) - self.steps) * self._weights, ends[:-1])
+        terms = [(name, float(value)) for name, value in zip(self.sizes, sums, strict=True) if value]
+        return dict(sorted(terms, key=lambda term: -term[1]))
+
+    @cached_property
+    def summary(self) -> dict[str, int]:
+        """The means of the features that an index has, in steps of the grid.
+
+        The difference of two means is at most the mean of the differences, so the sum of their differences, but for
+        what they are rounded by, is never more than the distance.
+        """
+        ends = dict(zip(self.sizes, itertools.accumulate(self.sizes.values()), strict=True))
+        return {name: round(float(self.steps[ends[name] - self.sizes[name] : ends[name]].mean())) for name in SUMMARY}
+
+
 def features(problem: Problem) -> Features:
-    """Return the problem's proportions, in steps of 1/GRID."""
-    costs, m = problem.costs, problem.microbatches
-    work = float(costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0).mean()) or 1.0
-    activation = np.maximum(costs.activation, 1)
-    memory, host = [], []
-    for d in range(len(problem.devices)):
-        own = problem.stages_on(d)
-        memory.append(_microbatches(costs.activation_budget[d], costs.activation[own], m))
-        host.append(_microbatches(costs.host_memory[d], costs.offload[own], m))
-    proportions = {
-        "forward": costs.ms[Kind.F] / work,
-        "backward_input": costs.ms[Kind.B] / work,
-        "backward_weight": costs.ms[Kind.W] / work,
-        "p2p": [problem.p2p_ms / work],
-        "offload": costs.ms[Kind.O] * costs.parts / work,
-        "reload": costs.ms[Kind.R] * costs.parts / work,
-        "recompute": costs.ms[Kind.C] / work,
-        "overlap": [problem.overlap_factor or 1.0],
-        "memory": memory,
-        "host_memory": host,
-        "saved_for_weight": costs.saved_for_weight / activation,
-        "offload_bytes": costs.offload / activation,
-        "checkpoint": costs.checkpoint / activation,
-    }
-    if costs.can_evict.any():
-        proportions |= {
-            "evict": costs.ms[Kind.E] / work,
-            "load": costs.ms[Kind.L] / work,
-            "evict_bytes": costs.evict / activation,
-        }
-    if costs.can_update.any():
-        proportions |= {kind.name: costs.ms[kind] / work for kind in (Kind.G, Kind.U, Kind.P)}
-    return {name: [round(GRID * min(MOST, float(value))) for value in values] for name, values in proportions.items()}
-
-
-def _microbatches(limit: int, per_stage: NDArray[np.int64], m: int) -> float:
-    """How many micro-batches fit into `limit` bytes, at most `m`: more memory than that makes no difference."""
-    one = int(per_stage.sum())
-    return min(float(m), limit / one) if one else float(m)
+    """Return the problem's proportions."""
+    found = {name: np.atleast_1d(np.asarray(values, dtype=float)) for name, values in _proportions(problem)}
+    steps = np.log1p(np.minimum(MOST, np.concatenate(list(found.values()))) / SMALL) / STEP
+    return Features(np.rint(steps).astype(np.int16), {name: len(values) for name, values in found.items()})
 
 
 def distance(a: Features, b: Features) -> float:
     """Return how different two problems of one structure are.
 
-    The mean |difference| over stages or devices of each feature, summed over the features. For example, 0.1 is a
-    forward pass that differs by a tenth of a stage's F + B + W on every stage, or a tenth of an activation less memory
-    on every device. Differences below the grid count as 0.
+    The mean difference over stages or devices of each feature, summed over the features. For example, 0.1 are sizes or
+    large times that differ by a tenth on every stage, or memory for a tenth fewer micro-batches on every device.
     """
-    return sum(float(np.abs(np.subtract(a[name], b[name])).mean()) for name in a) / GRID
+    return float(a.distances(b.steps[None])[0])
+
+
+def _proportions(problem: Problem) -> Iterator[tuple[str, Floats | float]]:
+    costs, m = problem.costs, problem.microbatches
+    work = float(costs.ms[[Kind.F, Kind.B, Kind.W]].sum(axis=0).mean()) or 1.0
+    largest = max(int(costs.activation.max()), int(costs.saved_for_weight.max())) or 1
+    times = {
+        "forward": Kind.F,
+        "backward_input": Kind.B,
+        "backward_weight": Kind.W,
+        "offload": Kind.O,
+        "reload": Kind.R,
+        "recompute": Kind.C,
+        "evict": Kind.E,
+        "load": Kind.L,
+        "gradient_out": Kind.G,
+        "update": Kind.U,
+        "parameters_in": Kind.P,
+    }
+    moved = (Kind.O, Kind.R)  # part by part
+    for name, kind in times.items():
+        yield name, costs.ms[kind] * (costs.parts if kind in moved else 1) / work
+    yield "p2p", problem.p2p_ms / work
+    yield "overlap", problem.overlap_factor or 1.0
+    yield "microbatches", m
+    devices = range(len(problem.devices))
+    own = [problem.stages_on(d) for d in devices]
+    useful = min(m, 2 * len(problem.devices))  # by then no more memory helps
+    fit = [_microbatches(costs.activation_budget[d], costs.activation[own[d]], useful) for d in devices]
+    yield "memory", np.array(fit)
+    hosted = [_microbatches(costs.host_memory[d], costs.offload[own[d]], m) for d in devices]
+    yield "host_memory", np.array(hosted) / m
+    for name in ("activation", "saved_for_weight", "offload", "checkpoint", "evict"):
+        yield f"{name}_bytes", getattr(costs, name) / largest
+
+
+def _microbatches(limit: int, per_stage: NDArray[np.int64], most: int) -> float:
+    """How many micro-batches fit into `limit` bytes, at most `most`: more memory than that makes no difference."""
+    one = int(per_stage.sum())
+    return min(float(most), limit / one) if one else float(most)

@@ -7,28 +7,34 @@ database.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from optpipe.errors import InputError
+from optpipe_cache.features import SUMMARY
 
-VERSION = 1  # of the file's tables, stored in its user_version
+VERSION = 2  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
-_SCHEMA = """
+COLUMNS = ("problem_sha256", "objective", "structure", "features", "used", "hits", "entry", *SUMMARY)
+
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS schedules (
     problem_sha256 TEXT NOT NULL,
     objective TEXT NOT NULL,
-    shape TEXT NOT NULL,
-    features TEXT NOT NULL,
-    added TEXT NOT NULL,
+    structure TEXT NOT NULL,
+    features BLOB NOT NULL,
+    used TEXT NOT NULL,
+    hits INTEGER NOT NULL,
     entry TEXT NOT NULL,
+    {", ".join(f"{name} INTEGER NOT NULL" for name in SUMMARY)},
     PRIMARY KEY (problem_sha256, objective)
 );
-CREATE INDEX IF NOT EXISTS by_shape ON schedules (shape, objective);
+CREATE INDEX IF NOT EXISTS by_summary ON schedules (structure, objective, {", ".join(SUMMARY)});
+CREATE INDEX IF NOT EXISTS by_use ON schedules (used);
 """
 
 
@@ -38,14 +44,21 @@ class StoredRow:
 
     problem_sha256: str
     objective: str
-    shape: str
-    features: str  # JSON
-    added: str  # ISO time in UTC
+    structure: str
+    features: bytes
+    summary: Mapping[str, int]  # of `Features`
+    used: str  # when it was stored or found last: ISO time in UTC
+    hits: int  # how often it was found
     entry: str  # JSON
+
+    @property
+    def columns(self) -> dict[str, object]:
+        """All values by the names of their columns."""
+        return {name: getattr(self, name) for name in COLUMNS if name not in SUMMARY} | {**self.summary}
 
 
 class Storage(Protocol):
-    """Rows of text, one per problem and objective, for any number of threads and processes.
+    """Rows, one per problem and objective, for any number of threads and processes.
 
     Only the cache knows what the texts mean.
     """
@@ -53,17 +66,23 @@ class Storage(Protocol):
     def entry(self, problem_sha256: str, objective: str) -> str | None:
         """Return the entry of this problem."""
 
-    def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
-        """Return (problem_sha256, features) of every entry of this structure (column `shape`)."""
+    def similar(
+        self, structure: str, objective: str, summary: Mapping[str, int], reach: int, most: int
+    ) -> Sequence[tuple[str, bytes]]:
+        """Return (problem_sha256, features) of the entries of this structure whose summary differs by at most `reach`,
+        the sum of all differences; of more than `most` those used last."""
 
-    def entries(self) -> Sequence[str]:
-        """Return all entries, newest first."""
+    def entries(self) -> Sequence[tuple[str, int]]:
+        """Return (entry, hits) of all rows, those used last first."""
 
     def swap(self, row: StoredRow, known: str | None) -> bool:
         """Store the row in place of the entry `known`, which `entry` returned; False if that is no longer there."""
 
+    def found(self, problem_sha256: str, objective: str, used: str) -> None:
+        """Count a hit, and store when it was."""
+
     def prune(self, keep: int) -> int:
-        """Delete all but the `keep` newest rows, 2^63 - 1 at most; return how many were deleted."""
+        """Delete all but the `keep` rows that were used last, 2^63 - 1 at most; return how many were deleted."""
 
 
 class FileStorage:
@@ -82,7 +101,8 @@ class FileStorage:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, VERSION):
                 raise InputError(
-                    f"{self.path}: its tables have version {version}; this release knows version {VERSION}"
+                    f"{self.path}: its tables have version {version}; this release knows version {VERSION}: delete it, "
+                    "or name another file"
                 )
             if version == 0:
                 db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
@@ -101,28 +121,41 @@ class FileStorage:
             row = db.execute(query, (problem_sha256, objective)).fetchone()
         return row[0] if row else None
 
-    def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
+    def similar(
+        self, structure: str, objective: str, summary: Mapping[str, int], reach: int, most: int
+    ) -> Sequence[tuple[str, bytes]]:
+        each = " AND ".join(f"{name} BETWEEN :{name} - :reach AND :{name} + :reach" for name in summary)
+        together = " + ".join(f"abs({name} - :{name})" for name in summary)
+        query = (
+            "SELECT problem_sha256, features FROM schedules WHERE structure = :structure AND objective = :objective "
+            f"AND {each} AND {together} <= :reach ORDER BY used DESC LIMIT :most"
+        )
+        wanted = {"structure": structure, "objective": objective, "reach": reach, "most": most}
         with self._open() as db:
-            return db.execute(
-                "SELECT problem_sha256, features FROM schedules WHERE shape = ? AND objective = ?", (shape, objective)
-            ).fetchall()
+            return db.execute(query, {**wanted, **summary}).fetchall()
 
-    def entries(self) -> Sequence[str]:
+    def entries(self) -> Sequence[tuple[str, int]]:
         with self._open() as db:
-            return [text for (text,) in db.execute("SELECT entry FROM schedules ORDER BY added DESC, problem_sha256")]
+            return db.execute("SELECT entry, hits FROM schedules ORDER BY used DESC, problem_sha256").fetchall()
 
     def swap(self, row: StoredRow, known: str | None) -> bool:
+        columns = row.columns
         with self._open() as db:
             if known is None:
-                return (
-                    db.execute("INSERT OR IGNORE INTO schedules VALUES (?, ?, ?, ?, ?, ?)", astuple(row)).rowcount == 1
-                )
-            values = "shape = ?, features = ?, added = ?, entry = ?"
-            swapped = f"UPDATE schedules SET {values} WHERE problem_sha256 = ? AND objective = ? AND entry = ?"
-            new = row.shape, row.features, row.added, row.entry
-            return db.execute(swapped, (*new, row.problem_sha256, row.objective, known)).rowcount == 1
+                marks = ", ".join(f":{name}" for name in columns)
+                done = db.execute(f"INSERT OR IGNORE INTO schedules ({', '.join(columns)}) VALUES ({marks})", columns)
+            else:
+                new = ", ".join(f"{name} = :{name}" for name in columns if name != "hits")
+                same = "problem_sha256 = :problem_sha256 AND objective = :objective AND entry = :known"
+                done = db.execute(f"UPDATE schedules SET {new} WHERE {same}", columns | {"known": known})
+            return done.rowcount == 1
+
+    def found(self, problem_sha256: str, objective: str, used: str) -> None:
+        counted = "UPDATE schedules SET hits = hits + 1, used = ? WHERE problem_sha256 = ? AND objective = ?"
+        with self._open() as db:
+            db.execute(counted, (used, problem_sha256, objective))
 
     def prune(self, keep: int) -> int:
-        newest = "SELECT rowid FROM schedules ORDER BY added DESC, problem_sha256 LIMIT ?"
+        others = "SELECT rowid FROM schedules ORDER BY used DESC, problem_sha256 LIMIT -1 OFFSET ?"
         with self._open() as db:
-            return db.execute(f"DELETE FROM schedules WHERE rowid NOT IN ({newest})", (keep,)).rowcount
+            return db.execute(f"DELETE FROM schedules WHERE rowid IN ({others})", (keep,)).rowcount

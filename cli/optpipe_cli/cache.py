@@ -48,6 +48,7 @@ def lookup(
     content = {
         "hit": "exact" if hit.exact else "nearest",
         "distance": hit.distance,
+        "terms": hit.terms,
         "method": hit.schedule.method,
         "makespan_ms": hit.schedule.makespan_ms,
         "span_ms": hit.schedule.span_ms,
@@ -56,7 +57,8 @@ def lookup(
         print_json(content)
     else:
         ms = length_ms(hit.schedule, objective)
-        kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.3g}"
+        terms = ", ".join(f"{name} {value:.2g}" for name, value in list(hit.terms.items())[:3])
+        kind = "exact hit" if hit.exact else f"nearest hit at distance {hit.distance:.2g} ({terms or 'the same'})"
         typer.echo(f"{kind}: {ms:.6g} ms by {hit.schedule.method}, re-checked for this problem")
 
 
@@ -102,10 +104,11 @@ def list_(cache: At = None, json: Json = False) -> None:
             "microbatches": entry.problem.microbatches,
             "objective": entry.objective,
             "ms": entry.objective_ms,
+            "hits": hits,
             "status": entry.status,
             "method": entry.method,
         }
-        for entry in _open(cache).entries()
+        for entry, hits in _open(cache).entries_and_hits()
     ]
     if json:
         print_json(rows)
@@ -146,9 +149,9 @@ def import_(
 
 @app.command()
 def prune(
-    keep: Annotated[int, typer.Argument(min=0, help="How many of the newest to keep.")], cache: At = None
+    keep: Annotated[int, typer.Argument(min=0, help="How many to keep, those used last.")], cache: At = None
 ) -> None:
-    """Delete all but the newest entries."""
+    """Delete all but the entries that were used last."""
     typer.echo(f"{_open(cache).prune(keep)} deleted")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from optpipe_cli.bench.cache import cache
 from optpipe_cli.bench.core import core, first
 from optpipe_cli.bench.costs import costs
 from optpipe_cli.bench.gpu import gpu
@@ -16,4 +17,4 @@ from optpipe_cli.bench.solver import jitter, solver
 from optpipe_cli.options import register
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-register(app, milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first, costs)
+register(app, milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first, costs, cache)

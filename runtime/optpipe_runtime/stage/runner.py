@@ -47,8 +47,9 @@ class StageRunner:
     """A module with its ops.
 
     `io` says what the stage gets and gives on each route, once `learn` has run. `at_b` names the parameters whose
-    gradient does not wait for W; it is None before the first B. `calls` are the modules and functions that `learn` found
-    called; while it runs, `noting` notes them. `norms_wait` tells whether layer norms leave their weight gradients to W.
+    gradient does not wait for W; it is None before the first B. `calls` are the modules and functions that `learn`
+    found called; while it runs, `noting` notes them. `norms_wait` tells whether layer norms leave their weight
+    gradients to W.
     """
 
     def __init__(

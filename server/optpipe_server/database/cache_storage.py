@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 
-from sqlalchemy import ColumnElement, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import ColumnElement, Integer, Update, bindparam, delete, func, insert, literal, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from optpipe_cache import StoredRow
+from optpipe_cache.features import SUMMARY
 from optpipe_server.database.engine import Database
 from optpipe_server.database.tables import schedules
 
@@ -25,52 +25,51 @@ class TableStorage:
         with self._database.read() as db:
             return db.execute(_ENTRY, self._of(problem_sha256=problem_sha256, objective=objective)).scalar_one_or_none()
 
-    def similar(self, shape: str, objective: str) -> Sequence[tuple[str, str]]:
+    def similar(
+        self, structure: str, objective: str, summary: Mapping[str, int], reach: int, most: int
+    ) -> Sequence[tuple[str, bytes]]:
+        wanted = self._of(structure=structure, objective=objective) | {"reach": reach, "most": most, **summary}
         with self._database.read() as db:
-            return [
-                (row.problem_sha256, row.features)
-                for row in db.execute(_SIMILAR, self._of(shape=shape, objective=objective))
-            ]
+            return [(row.problem_sha256, row.features) for row in db.execute(_SIMILAR, wanted)]
 
-    def _of(self, **values: str) -> dict[str, str]:
+    def _of(self, **values: str) -> dict[str, object]:
         return {"tenant": self._tenant, **values}
 
-    def entries(self) -> Sequence[str]:
-        newest = (
-            select(schedules.c.entry)
-            .where(self._of_tenant)
-            .order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
-        )
+    def entries(self) -> Sequence[tuple[str, int]]:
+        rows = select(schedules.c.entry, schedules.c.hits).where(self._of_tenant).order_by(*_LAST_USED)
         with self._database.read() as db:
-            return db.execute(newest).scalars().all()
+            return [(row.entry, row.hits) for row in db.execute(rows)]
 
     def swap(self, row: StoredRow, known: str | None) -> bool:
         if known is None:
             try:
                 with self._database.write() as db:
-                    db.execute(insert(schedules).values(tenant=self._tenant, **asdict(row)))
+                    db.execute(insert(schedules).values(tenant=self._tenant, **row.columns))
             except IntegrityError:  # another process was first
                 return False
             return True
-        of_problem = (
-            self._of_tenant,
-            schedules.c.problem_sha256 == row.problem_sha256,
-            schedules.c.objective == row.objective,
-        )
+        columns = {name: value for name, value in row.columns.items() if name != "hits"}
+        swapped = self._update(row.problem_sha256, row.objective).where(schedules.c.entry == known).values(**columns)
         with self._database.write() as db:
-            swapped = update(schedules).where(*of_problem, schedules.c.entry == known).values(**asdict(row))
             return db.execute(swapped).rowcount == 1
+
+    def found(self, problem_sha256: str, objective: str, used: str) -> None:
+        with self._database.write() as db:
+            db.execute(self._update(problem_sha256, objective).values(used=used, hits=schedules.c.hits + 1))
+
+    def _update(self, problem_sha256: str, objective: str) -> Update:
+        return update(schedules).where(
+            self._of_tenant, schedules.c.problem_sha256 == problem_sha256, schedules.c.objective == objective
+        )
 
     def prune(self, keep: int) -> int:
         key = tuple_(schedules.c.problem_sha256, schedules.c.objective)
-        newest = (
-            select(*key.clauses)
-            .where(self._of_tenant)
-            .order_by(schedules.c.added.desc(), schedules.c.problem_sha256)
-            .limit(keep)
-        )
+        others = select(*key.clauses).where(self._of_tenant).order_by(*_LAST_USED).offset(keep)
         with self._database.write() as db:
-            return db.execute(delete(schedules).where(self._of_tenant, key.not_in(newest))).rowcount
+            return db.execute(delete(schedules).where(self._of_tenant, key.in_(others))).rowcount
+
+
+_LAST_USED = schedules.c.used.desc(), schedules.c.problem_sha256
 
 
 def _where(*names: str) -> list[ColumnElement[bool]]:
@@ -79,4 +78,15 @@ def _where(*names: str) -> list[ColumnElement[bool]]:
 
 # Run with every submission, so built once.
 _ENTRY = select(schedules.c.entry).where(*_where("tenant", "problem_sha256", "objective"))
-_SIMILAR = select(schedules.c.problem_sha256, schedules.c.features).where(*_where("tenant", "shape", "objective"))
+_reach = bindparam("reach", type_=Integer)
+_differences = [(schedules.c[name], bindparam(name, type_=Integer)) for name in SUMMARY]
+_IN_REACH = [
+    *(column.between(wanted - _reach, wanted + _reach) for column, wanted in _differences),
+    sum((func.abs(column - wanted) for column, wanted in _differences), start=literal(0)) <= _reach,
+]
+_SIMILAR = (
+    select(schedules.c.problem_sha256, schedules.c.features)
+    .where(*_where("tenant", "structure", "objective"), *_IN_REACH)
+    .order_by(schedules.c.used.desc())
+    .limit(bindparam("most"))
+)

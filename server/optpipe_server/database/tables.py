@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+from optpipe_cache.features import SUMMARY
 
 State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
 # The other states are final, unless the job gets another problem.
@@ -138,9 +153,12 @@ schedules = Table(
     Column("tenant", String(64), primary_key=True),  # "" if shared by all
     Column("problem_sha256", String(64), primary_key=True),
     Column("objective", String(16), primary_key=True),
-    Column("shape", String(64), nullable=False),
-    Column("features", Text, nullable=False),
-    Column("added", String(40), nullable=False),
+    Column("structure", String(64), nullable=False),
+    Column("features", LargeBinary, nullable=False),
+    Column("used", String(40), nullable=False),
+    Column("hits", Integer, nullable=False),
     Column("entry", Text, nullable=False),  # `optpipe_cache.Entry` as JSON
-    Index("ix_schedules_shape", "tenant", "shape", "objective"),
+    *(Column(name, Integer, nullable=False) for name in SUMMARY),
+    Index("ix_schedules_summary", "tenant", "structure", "objective", *SUMMARY),
+    Index("ix_schedules_used", "tenant", "used"),
 )

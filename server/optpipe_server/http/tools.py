@@ -108,10 +108,12 @@ class CompareReply(Record):
 
 
 class CacheHit(Record):
-    """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`)."""
+    """A cached schedule, verified on this problem. `distance` is 0 if it was solved for this problem (`exact`); `terms`
+    is what each feature adds to it."""
 
     exact: bool
     distance: float
+    terms: dict[str, float]
     status: str
     lower_bound_ms: float | None
     makespan_ms: float
@@ -162,6 +164,7 @@ _COMPARED = {"problem": "", "options": CompareOptions().model_dump(), "k": [0.5]
 _KNOWN = {
     "exact": False,
     "distance": 0.05,
+    "terms": {"memory": 0.03, "forward": 0.02},
     "status": "feasible",
     "lower_bound_ms": None,
     "makespan_ms": 9.0,
@@ -260,6 +263,7 @@ def _known(problem: Problem, hit: Hit) -> str:
     figures = {
         "exact": hit.exact,
         "distance": hit.distance,
+        "terms": hit.terms,
         "status": hit.status,
         "lower_bound_ms": hit.lower_bound_ms,
         "makespan_ms": schedule.makespan_ms,
