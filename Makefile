@@ -1,6 +1,6 @@
 PYTHON ?= python3
 # Which versions are installed: `constraints-lowest.txt` for the lowest that pyproject.toml allows, empty for the newest.
-# `make clean` first where an environment of other versions exists.
+# `make clean` first where an environment of other versions, or of another PYTHON, exists.
 CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 # Ranks and solver engines share the cores: one thread each.
@@ -25,7 +25,7 @@ setup: .venv/ready ## make .venv with OptPipe, all extras and the tools
 
 .venv/ready: pyproject.toml $(CONSTRAINTS)
 	@echo 'Making .venv with OptPipe, all extras and the tools: takes some minutes, most of them for torch.'
-	$(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.[all,dev]'
 	touch $@
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import combinations
+from traceback import clear_frames
 from typing import Any
 from weakref import WeakSet
 
@@ -236,8 +237,9 @@ class Team:
 class Subgroup:
     """A process group of some of `ranks`, numbered as in that list. Raises `LostError` if the other side is gone.
 
-    torch closes connections when nothing refers to the group or one of its works any more, tracebacks included. So
-    only this class holds them.
+    torch closes connections when nothing refers to the group or one of its works any more. So only this class holds
+    them: an error that somebody keeps must not, in the frames of its traceback. (From Python 3.12 on a `LostError` is
+    kept by a cycle of such frames until the garbage collector runs.)
     """
 
     def __init__(
@@ -324,13 +326,14 @@ class Subgroup:
     def reporting_loss(self, other: int | None = None) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # those of torch's functions, which hold the group and its work
+            if not isinstance(error, RuntimeError):
+                raise
             text = str(error).rpartition("] ")[2] if "] " in str(error) else str(error)
             whom = "another rank" if other is None else f"rank {self._team.name_of(self._ranks[other])}"
             why = f"rank {self._team.name} lost its connection to {whom}: {text.partition('. ')[0]}"
-            raise LostError(why, self._closed() if other is None else [self._ranks[other]]) from error.with_traceback(
-                None
-            )
+            raise LostError(why, self._closed() if other is None else [self._ranks[other]]) from error
 
     def _closed(self) -> list[int]:
         """The members that gloo cannot send to, by their numbers in the default group."""
