@@ -10,7 +10,7 @@ from support.strategies import problems_with_schedules
 from optpipe import Problem, Schedule, certify, check
 
 
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
 @settings(max_examples=150)
 def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
     """150 schedules, each run 20 times with random durations of every op and delays of every message."""

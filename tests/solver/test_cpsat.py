@@ -240,7 +240,7 @@ def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: 
     name=st.sampled_from(["adaoffload", "zb-auto", "naive"]),
     finest=st.sampled_from([FINE, 20, 3]),
     sizes=st.sampled_from([6, 10**6 + 3]),
-    chance=st.randoms(use_true_random=False),
+    chance=st.randoms(use_true_random=True),
 )
 def test_nameless_micro_batches_can_do_what_any_schedule_does(
     problem: Problem, name: str, finest: int, sizes: int, chance: random.Random
