@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import settings
+from support.examples import USUAL
 from support.patience import GRACE_S
 from support.postgres import database, database_url, postgres, postgres_url, sqlite_url
 
@@ -13,11 +14,9 @@ from optpipe import anytime
 
 __all__ = ["database", "database_url", "postgres", "postgres_url", "sqlite_url"]  # fixtures
 
-settings.register_profile("optpipe", deadline=None, derandomize=True)
-settings.register_profile("soak", settings.get_profile("optpipe"))
+settings.register_profile("optpipe", deadline=None, derandomize=True, max_examples=USUAL // 4)
+settings.register_profile("soak", settings.get_profile("optpipe"), max_examples=5 * USUAL)
 settings.load_profile("optpipe")
-
-FEWEST_EXAMPLES = 10
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,19 +27,10 @@ def _patience() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    soak = config.getoption("--hypothesis-profile") == "soak"
-    for test in {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}:
-        own = test._hypothesis_internal_use_settings
-        test._hypothesis_internal_use_settings = settings(own, max_examples=examples(own.max_examples, soak))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = long_first(long, [item for item in items if item not in set(long)], workers)
-
-
-def examples(stated: int, soak: bool) -> int:
-    """How many of a property's stated examples to run: a quarter, or in `make soak` five times as many."""
-    return 5 * stated if soak else max(stated // 4, min(stated, FEWEST_EXAMPLES))
 
 
 def long_first(long: Sequence[pytest.Item], rest: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:

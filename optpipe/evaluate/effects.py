@@ -39,7 +39,7 @@ Bytes = Callable[[Sizes], Ints]
 
 def nothing(sizes: Sizes) -> Ints:
     """No bytes."""
-    return np.zeros_like(sizes.activation)
+    return np.zeros(sizes.activation.shape, np.int64)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import numpy as np
 from hypothesis import given, settings
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import AMPLE, problems_with_schedules
 
@@ -22,7 +23,7 @@ def named(schedule, gap):
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_start_is_the_end_of_its_cause(pair):
     problem, schedule = pair
     timeline, causes = schedule.timeline, schedule.compiled.causes
@@ -36,7 +37,7 @@ def test_every_start_is_the_end_of_its_cause(pair):
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_critical_path_has_no_slack_but_messages(pair):
     problem, schedule = pair
     timeline, path = schedule.timeline, schedule.compiled.causes.critical_path
@@ -49,7 +50,7 @@ def test_the_critical_path_has_no_slack_but_messages(pair):
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_gaps_and_compute_fill_every_device_that_computes(pair):
     _, schedule = pair
     timeline, gaps = schedule.timeline, schedule.compiled.causes.gaps
@@ -64,7 +65,7 @@ def test_gaps_and_compute_fill_every_device_that_computes(pair):
 
 
 @given(problems_with_schedules())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_stood_ready_holds_what_the_certificate_of_the_moved_op_says(pair):
     _, schedule = pair
     compiled, causes = schedule.compiled, schedule.compiled.causes

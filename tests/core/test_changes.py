@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import AMPLE, problems, schedules
 
@@ -31,7 +32,7 @@ def test_as_few_ops_as_possible_are_called_moved():
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_what_did_not_move_keeps_its_order(data):
     problem = data.draw(problems())
     one, other = data.draw(schedules(problem)), data.draw(schedules(problem))

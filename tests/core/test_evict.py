@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import clock
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules, stages
 
@@ -164,8 +165,8 @@ def test_a_device_that_only_accepts_has_no_span():
     assert Noise(problem, 0.0).percentile_ms(schedule, "span") == schedule.span_ms
 
 
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
+@settings(max_examples=examples(100), deadline=None)
 def test_no_jitter_breaks_the_certificate_on_either_device(pair, random):
     problem, schedule = pair
     certificate = certify(problem, schedule)

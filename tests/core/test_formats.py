@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems, strategies
+from support.examples import examples
 
 from optpipe import (
     InputError,
@@ -55,7 +56,7 @@ def test_a_pair_and_neighbours_on_one_device() -> None:
     assert not re.search("1SEND_F|2RECV_F|2SEND_B|1RECV_B", rows[1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_rows_run_where_every_message_waits_for_its_other_end(data: st.DataObject) -> None:
     """The strictest hardware: a send ends only while its receive is the other rank's next action, and the other way

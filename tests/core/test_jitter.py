@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from support import clock
 from support.chain import chain, gpipe, one_by_one
+from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import DeadlockError, Op, Schedule
@@ -21,7 +22,7 @@ def all_ops(schedule: Schedule) -> list[Op]:
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_sample_agrees_with_an_independent_event_clock(pair):
     problem, schedule = pair
     noise = Noise(problem, 0.2, seed=3)
@@ -38,7 +39,7 @@ def test_every_sample_agrees_with_an_independent_event_clock(pair):
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_without_noise_the_percentile_is_the_nominal_length(pair):
     _, schedule = pair
     assert percentile_ms(schedule, 0.0) == pytest.approx(schedule.makespan_ms)

@@ -4,14 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import clock
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules
 
 from optpipe import Problem, Schedule, certify, check
 
 
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
+@settings(max_examples=examples(150))
 def test_no_jitter_leads_to_more_bytes_than_certified(pair, random):
     """150 schedules, each run 20 times with random durations of every op and delays of every message."""
     problem, schedule = pair

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 from hypothesis import given, settings
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import problems_with_schedules
 
@@ -19,7 +20,7 @@ from optpipe.show.trace import trace
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_picture_draws_every_schedule(pair):
     _, schedule = pair
     timed = sum(op.kind not in MARKS for program in schedule.programs for op in program.ops())
@@ -32,7 +33,7 @@ def test_every_picture_draws_every_schedule(pair):
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_memory_drawn_stays_within_the_certificate(pair):
     problem, schedule = pair
     for d, peak in enumerate(certify(problem, schedule).device):

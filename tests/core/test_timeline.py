@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support import clock
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import AMPLE, problems_with_schedules
 
@@ -38,7 +39,7 @@ def test_the_timeline_agrees_with_an_independent_event_clock(pair):
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_compiled_and_plain_loops_agree(pair):
     problem, schedule = pair
     plain = simulate(problem, schedule)
@@ -57,7 +58,7 @@ _compiled._work = 10**9
 
 
 @given(problems_with_schedules(beyond=True))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_in_the_order_by_ends_nothing_comes_before_what_it_waits_for(pair):
     _, schedule = pair
     compiled, end = schedule.compiled, schedule.timeline.end

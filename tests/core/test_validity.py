@@ -70,7 +70,7 @@ DEPENDENT = [
 ]
 
 
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
 def test_swapping_two_dependent_ops_is_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)
@@ -89,7 +89,7 @@ def test_swapping_two_dependent_ops_is_caught(pair, random: Random):
     assert check(problem, rebuilt(problem, programs, schedule))
 
 
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
 def test_removing_or_doubling_an_op_is_caught(pair, random: Random):
     problem, schedule = pair
     for change in ("remove", "double"):
@@ -105,7 +105,7 @@ def test_removing_or_doubling_an_op_is_caught(pair, random: Random):
         assert check(problem, rebuilt(problem, programs, schedule))
 
 
-@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=False))
+@given(problems_with_schedules(beyond=True), st.randoms(use_true_random=True))
 def test_removing_a_reload_is_caught(pair, random: Random):
     problem, schedule = pair
     programs = items(schedule)

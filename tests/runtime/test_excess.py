@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases, excess
 from support.ranks.calls import measured
 from support.ranks.worker import Ranks
@@ -51,7 +52,7 @@ def certified(problem: Problem) -> list[int]:
     return found
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data(), st.sampled_from([((0, 1), (None, None)), ((0, 1, 1, 0), (1, 0))]))
 def test_no_op_holds_more_than_certified(ranks: Ranks, data: Any, where: tuple[Any, Any]) -> None:
     placement, peers = where

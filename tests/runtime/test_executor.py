@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks.calls import same
 from support.ranks.programs import OFFLOADED, ONE_F_ONE_B, RECOMPUTED, SPLIT, V_SHAPED
@@ -37,7 +38,7 @@ def test_swaps_between_steps_do_not_change_results(ranks: Ranks) -> None:
     assert [report.version for report in reports[0]] == [1, 2, 3, 4]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1], [0, 0]]))
 def test_any_valid_schedule_gives_the_same_sums(ranks: Ranks, data: Any, placement: list[int]) -> None:
     problem = cases.problem(placement, 3, offload_parts=2)

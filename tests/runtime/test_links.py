@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks import links as rank_links
 from support.ranks.links import Transfer
@@ -61,13 +62,13 @@ def meetings(transfers: list[Transfer], full_duplex: bool) -> int:
     return sum(b.start < a.end for lane in lanes.values() for a, b in pairwise(sorted(lane, key=lambda t: t.start)))
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]), st.sampled_from(["half_duplex", "full_duplex"]))
 def test_two_ranks_use_a_shared_link_in_order(ranks: Ranks, data: Any, placement: list[int], mode: str) -> None:
     take_turns(ranks, data, shared(placement, 3, ["pcie0", "pcie0"], mode, offload_parts=2))
 
 
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(
     st.data(),
     st.sampled_from([[0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0]]),

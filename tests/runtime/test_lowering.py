@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.published import published
 from support.ranks import cases
 from support.ranks.channels import run_by_hand
@@ -36,7 +37,7 @@ def plans_of(schedule: Schedule) -> list[Plan]:
     return [prepare(schedule, rank, Layout.of(problem), host_updates=everyone) for rank in range(len(problem.devices))]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data(), st.sampled_from(PLACEMENTS), st.integers(1, 4))
 def test_messages_match_in_any_valid_schedule(data: Any, placement: list[int], microbatches: int) -> None:
     schedule = data.draw(schedules(cases.problem(placement, microbatches, offload_parts=2)))
@@ -48,7 +49,7 @@ def test_messages_match_in_any_valid_schedule(data: Any, placement: list[int], m
         run_by_hand(ran, devices_wait=True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(problems_with_schedules(beyond=True))
 def test_no_receive_waits_for_a_later_own_op(drawn: tuple[Problem, Schedule]) -> None:
     """With routes, shared links, evictions, optimizers on the host, and ops that take no time."""
@@ -58,7 +59,7 @@ def test_no_receive_waits_for_a_later_own_op(drawn: tuple[Problem, Schedule]) ->
     run_by_hand(plans)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data(), st.sampled_from(PLACEMENTS), st.integers(1, 4))
 def test_no_gather_waits_for_ever_whatever_replicas_run(data: Any, placement: list[int], microbatches: int) -> None:
     """Two replicas with schedules of their own, on hosts that wait for their whole device before every op."""

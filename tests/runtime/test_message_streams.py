@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks.fake_cuda import CPU, Event, Races, Stream
 from support.strategies import schedules
@@ -94,7 +95,7 @@ def races(schedule: Schedule, rank: int, move: Callable[[Stream], Any] = Move) -
     return simulation.found
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [0, 1, 2]]))
 def test_no_message_races(data: Any, placement: list[int]) -> None:
     schedule = data.draw(schedules(cases.problem(placement, 3)))

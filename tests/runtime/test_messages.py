@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases, sending
 from support.ranks.calls import same
 from support.ranks.sending import MESSAGE_BYTES
@@ -46,7 +47,7 @@ def test_at_most_two_messages_are_under_way(ranks: Ranks, part_of: int) -> None:
     assert first.buffer_peak_bytes < 6 * MESSAGE_BYTES
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(st.data(), st.sampled_from([[0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0], [2, 0, 3, 1, 0, 2]]))
 def test_four_ranks_hold_in_any_valid_schedule_what_the_plan_says(
     four_ranks: Ranks, data: Any, placement: list[int]

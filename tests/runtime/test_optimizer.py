@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks import optimizer as rank_optimizer
 from support.ranks.worker import Ranks
@@ -91,7 +92,7 @@ def test_swaps_between_schedules_with_and_without_updates_do_not_change_results(
     require_plain(ranks(rank_optimizer.train, schedules=steps, hosted=hosted), len(steps))
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]))
 def test_any_valid_schedules_train_as_a_plain_run(ranks: Ranks, data: Any, placement: list[int]) -> None:
     drawn = [data.draw(schedules(problem(placement, 3))) for _ in range(3)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks.calls import same
 from support.ranks.worker import Ranks
@@ -29,7 +30,7 @@ def test_same_bits_as_plain_autograd(ranks: Ranks) -> None:
     same(ranks, [0, 1], [BPIPE], peers=[1, None])
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0], [1, 0, 1]]), st.sampled_from([[1, 0], [1, None]]))
 def test_any_valid_schedule_gives_the_same_sums(
     ranks: Ranks, data: Any, placement: list[int], peers: list[int | None]

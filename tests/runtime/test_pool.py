@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases, links
 from support.ranks.worker import Ranks
 from support.strategies import schedules
@@ -29,7 +30,7 @@ from optpipe_runtime.memory.link import Link
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@settings(max_examples=2)
+@settings(max_examples=examples(2))
 @given(st.data(), st.sampled_from([[0, 1], [0, 1, 1, 0]]))
 def test_no_step_allocates(ranks: Ranks, data: Any, placement: list[int]) -> None:
     """Of ten steps by four schedules none allocates, not even the first, before which nothing was known of sizes; what

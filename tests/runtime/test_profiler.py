@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases, profile
 from support.ranks.calls import measured
 from support.ranks.worker import Ranks
@@ -73,7 +74,7 @@ def test_a_host_too_small_for_an_activation_offloads_nothing(ranks: Ranks, host_
     assert all(stage.activation_bytes > 0 for stage in problem.stages)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.data(), st.sampled_from([(0, 1), (0, 1, 1, 0)]), st.sampled_from([(None, None), (1, None), (1, 0)]))
 def test_no_schedule_holds_more_than_certified(
     ranks: Ranks, data: Any, placement: tuple[int, ...], peers: tuple[int | None, ...]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks import routes as rank_routes
 from support.ranks.channels import run_by_hand
@@ -36,7 +37,7 @@ def problems(draw: Any, placements: tuple[tuple[int, ...], ...]) -> Problem:
     return problem.replace(routes=routes, microbatch_routes=chosen, overlap_factor=draw(st.sampled_from([None, 0.8])))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_messages_match_on_any_routes(data: Any) -> None:
     problem = data.draw(problems(((0, 1), (0, 1, 1, 0), (0, 1, 2), (0, 1, 2, 2, 1, 0), (0, 0, 1))))
@@ -44,7 +45,7 @@ def test_messages_match_on_any_routes(data: Any) -> None:
     run_by_hand([prepare(schedule, rank, Layout.of(problem)) for rank in range(len(problem.devices))])
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.data())
 def test_any_routes_give_the_same_sums(ranks: Ranks, data: Any) -> None:
     problem = data.draw(problems(((0, 1), (0, 1, 1, 0), (1, 0, 1))))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import cases
 from support.ranks.fake_cuda import CPU, CUDA, SHAPE, Races, Unordered
 from support.strategies import schedules
@@ -78,7 +79,7 @@ def run(stage: StageRunner, op: Op) -> None:
             raise AssertionError("nothing is recomputed here")
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.data(), st.booleans())
 def test_no_schedule_races(data: Any, full_duplex: bool) -> None:
     kept = PROBLEM.replace(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe
 from support.databases import shared_on_sqlite
+from support.examples import examples
 
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
@@ -187,14 +188,14 @@ JSON_VALUES = st.recursive(
 
 
 @given(JSON_VALUES)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_any_json_is_read_or_refused(value: Any) -> None:
     with pytest.raises((ReplyError, InputError)):
         parse(Submission, json.dumps(value).encode(), "job")
 
 
 @given(st.sampled_from(range(len(GOOD))), st.binary(max_size=3), st.integers(0, 40))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_spoilt_request_is_read_or_refused(at: int, put: bytes, drop: int) -> None:
     """What is accepted is what a strict JSON parser accepts."""
     body = GOOD.encode()[:at] + put + GOOD.encode()[at + drop :]

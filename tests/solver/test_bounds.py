@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems
 from support.enumeration import EXHAUSTIVE, SPAN, best_of_all
+from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Schedule, Stage, certify, check
@@ -32,7 +33,7 @@ def pipeline(
     return problems.pipeline(devices, microbatches, memory, costs, p2p_ms=p2p_ms, **changes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems_with_schedules(beyond=True))
 def test_no_schedule_is_shorter(pair):
     problem, schedule = pair
@@ -88,7 +89,7 @@ def test_a_weight_gradient_fused_into_a_pair_takes_its_share_only():
         assert trivial_bound(problem, objective) == memory_bound(problem, objective) == length == 5.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems_with_schedules(beyond=True))
 def test_no_schedule_is_shorter_than_its_memory_allows(pair):
     problem, schedule = pair
@@ -109,7 +110,7 @@ def test_it_is_no_more_than_the_best_of_all_schedules(problem, objective):
     assert max(trivial_bound(problem, objective), memory_bound(problem, objective)) <= best + 1e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_what_heuristics_find_is_no_shorter(data):
     """On pipelines of alike stages, where schedules are near the bound, by any memory and any way to do without it."""

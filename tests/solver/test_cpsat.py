@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import EXHAUSTIVE, LATE_START, RICHER, best_of_all, length, problem_of, stage
+from support.examples import examples
 from support.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, Stage, check
@@ -88,7 +89,7 @@ def problems_of_every_sort(draw: st.DrawFn) -> Problem:
     return problem.model_copy(update={"devices": devices})
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(problem=problems_of_every_sort(), objective=st.sampled_from(["makespan", "span"]))
 def test_every_incumbent_holds_and_no_bound_is_above_it(problem: Problem, objective: Objective) -> None:
     frames = answers(problem, objective, seconds=0.4)
@@ -97,7 +98,7 @@ def test_every_incumbent_holds_and_no_bound_is_above_it(problem: Problem, object
     assert not found or bound(problem, frames, objective) <= found[-1] * (1 + 1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(problem=problems_of_every_sort(), data=st.data())
 def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
     """Whatever stands in it: recompute, parts, BW, copies in host memory, several routes."""
@@ -234,13 +235,13 @@ def test_nameless_micro_batches_can_do_what_the_best_of_all_programs_does(name: 
     assert admits(problem, naive, best, finest) is not False
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     problem=problems_of_every_sort(),
     name=st.sampled_from(["adaoffload", "zb-auto", "naive"]),
     finest=st.sampled_from([FINE, 20, 3]),
     sizes=st.sampled_from([6, 10**6 + 3]),
-    chance=st.randoms(use_true_random=False),
+    chance=st.randoms(use_true_random=True),
 )
 def test_nameless_micro_batches_can_do_what_any_schedule_does(
     problem: Problem, name: str, finest: int, sizes: int, chance: random.Random

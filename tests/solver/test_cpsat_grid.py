@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import problem_of, stage
+from support.examples import examples
 
 from optpipe import Kind
 from optpipe.evaluate.effects import Effects
@@ -14,7 +15,7 @@ from optpipe_solver.cpsat.grid import LONGEST, VISITS, Grid
 times = st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 1 / 3, 7.25, 1e6, 1e12])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(times, min_size=7, max_size=7), st.integers(1, 3), st.integers(1, 2**16))
 def test_no_times_are_too_far_apart(ms: list[float], parts: int, microbatches: int) -> None:
     f, b, w, o, r, c, p2p = ms

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
@@ -165,7 +166,7 @@ def test_slow_links_need_parts(parts: int, period: int) -> None:
     assert solve(grid, 1, round(period / grid.tick)) is not None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems(), st.integers(1, 2))
 def test_a_pattern_unrolled_is_valid_and_no_later_than_the_circle_says(problem: Problem, K: int) -> None:
     grid = Grid.of(problem)
@@ -196,7 +197,7 @@ def level(grid: Grid, pattern: Pattern, device: int) -> int:
     return certify(many, unroll(Grid(many, grid.tick, grid.exact), pattern, "cyclic")).device[device].bytes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems(least_ms=1))
 def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
     """With the memory that a long run needs, the pattern's period can be had; with a byte less, this pattern's starts
@@ -223,7 +224,7 @@ def test_memory_on_the_circle_is_that_of_a_long_run(problem: Problem) -> None:
             assert (model.solve(Budget(60.0, 1), 0).pattern is not None) == possible
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(problems())
 def test_every_schedule_emitted_holds_and_beats_the_one_before(problem: Problem) -> None:
     frames = answers(problem, 0.4)
@@ -234,18 +235,18 @@ def test_every_schedule_emitted_holds_and_beats_the_one_before(problem: Problem)
     assert all(bound <= schedule.makespan_ms + 1e-6 for bound, schedule in product(bounds, schedules))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problems(), st.data())
 def test_a_window_keeps_what_is_outside_and_never_gets_longer(problem: Problem, data: st.DataObject) -> None:
     grid = Grid.of(problem)
-    pattern = solve(grid, 1, sequential_period(grid, 1), 0.3)
+    pattern = solve(grid, 1, sequential_period(grid, 1), 0.15)
     if pattern is None:
         return
     schedule = prune(unroll(grid, pattern, "cyclic"))
     known = place_on_grid(grid, schedule)
     begin = data.draw(st.integers(0, known.end))
     window = Window(begin, data.draw(st.integers(begin, known.end + 1)))
-    answer = WindowModel(grid, known, window, "stages").solve(Budget(0.5, 1), 0)
+    answer = WindowModel(grid, known, window, "stages").solve(Budget(0.15, 1), 0)
     if answer.starts is None:
         assert not answer.proven  # the incumbent itself is a solution
         return

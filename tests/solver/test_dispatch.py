@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from optpipe.evaluate.objective import NEVER, length_ms
 from optpipe.model.placement import Placement
@@ -70,7 +71,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, seed: int) -> None:
     simulator, random = Simulator(problem), Random(seed)

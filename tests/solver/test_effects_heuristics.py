@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from support.effects import TABLES
 from support.enumeration import EXHAUSTIVE, RICHER, best_of_all, programs_of
+from support.examples import examples
 from support.problems import pipeline, stage
 from support.strategies import problems
 
@@ -51,7 +52,7 @@ def with_budgets(problem: Problem, budgets: list[int]) -> Problem:
     return problem.replace(devices=devices)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(max_stages=4, max_microbatches=4))
 def test_every_heuristic_fits_with_the_least_memory(problem: Problem) -> None:
     tight = with_budgets(problem, least_memory(problem))
@@ -94,7 +95,7 @@ def test_bounds_are_no_more_than_the_best_of_all_schedules(name: str) -> None:
         assert shortest_ms == float("inf")
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(max_stages=4, max_microbatches=4))
 def test_bounds_are_no_more_than_what_heuristics_need(problem: Problem) -> None:
     for name in HEURISTICS:

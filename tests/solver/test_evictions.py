@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from support.examples import examples
 from support.strategies import problems_with_schedules
 from support.units import ACTIVATION, units
 
@@ -41,7 +42,7 @@ def evicting(problem: Problem) -> Schedule:
     return Schedule.parse(problem, [first.split(), second.split()], method="by hand")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems_with_schedules(beyond=True))
 def test_what_works_on_schedules_keeps_them_valid(pair):
     problem, schedule = pair

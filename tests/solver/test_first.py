@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe
+from support.examples import examples
 from support.processes import over
 from support.strategies import problems
 
@@ -52,7 +53,7 @@ def schedules(frames: list[Frame], problem: Problem) -> list[Schedule]:
     memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]),
     seconds=st.sampled_from([1e-3, 0.1]),
 )
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_an_answer_is_valid_or_says_why_there_is_none(process, objective, problem, memory, seconds):
     problem = problem.with_memory_for(memory)
     *frames, end = process.ask(Request(problem=problem, objective=objective, time_limit_s=seconds))

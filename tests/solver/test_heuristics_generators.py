@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.problems import pipeline as make_pipeline
 from support.problems import stage as problem_stage
 from support.strategies import looped, problems
@@ -38,7 +39,7 @@ def test_every_name_has_its_generator():
     assert tuple(STREAMS) == HEURISTICS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems())
 def test_they_are_whole_schedules_of_any_problem(problem):
     for name in HEURISTICS:
@@ -111,7 +112,7 @@ def test_adaoffload_is_never_worse_than_pipe_offload_at_the_same_memory(path):
     assert generate("adaoffload", problem).makespan_ms <= pipe_offload_ms(problem)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(looped(), st.floats(0.2, 1.0))
 def test_nor_on_any_other_problem(problem, share):
     held = [sum(problem.stages[s].activation_bytes for s in problem.stages_on(d)) for d in range(len(problem.devices))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.problems import pipeline as make_pipeline
 from support.problems import stage as problem_stage
 from support.strategies import problems
@@ -48,7 +49,7 @@ def policies(draw, stages):
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.data())
 def test_every_policy_ends_with_a_whole_schedule_that_fits(data):
     problem = data.draw(tight_problems())
@@ -56,7 +57,7 @@ def test_every_policy_ends_with_a_whole_schedule_that_fits(data):
     assert check(problem, schedule_by_policy(problem, policy, "any")) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tight_problems())
 def test_a_large_problem_has_its_schedule_with_a_period_or_without(problem):
     large = problem if problem.routes else problem.model_copy(update={"microbatches": 37})
@@ -69,7 +70,7 @@ def test_a_large_problem_has_its_schedule_with_a_period_or_without(problem):
             assert check(large, schedule) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tight_problems())
 def test_one_micro_batch_at_a_time_fits_wherever_any_schedule_does(problem):
     assert check(problem, one_at_a_time(problem, "naive")) == []

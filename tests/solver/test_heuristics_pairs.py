@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from support import problems
+from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import Problem, check
@@ -17,7 +18,7 @@ def pipeline(factor: float | None, memory: int = 100) -> Problem:
     return problems.pipeline(3, 12, memory, problems.stage((10, 10, 10), (5, 5)), overlap_factor=factor)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems_with_schedules())
 def test_what_is_paired_is_valid(pair):
     problem, schedule = pair

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from support.examples import examples
 from support.problems import pipeline as make_pipeline
 from support.problems import stage
 from support.strategies import problems
@@ -68,7 +69,7 @@ def test_a_large_problem_is_listed_by_its_period(monkeypatch):
     assert quick.makespan_ms <= 1.01 * whole.makespan_ms
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problems())
 def test_a_stream_ends_at_its_deadline(problem):
     for name, stream in STREAMS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.strategies import problems
 from support.units import units
 
@@ -63,7 +64,7 @@ def test_forwards_delay_the_first_backward_by_no_more_than_the_tolerance(toleran
     assert timeline.start[backward] == [4 + tolerance_ms]  # EstStart and T, on the last stage
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problems(), st.sampled_from([0.0, 1.0, 5.0]))
 def test_any_problem_has_a_schedule_with_a_tolerance(problem, tolerance_ms):
     most = tolerated_forwards(problem, tolerance_ms)

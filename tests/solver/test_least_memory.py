@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.strategies import problems_with_schedules
 
 from optpipe import Device, Problem, Stage, certify
@@ -26,7 +27,7 @@ def offload(size: int, parts: int = 1) -> dict[str, object]:
     return {"offload_ms": 4.0, "reload_ms": 4.0, "offload_bytes": size, "offload_parts": parts}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(problems_with_schedules(beyond=True))
 def test_no_schedule_needs_less(pair):
     problem, schedule = pair
@@ -34,7 +35,7 @@ def test_no_schedule_needs_less(pair):
         assert needed <= held.bytes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problems_with_schedules(beyond=True), st.data())
 def test_no_schedule_that_keeps_the_host_limit_needs_less(pair, data):
     problem, schedule = pair

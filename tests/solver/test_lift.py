@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.strategies import AMPLE, problems, problems_with_schedules
 
 from optpipe import Device, Kind, Op, Pair, Problem, Schedule, Stage, certify, check
@@ -40,7 +41,7 @@ def lasting_pairs(problem: Problem, schedule: Schedule) -> bool:
     return all(problem.costs.ms[op.kind, op.stage] > 0 for pair in pairs for op in pair)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(problems_with_schedules(), st.integers(0, 2**32 - 1))
 def test_a_simulated_schedule_lifted_again_runs_no_later_and_holds_no_more(pair, seed):
     problem, schedule = pair
@@ -57,7 +58,7 @@ def test_a_simulated_schedule_lifted_again_runs_no_later_and_holds_no_more(pair,
             assert held.bytes <= before.bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems(), st.data())
 def test_any_times_whatever_become_programs_without_deadlock(problem, data):
     starts: dict[Op, float] = {}

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import EXHAUSTIVE, LATE_START, SPAN, best_of_all, problem_of, stage
+from support.examples import examples
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
@@ -134,7 +135,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(problem=problems(), objective=st.sampled_from(["makespan", "span"]))
 def test_every_incumbent_runs_and_fits(solver: Solver, problem: Problem, objective: Objective) -> None:
     assert milp.ENGINE.unsupported(problem, alone=False) is None

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import best_of_all, problem_of, stage
+from support.examples import examples
 from support.milp import Solver, solver_process
 
 from optpipe import Problem, check
@@ -43,7 +44,7 @@ def capacities(draw: st.DrawFn) -> tuple[list[tuple[int, bool]], int]:
     return [(size, draw(st.booleans())) for size in sizes], corner(draw, sizes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(capacities())
 def test_rows_hold_exactly_where_the_bytes_fit(capacity: tuple[list[tuple[int, bool]], int]) -> None:
     sizes, limit = capacity

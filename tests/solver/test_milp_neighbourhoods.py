@@ -90,6 +90,8 @@ def test_an_incumbent_satisfies_every_row_of_its_windows(
     graph = ScheduleGraph(split_if_it_fits(start_of(problem, heuristic)), objective)
     solved = 0
     for window in windows_of(graph, 12):
+        if solved == 4:
+            break
         model = Model(problem, "makespan", graph.end_ms, Switches(order=order), Surroundings(graph, window))
         if not model.possible:
             continue  # nothing shorter

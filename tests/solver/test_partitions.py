@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import best_of_all, stage
+from support.examples import examples
 from support.strategies import AMPLE, schedules, stages, times
 
 from optpipe import Device, Problem, certify
@@ -64,7 +65,7 @@ def layered(draw: Any) -> Problem:
 OVERLAPS = st.sampled_from([None, 0.75])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_no_schedule_of_any_partition_is_shorter(data):
     problem = data.draw(layered())
@@ -120,7 +121,7 @@ def test_bytes_over_time_bound_all_partitions():
     assert partition_bound(short) == (8 * (8 + 6 + 4 + 2) / 2 + 1) / 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(layered(), st.integers(0, 25))
 def test_where_nothing_can_fit_no_partition_does(problem, memory):
     tight = problem.replace(devices=[{"activation_budget_bytes": memory}] * len(problem.devices))
@@ -139,7 +140,7 @@ def test_why_nothing_can_fit():
     assert no_partition_fits(model([stage(0, (1, 1, 1), 3)] * 5, [6, 6], 2)) == told
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(layered(), st.sampled_from([1, 2]), st.sampled_from(["looped", "v"]), st.data())
 def test_the_given_partition_is_recognised(problem, chunks, shape, data):
     """Not always the same one: a layer that costs nothing may stand on either side of a border."""

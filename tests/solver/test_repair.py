@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.strategies import problems, schedules
 
 from optpipe import Device, Kind, Problem, Schedule, Stage, certify, check
@@ -59,7 +60,7 @@ def drifted(draw: Any) -> tuple[Problem, Schedule]:
     return Problem.from_dict(content), schedule
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(drifted())
 def test_what_comes_back_is_valid_whatever_has_changed(pair):
     problem, schedule = pair

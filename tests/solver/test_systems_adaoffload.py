@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.units import ACTIVATION, unevenly, units
 
 from optpipe import Kind, Op, certify, check
@@ -38,7 +39,7 @@ def test_steps_1_and_2_by_hand(tolerance: int, expected: list[int]) -> None:
         assert kinds.index(Kind.B) == count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_it_runs_whatever_the_times_and_the_tolerance(data: st.DataObject) -> None:
     p, m, T = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 20))

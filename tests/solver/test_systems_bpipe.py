@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pages import table
 from support.units import ACTIVATION, paired, unevenly, units
 
@@ -69,7 +70,7 @@ def test_no_more_leaves_than_has_to():
     assert len(evicted) == len({op.microbatch for op in evicted})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), st.integers(1, 11), st.integers(1, 30))
 def test_uneven_stages_and_slow_links_are_valid_too(data, p, m):
     draw: Any = data.draw

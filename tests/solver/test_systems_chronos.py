@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
@@ -360,7 +361,7 @@ def test_what_a_group_costs_and_saves():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.data(),
     st.integers(1, 6),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
@@ -146,7 +147,7 @@ def test_a_last_group_that_is_smaller_deadlocks():
         in_order(units(p, m, v=v), [program(i) for i in range(p)]).timeline  # noqa: B018
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 25), st.integers(2, 4))
 def test_interleaved_runs_on_uneven_stages(data, p, m, v):
     problem = unevenly(data.draw, units(p, m, v=v))
@@ -230,7 +231,7 @@ def test_what_a_paper_excludes_is_one_sentence(problem, method, sentence):
         generate(method, problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_1f1b_runs_on_uneven_stages_with_or_without_recomputation(data, p, m, every):
     problem = unevenly(data.draw, units(p, m, **FULL))
@@ -238,7 +239,7 @@ def test_1f1b_runs_on_uneven_stages_with_or_without_recomputation(data, p, m, ev
         assert check(problem, generate(method, problem)) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.integers(1, 4))
 def test_balanced_stages_are_the_surveys_dynamic_program(layers, stages):
     """Its recurrence: dp[s][j] = min over k of max(dp[s-1][k], time of layers k to j - 1)."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pages import table
 from support.units import ACTIVATION, unevenly, units
 
@@ -56,7 +57,7 @@ def test_the_bubble_and_the_activations_are_the_published_ones(p, factor):
             assert peaks(schedule) == [(p + 1) * ACTIVATION] * len(schedule.programs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 7), st.integers(0, 3), st.tuples(*[st.integers(1, 9)] * 3), st.floats(0, 1))
 def test_for_other_times_the_bubble_is_the_one_that_is_derived(n, more, times, share):
     """The published one, in our terms (p/2-1)(F&B + B - 2W), where F = B >= W; F&B between the longer of the two and
@@ -171,7 +172,7 @@ def test_an_odd_row_is_refused():
         generate("dualpipe", units(4, 8), placements="all")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 24), st.sampled_from([None, 0.75, 1.0]))
 def test_it_runs_on_uneven_stages_whoever_takes_which_way(data, n, m, factor):
     problem = unevenly(data.draw, with_factor(units(2 * n, m), factor))

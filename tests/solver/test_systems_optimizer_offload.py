@@ -8,6 +8,7 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.units import unevenly, units
 
 from optpipe import Device, InputError, Kind, Problem, Schedule, certify, check
@@ -99,7 +100,7 @@ def test_where_equations_5_and_7_hold_all_of_it_hides(p):
     assert not fits_in_bubbles(on_host(p, 2 * p, step / 2, step / 2, back + 0.01))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_uneven_stages_and_shared_links(data):
     p, v = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 3))

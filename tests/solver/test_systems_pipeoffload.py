@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pages import table
 from support.strategies import looped
 from support.units import ACTIVATION, units
@@ -66,7 +67,7 @@ def test_gis_begins_with_the_published_number_of_forwards():
         assert texts[:5] == [f"{i}F0", f"{i}F1", f"{i}F2", f"{i}F3", f"{d + i}F0"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_the_last_group_may_be_smaller(data):
     d, v, m = (data.draw(st.integers(1, most)) for most in (9, 4, 20))
@@ -129,7 +130,7 @@ def bubble(schedule: Schedule) -> float:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.integers(1, 11),
     st.integers(1, 9),
@@ -303,7 +304,7 @@ def test_parts_leave_one_by_one():
     assert {round(end - start, 6) for start, end, _, _ in transfers(parts)} == {per_part}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(looped())
 def test_any_stages_have_a_schedule_and_transfers_delay_nothing_beyond_the_block(problem):
     for name in SYSTEMS:

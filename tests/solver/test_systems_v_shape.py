@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.units import ACTIVATION, units
 
 from optpipe import InputError, Schedule, certify, check
@@ -56,7 +57,7 @@ def test_zb_v_holds_alike_on_every_device(p):
 
 
 @given(p=st.integers(2, 7), more=st.integers(0, 5), times=st.tuples(*[st.integers(1, 9)] * 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_zb_v_for_other_times(p, more, times):
     m, (f, b, w) = 2 * p - 1 + more, times
     schedule = generate("zb-v", units(p, m, v=2, shape="v", times=times))
@@ -66,7 +67,7 @@ def test_zb_v_for_other_times(p, more, times):
 
 
 @given(name=st.sampled_from(["zb-v", "v-half"]), p=st.integers(2, 8), times=st.tuples(*[st.integers(1, 9)] * 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_micro_batches_add_no_bubble(name, p, times):
     """Qi et al. 2024: with V-Half exactly where W + 2B >= 2F and W + 2F >= 2B; with ZB-V for any times."""
     f, b, w = times
@@ -91,7 +92,7 @@ def test_blocks_repeat_without_collisions(step):
 
 
 @given(data=st.data(), name=st.sampled_from(NAMES), p=st.integers(1, 6), m=st.integers(1, 14))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_v_schedules_are_valid_for_uneven_stages_on_any_devices(data, name, p, m):
     even = units(p, m, v=2, shape="v")
     own = data.draw(st.permutations(range(p + 1)))  # one device has no stage

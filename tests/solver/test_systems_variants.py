@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
+from support.examples import examples
 from support.strategies import problems
 from support.units import units
 
@@ -98,7 +99,7 @@ def test_nor_on_the_stages_that_it_needs_where_placements_are_free(name, factor)
         assert all(bound <= schedule.makespan_ms * (1 + 1e-9) for schedule in rivals)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problem=problems(max_devices=4, max_stages=4, max_microbatches=6))
 def test_nor_on_any_problem(problem):
     rivals = fitting(problem, "keep")

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pages import table
 from support.units import ACTIVATION, units
 
@@ -42,7 +43,7 @@ def test_zb_h1_and_zb_h2_have_the_published_bubble_and_memory(name, k, p):
 
 @pytest.mark.parametrize(("name", "k"), [("zb-h1", 1), ("zb-h2", 2)])
 @given(p=st.integers(1, 7), more=st.integers(0, 5), times=st.tuples(*[st.integers(1, 9)] * 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_zb_h1_and_zb_h2_for_other_times(name, k, p, more, times):
     m = k * (p - 1) + 1 + more
     problem = units(p, m, times=times, held=GRADIENT)
@@ -56,7 +57,7 @@ def test_zb_h1_and_zb_h2_for_other_times(name, k, p, more, times):
 
 
 @given(data=st.data(), name=st.sampled_from(["zb-h1", "zb-h2"]), p=st.integers(1, 7), m=st.integers(1, 16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_they_are_valid_for_uneven_stages_and_any_m(data, name, p, m):
     own, ms = data.draw(st.permutations(range(p + 1))), st.floats(0.1, 9.0)
     even = units(p, m)

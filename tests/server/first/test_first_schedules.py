@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain, gpipe, one_by_one
+from support.examples import examples
 from support.processes import over, started_with
 from support.strategies import problems
 
@@ -120,7 +121,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantView]:
 
 
 @given(problem=problems(beyond=True), memory=st.sampled_from([0.5, 1.0, 1.5, 3.0, 100.0]))
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_first_schedules_are_valid_or_infeasible_for_the_solvers_reason(real, problem, memory):
     problem = problem.with_memory_for(memory)
     start, reason = real.start(problem, "auto"), infeasibility(problem)
