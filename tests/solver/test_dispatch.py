@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,7 +19,8 @@ from optpipe.schedule import certify, check
 from optpipe_solver import systems
 from optpipe_solver.dispatch import ENGINE
 from optpipe_solver.dispatch import search as dispatch_search
-from optpipe_solver.dispatch.search import first_rules, neighbour, search
+from optpipe_solver.dispatch.change import first_rules, neighbour
+from optpipe_solver.dispatch.search import search
 from optpipe_solver.dispatch.simulate import Rules, Simulator
 
 
@@ -133,6 +135,14 @@ def test_it_is_ahead_of_the_v_schedules_that_fit():
     schedule = last.schedule.schedule(problem, last.method)
     assert check(problem, schedule) == []
     assert schedule.makespan_ms <= 1540
+
+
+@pytest.mark.parametrize(("name", "most_ms"), [("fastlink-4x8", 266), ("recompute-4x12", 512)])
+def test_what_leaves_or_is_recomputed_is_searched(name: str, most_ms: float) -> None:
+    """342 and 1005 ms are the shortest that it finds where all activations stay."""
+    problem = Problem.load(Path(__file__).parents[2] / f"examples/problems/{name}.json")
+    *_, last = found(problem, 0.2)
+    assert last.schedule.schedule(problem, last.method).makespan_ms <= most_ms
 
 
 def test_the_same_seed_finds_the_same():

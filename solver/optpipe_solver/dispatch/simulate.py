@@ -69,8 +69,10 @@ class Simulator:
         self.parts = np.where(costs.can_offload, costs.parts, 0)[self.route]
         self.can_recompute = costs.can_recompute[self.route]
         instant = 10 * grain(np.array([costs.ms.sum() * m]))  # what takes no time takes this, to show what came first
-        self.ms = np.maximum(costs.ms[np.ix_((*COMPUTE, *MOVES), self.route)], instant)
-        self._takes, self._frees = (t[np.ix_(COMPUTE, self.route)].copy() for t in (effects.takes, effects.frees))
+        self.ms = np.maximum(costs.ms[np.ix_(np.array((*COMPUTE, *MOVES)), self.route)], instant)
+        self._takes, self._frees = (
+            table[np.ix_(np.array(COMPUTE), self.route)] for table in (effects.takes, effects.frees)
+        )
         takes_again, frees_again = effects.recomputed
         self._takes[3], self._frees[3] = takes_again[Kind.C, self.route], frees_again[Kind.C, self.route]
         self._frees_again = frees_again[Kind.F, self.route]
@@ -80,8 +82,7 @@ class Simulator:
         ways = 1 if problem.transfer_mode == "half_duplex" else 2
         self._lines = np.array([ways * costs.link, ways * costs.link + ways - 1])
         self._users = _rows([(self._lines[:, self.device] == n).any(axis=0) for n in range(self._lines.max() + 1)])
-        own = [np.tile(self.device == d, len(COMPUTE)) for d in range(len(problem.devices))]
-        self._own = _rows(own)
+        self._own = _rows([np.tile(self.device == d, len(COMPUTE)) for d in range(len(problem.devices))])
         hop = np.where(np.diff(self.device) != 0, problem.p2p_ms, 0.0)
         ahead = np.r_[0.0, np.cumsum(self.ms[0, :-1] + hop)]
         behind = np.r_[np.cumsum((self.ms[1, 1:] + hop)[::-1])[::-1], 0.0]
@@ -91,7 +92,8 @@ class Simulator:
 
     def can(self, relief: str) -> Flags:
         """(S,) whether a stage's activations can leave ("leaves") or be computed again ("again")."""
-        return self.parts > 0 if relief == "leaves" else self.can_recompute
+        can: Flags = self.parts > 0 if relief == "leaves" else self.can_recompute
+        return can
 
     def length_ms(self, rules: Rules, objective: Objective, stop_ms: float = NEVER) -> float:
         """The length of the schedule that the rules lead to; `NEVER` if it is longer than `stop_ms` or the rules lead
@@ -112,8 +114,8 @@ class Simulator:
         if found is None:
             return None
         start, moved = found
-        rows, starts = zip(self._rows_of(start[..., None], COMPUTE), self._rows_of(moved, MOVES), strict=True)
-        return prune(lift_table(self.problem, np.concatenate(rows), np.concatenate(starts), method))
+        (compute, begins), (moves, leaves) = self._rows_of(start[..., None], COMPUTE), self._rows_of(moved, MOVES)
+        return prune(lift_table(self.problem, np.concatenate([compute, moves]), np.r_[begins, leaves], method))
 
     def _rows_of(self, start: Floats, kinds: tuple[Kind, ...]) -> tuple[Table, Floats]:
         """Rows of a program's table and starts of the ops, from (kinds, S, m, parts) starts."""
@@ -135,9 +137,9 @@ class Simulator:
         return (start, moved) if done == self.ops + int((rules.leaves < 0).sum()) else None
 
 
-def _rows(members: list[np.ndarray]) -> Ints:
+def _rows(members: list[Flags]) -> Ints:
     """(n, largest) the places that each mask marks, then -1."""
-    found = np.full((len(members), max(1, *(int(mask.sum()) for mask in members), 1)), -1)
+    found = np.full((len(members), max(1, *(int(mask.sum()) for mask in members))), -1)
     for row, mask in zip(found, members, strict=True):
         row[: mask.sum()] = np.flatnonzero(mask)
     return found

@@ -118,10 +118,12 @@ class EngineRuns:
         """Take what an engine found, once it is verified. What goes wrong becomes a note, and the search goes on."""
         engine = process.engine
         if isinstance(message, Incumbent):
+            before_ms = self._state.best_ms
             try:
                 wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
             except OptPipeError as error:
                 wrong = str(error)
+            process.gained = process.gained or self._state.best_ms < before_ms
             if wrong:
                 self._emit(Note(text=f"a schedule of {engine} was rejected: {wrong}"))
         elif isinstance(message, Bound):
@@ -147,8 +149,18 @@ class EngineRuns:
         self._uncounted_s -= min(process.allotted_s, spent_s)
         if process.overdue:
             self._report_missing("time was up before it could say how its search ended")
+        if process.gained:
+            self._repeat_next(process.engine)
         if process.ended_early:
             self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
+
+    def _repeat_next(self, engine: str) -> None:
+        """Let an engine that gained run before others that repeat: win-stay, lose-shift (Robbins 1952)."""
+        repeating = [run for run in self._planned if run.repeat]
+        again = next((run for run in repeating if run.engine == engine and not run.from_scratch), None)
+        if again is not None and again is not repeating[0]:
+            self._planned.remove(again)
+            self._planned.insert(self._planned.index(repeating[0]), again)
 
     def _report_missing(self, why: str) -> None:
         """A note in the place of the MILP's report, which whoever asked for it expects."""
