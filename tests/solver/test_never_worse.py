@@ -21,7 +21,7 @@ from optpipe_solver.heuristics.naive import one_at_a_time
 from optpipe_solver.parts import in_all_parts
 from optpipe_solver.plan import EngineRun
 from optpipe_solver.portfolio import Portfolio
-from optpipe_solver.portfolio.engine_processes import EngineProcess
+from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.search_state import SearchState
@@ -107,25 +107,47 @@ def test_a_schedule_with_all_parts_stays_as_it_is():
     assert in_all_parts(generate("adaoffload", chain(m=3))) is None
 
 
-def engine_runs(state: SearchState, planned: list[EngineRun]) -> EngineRuns:
-    request = Request(problem=chain(m=6))
-    return EngineRuns(request, planned, state, TimeLimit(request), lambda frame: None)
+TABLE = [EngineRun("cpsat"), EngineRun("lns", repeat=True), EngineRun("dispatch", repeat=True)]
 
 
-@pytest.mark.parametrize(("gains", "following"), [(True, "dispatch"), (False, "lns")])
-def test_an_engine_that_gained_runs_again_first(gains: bool, following: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gains", "threads", "following"),
+    [
+        (True, 2, ["dispatch", "cpsat"]),  # beside the next of the table, not twice
+        (False, 2, ["cpsat", "lns"]),
+        (True, 1, ["cpsat", "dispatch"]),
+        (False, 1, ["cpsat", "lns"]),
+    ],
+)
+def test_an_engine_that_gained_runs_again(
+    gains: bool, threads: int, following: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = chain(m=6)
-    state = SearchState(Request(problem=problem), lambda frame: None)
+    request = Request(problem=problem, threads=threads, time_limit_s=1000.0)
+    state = SearchState(request, lambda frame: None)
     state.offer(generate("naive" if gains else "adaoffload", problem))
     found = Incumbent(method="x", schedule=Programs.of(generate("adaoffload", problem)))
-    runs = engine_runs(state, [EngineRun("lns", repeat=True), EngineRun("dispatch", repeat=True)])
+    runs = EngineRuns(request, TABLE, state, TimeLimit(request), lambda frame: None)
     started: list[str] = []
-    monkeypatch.setattr(runs, "start", lambda run, allotted_s, threads: started.append(run.engine))
-    process = EngineProcess("dispatch", cast(Child, None), 1, None, time.monotonic() + 60, 10.0, spent_s=9.0)
+
+    def start(self: EngineProcesses, asked: Request, *_: object) -> None:
+        started.append(asked.method)
+        self.running.append(process(asked.method))
+
+    monkeypatch.setattr(EngineProcesses, "start", start)
+    ended = process("dispatch")
     for message in (found, None):
-        runs.handle(process, message)
+        runs.handle(ended, message)
     runs.start_next(beside_heuristics=False)
-    assert started[0] == following
+    if threads == 1:
+        runs._processes.running.clear()
+        runs.start_next(beside_heuristics=False)
+    assert started == following
+
+
+def process(engine: str) -> EngineProcess:
+    """One that has used its ten seconds."""
+    return EngineProcess(engine, cast(Child, None), 1, None, time.monotonic() + 60, 10.0, spent_s=9.0)
 
 
 @pytest.mark.parametrize(("gains_at_s", "until_s"), [(1.0, 15.0), (15.0, 22.5)])

@@ -61,9 +61,11 @@ class EngineRuns:
             if self._left_s() <= plan.ENGINE_START_S:
                 self._drop_planned()
                 return
-            run = next((run for run in self._planned if self.may_gain(run.engine)), None)
-            if run is None:
+            able = [run for run in self._planned if self.may_gain(run.engine)]
+            if not able:
                 return
+            under_way = {process.engine for process in running}
+            run = next((run for run in able if run.engine not in under_way), able[0])
             self._planned.remove(run)
             if run.repeat:
                 self._planned.append(run)
@@ -155,12 +157,17 @@ class EngineRuns:
             self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
 
     def _repeat_next(self, engine: str) -> None:
-        """Let an engine that gained run before others that repeat: win-stay, lose-shift (Robbins 1952)."""
-        repeating = [run for run in self._planned if run.repeat]
-        again = next((run for run in repeating if run.engine == engine and not run.from_scratch), None)
-        if again is not None and again is not repeating[0]:
+        """Let an engine that gained run again at once: win-stay, lose-shift (Robbins 1952).
+
+        Beside it the others have their turns. Where one search runs at a time, those that do not repeat come first.
+        """
+        again = next(
+            (run for run in self._planned if run.repeat and run.engine == engine and not run.from_scratch), None
+        )
+        if again is not None:
             self._planned.remove(again)
-            self._planned.insert(self._planned.index(repeating[0]), again)
+            others = (n for n, run in enumerate(self._planned) if run.repeat)
+            self._planned.insert(0 if self._parallel > 1 else next(others, len(self._planned)), again)
 
     def _report_missing(self, why: str) -> None:
         """A note in the place of the MILP's report, which whoever asked for it expects."""
