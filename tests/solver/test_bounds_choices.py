@@ -41,21 +41,13 @@ def test_too_many_combinations_are_not_tried():
 
 @st.composite
 def tiny(draw: st.DrawFn) -> Problem:
-    """One device or two, with two micro-batches or three, short of memory: one can recompute, offload, or both."""
-    ms = st.integers(0, 4)
-    devices = draw(st.integers(1, 2))
-    microbatches = draw(st.integers(2, 4 - devices))
-    stages, memory = [], []
-    for d in range(devices):
-        size = draw(st.integers(1, 2)) * (parts := draw(st.integers(1, 2)))
-        away = (draw(ms), draw(ms), size) if d == 0 and draw(st.booleans()) else None
-        again = (draw(ms), draw(st.integers(0, size))) if d == 0 and draw(st.integers(0, 2)) == 0 else None
-        times = draw(ms), draw(ms), draw(ms)
-        few = microbatches == 2 and devices == 1
-        stages.append(stage(d, times, size, draw(st.integers(0, size)), away, again, parts if few else 1))
-        memory.append(size + draw(st.integers(0, size)))
+    """One device, two micro-batches, memory for one or two: activations leave, are recomputed, or stay."""
+    ms, size = st.integers(0, 4), draw(st.integers(1, 3))
+    away = (draw(ms), draw(ms), draw(st.integers(1, size))) if draw(st.booleans()) else None
+    again = (draw(ms), draw(st.integers(0, size))) if away is None or draw(st.integers(0, 2)) == 0 else None
+    stages = [stage(0, (draw(ms), draw(ms), draw(ms)), size, draw(st.integers(0, size)), away, again)]
     duplex = draw(st.sampled_from(("half_duplex", "full_duplex")))
-    return problem_of(stages, memory, microbatches, float(draw(st.integers(0, 1))), transfer_mode=duplex)
+    return problem_of(stages, [size + draw(st.integers(0, size))], 2, 0.0, transfer_mode=duplex)
 
 
 @settings(max_examples=24, deadline=None)

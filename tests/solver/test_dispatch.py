@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from optpipe.model.problem import Problem
 from optpipe.process.protocol import Frame, Incumbent, Programs, Request
 from optpipe.schedule import certify, check
 from optpipe_solver import systems
+from optpipe_solver.bounds import memory_bound
 from optpipe_solver.dispatch import ENGINE
 from optpipe_solver.dispatch import search as dispatch_search
 from optpipe_solver.dispatch.change import first_rules, neighbour
@@ -112,6 +114,25 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
                 lengths = {objective: length_ms(schedule, objective) for objective in simulated}
                 assert simulated == pytest.approx(lengths, abs=0.01)  # what takes no time takes an instant
             assert schedule.makespan_ms <= simulated["makespan"] + 1e-6
+            rules = neighbour(simulator, rules, random)
+
+
+@settings(max_examples=24, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 99))
+def test_no_bound_is_above_what_rules_lead_to(problem: Problem, seed: int) -> None:
+    """Not even with no more memory than the schedule needs, where bounds are highest."""
+    simulator, random = Simulator(problem), Random(seed)
+    for rules in islice(first_rules(simulator), 0, None, 3):
+        for _ in range(2):
+            if (schedule := simulator.schedule(rules, "dispatch")) is None:
+                break
+            needs = [
+                device.model_copy(update={"activation_budget_bytes": peak.bytes})
+                for device, peak in zip(problem.devices, certify(problem, schedule).device, strict=True)
+            ]
+            tight = problem.replace(devices=needs)
+            for objective in ("makespan", "span"):
+                assert memory_bound(tight, objective) <= length_ms(schedule, objective) + 1e-6
             rules = neighbour(simulator, rules, random)
 
 
