@@ -20,6 +20,7 @@ HEURISTICS_SHARE = 0.15  # of the time, if engines follow
 HEURISTICS_S = 2.0  # at least that long, or half of a short time: until then they gain more than engines do
 COUNTED_SHARE = 0.75  # of the engines' time is planned with one thread, so that counted work fits on a busy machine
 COUNTED_TIMEOUT = 2.0  # with one thread an engine that should have ended by its own count is ended after so many times
+STILL_GAINS = 1.5  # heuristics go on until so many times as long as they had run when they last gained
 STOP_S = 0.3  # kept for stopping the engines and writing the last frames
 ENGINE_START_S = 0.5  # that an engine needs to start
 ENGINE_LEAST_S = 1.0  # that an engine has at least, its start included, if so much is left

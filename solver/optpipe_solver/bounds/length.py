@@ -6,7 +6,7 @@ for a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from optpipe.model.arrays import OFF_ROUTE, Flags, Floats
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver import plan
+from optpipe_solver.bounds.choices import least_of_all
 from optpipe_solver.bounds.least_memory import without_evictions
 from optpipe_solver.bounds.stage_bytes import StageBytes, stage_bytes
 from optpipe_solver.bounds.weights import weights
@@ -54,7 +55,8 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     fourth. So sizes are measured by dual feasible functions f (Fekete and Schepers 2001): whatever fits into the memory
     at once has values that add up to at most 1, hence the values of all that is held, summed over time, add up to at
     most T. f(x) = x / memory is one of them. What cannot be in use right after the start and right before the end is
-    added (`_unused`). The `deferral_bound` holds as well.
+    added (`_unused`, `_idle`). Where whole activations can be counted, all choices for them are (`least_of_all`). The
+    `deferral_bound` holds as well.
     """
     problem = without_evictions(problem)
     paths, ms, held = _paths(problem), _shortest(problem), stage_bytes(problem)
@@ -63,44 +65,70 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
     for r, s in paths.round_trip:
         own[problem.stages[s].device].append((r, s))
-    memory, _, compute = weights()
+    memory, link, compute = weights()
     bounds = [deferral_bound(problem, objective)]
     for d in np.flatnonzero(paths.used).tolist():
         stages = [(held[s], ms[:, s]) for _, s in own[d]]
+        idle, once = _idle(problem, [s for _, s in own[d]], ms)
         for measure in _measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
-            needed = work[d] * compute
-            for r, s in own[d]:
-                needed = needed + passing[r] * _cheapest(problem, s, held[s], ms[:, s], paths.round_trip[r, s], measure)
+            groups = [
+                (passing[r], _choices(problem, s, held[s], ms[:, s], paths.round_trip[r, s], measure))
+                for r, s in own[d]
+            ]
+            needed = work[d] * compute + sum(count * _cheapest(choices) for count, choices in groups)
             unused = _unused(measure, stages, float(needed.max()) / 2)
-            longest = float((needed + unused * memory).max())
+            longest = float((needed + unused * memory + idle * link).max())
+            longest = max(longest, least_of_all(groups, np.array([unused, idle, idle, work[d]]), once))
             bounds.append(longest + (float(paths.arrives[d]) if objective == "makespan" else 0.0))
     return max(bounds)
 
 
-def _cheapest(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
-    """Return the least weighted cost of one activation, in ms of the device, for all `weights()`.
+def _choices(problem: Problem, s: int, held: StageBytes, ms: Floats, trip: float, measure: Measure) -> Floats:
+    """Return (choices, 4) what becomes of one activation, and its cost: the columns of `choices`, in ms of the device.
 
     It is what the activation holds from its forward to the end of its weight gradient, the link's time and that of
     computing it again. Of one that leaves in part, what stays and each part during its own transfers are worth no more
     one by one than together, as f is superadditive.
     """
-    stage, (memory, link, compute) = problem.stages[s], weights()
+    stage = problem.stages[s]
     between = max(0.0, trip - float(ms[Kind.F] + ms[Kind.B]))
     ends = measure(held.forward) * float(ms[Kind.F]) + measure(held.backward) * float(ms[Kind.B])
-    cheapest: Floats = memory * (ends + measure(held.stays) * between)
+    ends += measure(held.weight) * float(ms[Kind.W])
+    found = [(ends + measure(held.stays) * between, 0.0, 0.0, 0.0)]
     if stage.can_offload:
-        carry = float(ms[Kind.O] + ms[Kind.R])
-        duplex = 1.0 if problem.transfer_mode == "half_duplex" else 0.5  # of two links one is busy half of the sum
+        out, back = float(ms[Kind.O]), float(ms[Kind.R])
+        busy = (out + back,) * 2 if problem.transfer_mode == "half_duplex" else (out, back)
         parts = sorted(held.parts, reverse=True)
         for n, gone in enumerate(accumulate(parts), start=1):
-            area = ends + measure(held.stays - gone) * max(between, carry) + n * measure(parts[-1]) * carry
-            cheapest = np.minimum(cheapest, memory * area + duplex * link * n * carry)
+            area = ends + measure(held.stays - gone) * max(between, out + back) + n * measure(parts[-1]) * (out + back)
+            found.append((area, n * busy[0], n * busy[1], 0.0))
     if stage.can_recompute:
         again = float(ms[Kind.C])
         area = ends + measure(held.recompute) * again + measure(held.checkpoint) * max(0.0, between - again)
-        cheapest = np.minimum(cheapest, memory * area + compute * again)
-    after: Floats = memory * measure(held.weight) * float(ms[Kind.W])
-    return cheapest + after
+        found.append((area, 0.0, 0.0, again))
+    return np.array(found)
+
+
+def _cheapest(choices: Floats) -> Floats:
+    """Return the least weighted cost of one activation for all `weights()`; a link each way counts half."""
+    memory, link, compute = weights()
+    cost = choices @ np.array([memory, link / 2, link / 2, compute])
+    least: Floats = cost.min(axis=0)
+    return least
+
+
+def _idle(problem: Problem, stages: Sequence[int], ms: Floats) -> tuple[float, Floats]:
+    """Return how long a device's link is of no use, and (4,) how much longer in a column if anything leaves.
+
+    The first transfer follows a forward, the last one comes before a backward and its weight gradient. Of two links,
+    that out is of no use during the last reload, that back during the first offload.
+    """
+    leaving = [s for s in stages if problem.stages[s].can_offload]
+    if not leaving:
+        return 0.0, np.zeros(4)
+    idle = float(ms[Kind.F, leaving].min() + ms[[Kind.B, Kind.W]][:, leaving].sum(axis=0).min())
+    out, back = (float(ms[kind, leaving].min()) for kind in (Kind.O, Kind.R))
+    return idle, np.array([0.0, back, out, 0.0] if problem.transfer_mode == "full_duplex" else [0.0] * 4)
 
 
 Measure = Callable[[int], float]

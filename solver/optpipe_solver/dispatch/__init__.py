@@ -9,7 +9,7 @@ from optpipe.process.protocol import Frame, Request
 
 
 class DispatchEngine:
-    """Finds schedules without transfers, on one route, where memory is short."""
+    """Finds schedules of one route, with and without transfers and recomputes."""
 
     name = "dispatch"
 

@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from random import Random
 
-import numpy as np
-
 from optpipe.evaluate.objective import NEVER, shorter
 from optpipe.process.protocol import Frame, Request
+from optpipe.schedule import Schedule
+from optpipe_solver.dispatch.change import first_rules, neighbour
 from optpipe_solver.dispatch.simulate import Rules, Simulator
-from optpipe_solver.heuristics.memory_shares import CHOICES, memory_shares
 from optpipe_solver.incumbent import BestSchedule
 
 METHOD = "dispatch"
-OPS_PER_S = 4e6  # simulated, about half of what a quiet machine does
+OPS_PER_S = 3e6  # simulated, about what a busy machine does
 SLACK = 0.001  # about so much longer than the rules at hand new ones may be (threshold accepting, Dueck 1990)
 FAILURES = 1500  # changes in a row without a shorter schedule, after which the search starts anew
 HOPELESS = (500, 1.1)  # after so many tries it is over if all are so many times longer than the schedule given
@@ -35,7 +34,7 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     best = BestSchedule(request, emit)
     simulator, shortest, (tries, factor) = Simulator(request.problem), NEVER, HOPELESS
     hopeless_ms = factor * best.value
-    for n, (rules, ms) in enumerate(descents(simulator, request)):
+    for n, (rules, ms) in enumerate(descents(simulator, request, best.schedule)):
         shortest = min(shortest, ms)
         if n == tries and shortest > hopeless_ms:
             break
@@ -47,12 +46,12 @@ def search(request: Request, emit: Callable[[Frame], None]) -> float:
     return spent_s
 
 
-def descents(simulator: Simulator, request: Request) -> Iterator[tuple[Rules, float]]:
+def descents(simulator: Simulator, request: Request, given: Schedule | None = None) -> Iterator[tuple[Rules, float]]:
     """Yields rules and the length (ms) that they lead to, `NEVER` if that is too long to matter: descents from one
     start after the other, the best first. Ends if no start leads to a schedule."""
     random, objective = Random(request.seed), request.objective
     starts: list[tuple[float, int, Rules]] = []
-    for n, rules in enumerate(first_rules(simulator)):
+    for n, rules in enumerate(first_rules(simulator, given)):
         ms = simulator.length_ms(rules, objective)
         yield rules, ms
         starts.append((ms, n, rules))
@@ -69,38 +68,3 @@ def descents(simulator: Simulator, request: Request) -> Iterator[tuple[Rules, fl
                 shortest = min(shortest, found)
                 if found <= most:
                     rules, ms = changed, found
-
-
-def first_rules(simulator: Simulator) -> Iterator[Rules]:
-    """Yields rules that share each device's memory among its stages, and wait for nothing."""
-    for more, extra in CHOICES:
-        shares = memory_shares(simulator.problem, more, extra)
-        yield Rules(shares, np.zeros((2, len(shares))))
-
-
-def neighbour(simulator: Simulator, rules: Rules, random: Random) -> Rules:
-    """Other rules for some devices in a row: at one stage of each or at all, what is in flight or how long is waited;
-    or what one stage has in flight more, another has less."""
-    in_flight, wait_ms = rules.in_flight.copy(), rules.wait_ms.copy()
-    visits, devices = simulator.visits, len(simulator.memory)
-    chunks = int(visits.max()) + 1
-    while True:
-        begin = random.randrange(devices)
-        end = begin + 1 + int(random.expovariate(4 / devices))
-        if random.random() < 0.15:
-            begin, end = 0, devices
-        among = (begin <= simulator.device) & (simulator.device < end)
-        nth, other = random.randrange(-1, chunks), random.randrange(-1, chunks)  # -1: all stages of the device, or none
-        chosen = among & ((visits == nth) | (nth < 0))
-        if random.random() < 0.5:
-            step = random.choice((-1, 1))
-            in_flight[chosen] += step
-            if -1 < nth != other:
-                in_flight[among & (visits == other)] -= step
-            np.clip(in_flight, 1, simulator.problem.microbatches, out=in_flight)
-        else:
-            k = random.randrange(2)
-            share = random.choice((0.0, 0.3 * random.random(), random.random()))
-            wait_ms[k, chosen] = share * simulator.ms[k, chosen]
-        if random.random() < 0.7:
-            return Rules(in_flight, wait_ms)

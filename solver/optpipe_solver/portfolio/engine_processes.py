@@ -33,6 +33,7 @@ class EngineProcess:
     allotted_s: float
     began: float = field(default_factory=time.monotonic)
     spent_s: float | None = None  # of its time, by its own count
+    gained: bool = False  # whether a schedule of its became the best
     overdue: bool = False  # whether it was stopped because its time was up, before its end
 
     @property

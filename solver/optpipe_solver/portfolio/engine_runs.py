@@ -61,9 +61,11 @@ class EngineRuns:
             if self._left_s() <= plan.ENGINE_START_S:
                 self._drop_planned()
                 return
-            run = next((run for run in self._planned if self.may_gain(run.engine)), None)
-            if run is None:
+            able = [run for run in self._planned if self.may_gain(run.engine)]
+            if not able:
                 return
+            under_way = {process.engine for process in running}
+            run = next((run for run in able if run.engine not in under_way), able[0])
             self._planned.remove(run)
             if run.repeat:
                 self._planned.append(run)
@@ -118,10 +120,12 @@ class EngineRuns:
         """Take what an engine found, once it is verified. What goes wrong becomes a note, and the search goes on."""
         engine = process.engine
         if isinstance(message, Incumbent):
+            before_ms = self._state.best_ms
             try:
                 wrong = self._state.offer(message.schedule.schedule(self._request.problem, message.method))
             except OptPipeError as error:
                 wrong = str(error)
+            process.gained = process.gained or self._state.best_ms < before_ms
             if wrong:
                 self._emit(Note(text=f"a schedule of {engine} was rejected: {wrong}"))
         elif isinstance(message, Bound):
@@ -147,8 +151,23 @@ class EngineRuns:
         self._uncounted_s -= min(process.allotted_s, spent_s)
         if process.overdue:
             self._report_missing("time was up before it could say how its search ended")
+        if process.gained:
+            self._repeat_next(process.engine)
         if process.ended_early:
             self._exhausted[process.engine] = process.start or self._state.start_for(process.engine)
+
+    def _repeat_next(self, engine: str) -> None:
+        """Let an engine that gained run again at once: win-stay, lose-shift (Robbins 1952).
+
+        Beside it the others have their turns. Where one search runs at a time, those that do not repeat come first.
+        """
+        again = next(
+            (run for run in self._planned if run.repeat and run.engine == engine and not run.from_scratch), None
+        )
+        if again is not None:
+            self._planned.remove(again)
+            others = (n for n, run in enumerate(self._planned) if run.repeat)
+            self._planned.insert(0 if self._parallel > 1 else next(others, len(self._planned)), again)
 
     def _report_missing(self, why: str) -> None:
         """A note in the place of the MILP's report, which whoever asked for it expects."""

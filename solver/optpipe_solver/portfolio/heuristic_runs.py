@@ -54,14 +54,14 @@ class HeuristicRuns:
         return {name: STREAMS[name](problem, request.objective, self._limit.deadline) for name in names}
 
     def run(self, streams: Streams, share: float) -> Iterator[None]:
-        """Offer schedules for a share of the time; yield after each.
+        """Offer schedules for a share of the time, and beyond it while they still gain; yield after each.
 
         Heuristics come in rounds, a schedule of each: first what they are known for, then what variations of their
         policies bring. Behind the first round come the published systems, unless that takes half of the time. A
         heuristic that is behind the best of them runs in some of the rounds only.
         """
         limit, state = self._limit, self._state
-        until = limit.until(limit.left_s * (1.0 if limit.counted else share))
+        began, until = time.monotonic(), limit.until(limit.left_s * (1.0 if limit.counted else share))
         ops, max_ops = 0, share * limit.seconds * plan.OPS_PER_S
         shortest_ms = dict.fromkeys(streams, NEVER)
 
@@ -74,7 +74,10 @@ class HeuristicRuns:
                 if is_over():
                     break
                 ops += self._ops
+                before_ms = state.best_ms
                 schedule = self._next(name, streams[name])
+                if state.best_ms < before_ms:
+                    until = min(limit.deadline, max(until, began + plan.STILL_GAINS * (time.monotonic() - began)))
                 if schedule is None:
                     del streams[name]
                 else:

@@ -12,6 +12,7 @@ from optpipe_solver import engines, methods, plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
 from optpipe_solver.methods import ENGINES, ROBUST
+from optpipe_solver.parts import in_all_parts
 from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.search_state import Emit, SearchState
@@ -89,7 +90,7 @@ class Portfolio:
         return True
 
     def _take_warm_start(self) -> None:
-        """Offer the warm start, re-timed with today's costs; repaired if it does not hold for them.
+        """Offer the warm start, re-timed with today's costs; in more parts or repaired if it does not hold for them.
 
         Its stages are taken for those of the problem, whatever placement it names.
         """
@@ -100,6 +101,8 @@ class Portfolio:
         try:
             given = programs.schedule(problem, "warm start")
             wrong = self.state.offer(given)
+            if wrong and (divided := in_all_parts(given)) is not None:
+                wrong = self.state.offer(divided)
             if wrong and (repaired := repair(problem, given)) is not None:
                 wrong = self.state.offer(repaired)
         except OptPipeError as error:

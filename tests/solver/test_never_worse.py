@@ -1,0 +1,170 @@
+"""More memory, more parts or another way to relieve memory never leads to a longer schedule; what gains gets time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chain import chain
+
+from optpipe.model.problem import Problem
+from optpipe.process.child import Child
+from optpipe.process.protocol import Incumbent, Programs, Request
+from optpipe.schedule import Schedule, check
+from optpipe_solver import plan
+from optpipe_solver.heuristics import generate
+from optpipe_solver.heuristics.naive import one_at_a_time
+from optpipe_solver.parts import in_all_parts
+from optpipe_solver.plan import EngineRun
+from optpipe_solver.portfolio import Portfolio
+from optpipe_solver.portfolio.engine_processes import EngineProcess, EngineProcesses
+from optpipe_solver.portfolio.engine_runs import EngineRuns
+from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
+from optpipe_solver.portfolio.search_state import SearchState
+from optpipe_solver.portfolio.time_limit import TimeLimit
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Short of memory, with activations that leave in one to three parts over links that devices may share."""
+    devices = draw(st.integers(1, 3))
+    sizes = [draw(st.integers(4, 7)) for _ in range(devices)]
+    return Problem.from_dict(
+        {
+            "microbatches": draw(st.integers(2, 5)),
+            "p2p_ms": draw(st.sampled_from((0.0, 0.5))),
+            "transfer_mode": draw(st.sampled_from(("half_duplex", "full_duplex"))),
+            "devices": [
+                {
+                    "activation_budget_bytes": size + draw(st.integers(0, 9)),
+                    "link": draw(st.sampled_from((None, "bus"))),
+                }
+                for size in sizes
+            ],
+            "stages": [
+                {
+                    "device": d,
+                    "forward_ms": draw(st.sampled_from((1.0, 2.5))),
+                    "backward_input_ms": draw(st.sampled_from((1.0, 10 / 3))),
+                    "backward_weight_ms": 1.0,
+                    "activation_bytes": size,
+                    "saved_for_weight_bytes": draw(st.integers(0, size)),
+                    "offload_ms": draw(st.sampled_from((0.0, 1.0, 7 / 3))),
+                    "reload_ms": draw(st.sampled_from((0.5, 4.0))),
+                    "offload_bytes": draw(st.integers(4, size)),
+                    "offload_parts": draw(st.integers(1, 3)),
+                }
+                for d, size in enumerate(sizes)
+            ],
+        }
+    )
+
+
+def with_stages(problem: Problem, **more: Any) -> Problem:
+    return problem.replace(stages=[stage.model_copy(update=more) for stage in problem.stages])
+
+
+def first_ms(problem: Problem, start: Schedule) -> float:
+    """What the search of a problem has before it searches, if it is given a schedule of another problem."""
+    portfolio = Portfolio(Request(problem=problem, warm_start=Programs.of(start)), lambda frame: None)
+    portfolio.begin()
+    return portfolio.state.best_ms
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), times=st.integers(2, 3), more=st.integers(1, 9))
+def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: int, more: int) -> None:
+    known = generate("adaoffload", problem)
+    finer = problem.replace(
+        stages=[s.model_copy(update={"offload_parts": times * s.offload_parts}) for s in problem.stages]
+    )
+    roomier = problem.replace(
+        devices=[
+            d.model_copy(update={"activation_budget_bytes": d.activation_budget_bytes + more}) for d in problem.devices
+        ]
+    )
+    freer = with_stages(problem, recompute_ms=1.0, checkpoint_bytes=1)
+    for larger in (finer, roomier, freer):
+        assert first_ms(larger, known) <= known.makespan_ms + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), times=st.integers(2, 3))
+def test_in_more_parts_a_schedule_is_as_long(problem: Problem, times: int) -> None:
+    coarse = with_stages(problem, offload_parts=1)
+    known = generate("adaoffload", coarse)
+    divided = in_all_parts(Programs.of(known).schedule(with_stages(problem, offload_parts=times), "divided"))
+    assert divided is not None
+    assert check(divided.problem, divided) == []
+    assert divided.makespan_ms == pytest.approx(known.makespan_ms)
+
+
+def test_a_schedule_with_all_parts_stays_as_it_is():
+    assert in_all_parts(generate("adaoffload", chain(m=3))) is None
+
+
+TABLE = [EngineRun("cpsat"), EngineRun("lns", repeat=True), EngineRun("dispatch", repeat=True)]
+
+
+@pytest.mark.parametrize(
+    ("gains", "threads", "following"),
+    [
+        (True, 2, ["dispatch", "cpsat"]),  # beside the next of the table, not twice
+        (False, 2, ["cpsat", "lns"]),
+        (True, 1, ["cpsat", "dispatch"]),
+        (False, 1, ["cpsat", "lns"]),
+    ],
+)
+def test_an_engine_that_gained_runs_again(
+    gains: bool, threads: int, following: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = chain(m=6)
+    request = Request(problem=problem, threads=threads, time_limit_s=1000.0)
+    state = SearchState(request, lambda frame: None)
+    state.offer(generate("naive" if gains else "adaoffload", problem))
+    found = Incumbent(method="x", schedule=Programs.of(generate("adaoffload", problem)))
+    runs = EngineRuns(request, TABLE, state, TimeLimit(request), lambda frame: None)
+    started: list[str] = []
+
+    def start(self: EngineProcesses, asked: Request, *_: object) -> None:
+        started.append(asked.method)
+        self.running.append(process(asked.method))
+
+    monkeypatch.setattr(EngineProcesses, "start", start)
+    ended = process("dispatch")
+    for message in (found, None):
+        runs.handle(ended, message)
+    runs.start_next(beside_heuristics=False)
+    if threads == 1:
+        runs._processes.running.clear()
+        runs.start_next(beside_heuristics=False)
+    assert started == following
+
+
+def process(engine: str) -> EngineProcess:
+    """One that has used its ten seconds."""
+    return EngineProcess(engine, cast(Child, None), 1, None, time.monotonic() + 60, 10.0, spent_s=9.0)
+
+
+@pytest.mark.parametrize(("gains_at_s", "until_s"), [(1.0, 15.0), (15.0, 22.5)])
+def test_heuristics_go_on_while_they_gain(gains_at_s: float, until_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have 15 s of 100, and half as long again as until their last gain."""
+    problem, clock = chain(m=6), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    request = Request(problem=problem, threads=2, time_limit_s=100.3)
+    state = SearchState(request, lambda frame: None)
+    naive, better = one_at_a_time(problem, "naive"), generate("adaoffload", problem)
+
+    def stream() -> Iterator[Schedule]:
+        while True:
+            clock[0] += 1.0
+            yield better if clock[0] >= gains_at_s else naive
+
+    heuristics = HeuristicRuns(request.model_copy(update={"method": "naive"}), None, state, TimeLimit(request), print)
+    for _ in heuristics.run({"naive": stream()}, plan.HEURISTICS_SHARE):
+        pass
+    assert clock[0] == pytest.approx(until_s, abs=1.0)
