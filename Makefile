@@ -42,7 +42,9 @@ check: setup ## check style, types and imports
 check-web: ## check the types of the code of pages; needs Node
 	npx --yes --package typescript@5 tsc --project optpipe/show/web
 
-test: check suite ## check, then run the whole suite
+# Both at a time: mypy has one process.
+test: setup ## check, and run the whole suite
+	+$(MAKE) --no-print-directory --jobs 2 check suite
 
 # More tests at a time than two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
