@@ -112,6 +112,10 @@ class Pipeline:
     clip_host_updates
         Whether these wait for `clip_grad_norm_`, which the script then calls after every step. The norm of all
         gradients is known only then.
+    whole_gradients
+        Of how many of its stages a rank may hold whole gradients, where stages are `fully_shard`ed over replicas. With
+        fewer than it has, gradients are reduced several times a step (ZeRO-2), if all replicas run one schedule for one
+        problem (docs/training.md). None: of all, reduced once a step.
     group
         The process group of this pipeline, if there are several: with data parallelism one for each replica, with
         `inner` one for each inner peer. All must be alike.
@@ -144,12 +148,13 @@ class Pipeline:
         links: Sequence[str | None] | None = None,
         host_optimizers: Mapping[int, Factory] | None = None,
         clip_host_updates: bool = False,
+        whole_gradients: int | None = None,
         group: dist.ProcessGroup | None = None,
         inner: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
         hosts = host_optimizers, clip_host_updates
-        self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, (group, inner))
+        self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, whole_gradients, (group, inner))
         self._clips_host_updates = clip_host_updates
         self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules

@@ -55,11 +55,11 @@ class StepRunner:
         self._gathers_again = False
 
     def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+        self._reductions.start_step(self._agree_on_windows())
         if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
             with self._replicas.gathering():
                 self._gathers_again = False
         report = None
-        self._reductions.start_step()
         while report is None:
             with self._replicas.gathering():
                 report = self._step(inputs, targets, trace)
@@ -118,6 +118,17 @@ class StepRunner:
         self._learner.learn(inputs, targets)
         self.executor.forget_sizes()
 
+    def _agree_on_windows(self) -> bool:
+        """Collective over the replicas: whether this step reduces gradients in windows. It does if all replicas run the
+        same schedule for the same problem, and none may change it in this step."""
+        running, whole = self.schedules.running, self._rank.whole_gradients
+        if whole is None:
+            return False
+        ready = running.plan is not None and self._learner.done and not self.schedules.swap_due
+        agreed = self._replicas.agree((running.plan.number ^ whole) if ready and running.plan is not None else 0)
+        # On all ranks of the pipeline, where that decides whether the step can be undone.
+        return bool(self._rank.cpu_group.minimum(agreed)[0]) if running.on_trial else agreed
+
     def _step(self, inputs: Any, targets: Any, trace: bool) -> StepReport | None:
         """A step that counts. None if it does not, because parameters were corrected: run it again with these."""
         running = self.schedules.running
@@ -130,9 +141,11 @@ class StepRunner:
                     return None
                 if not all_know and self._learner.done:
                     self.learn(inputs, targets)
-                self.schedules.swap_if_due((inputs, targets))
+                if not self._reductions.in_windows:  # which are those of the schedule that runs
+                    self.schedules.swap_if_due((inputs, targets))
                 self._learn_first(inputs, targets)
-            trial = running.on_trial and self._can_undo
+            # What windows have reduced is in the other replicas' gradients, so a step in windows is no trial.
+            trial = running.on_trial and self._can_undo and not self._reductions.in_windows
             outcome = self._run(inputs, targets, trace, vote, settled=meeting, trial=trial)
             if not meeting and vote.doomed:
                 self._undo(outcome)
@@ -168,11 +181,19 @@ class StepRunner:
                 if self._reductions.any and not trial and (settled or not vote.doomed):
                     self._reductions.complete(s)
 
+            def window_ended(s: int) -> None:
+                """The same: no stage begins its backwards before all ranks have begun the step."""
+                if settled or not vote.doomed:
+                    self._reductions.end_window(s)
+                else:
+                    self._replicas.forget()
+
             undo = snapshot(self._rank, (inputs, targets)) if trial or not settled else None
             for tie in self.ties:
                 tie.start_step()
             try:
-                return _Outcome(self.executor.run(plan, inputs, targets, trace, completed=completed), undo)
+                report = self.executor.run(plan, inputs, targets, trace, completed=completed, window_ended=window_ended)
+                return _Outcome(report, undo)
             except LostError:
                 raise
             except Exception as error:
