@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.errors import InputError
 from optpipe.schedule import Schedule
@@ -45,14 +46,21 @@ class Ran(NamedTuple):
 
 
 def trained(
-    schedules: Sequence[Schedule], turns: Sequence[Turn], whole_gradients: int | None, max_norm: float = 0.0
+    schedules: Sequence[Schedule],
+    turns: Sequence[Turn],
+    whole_gradients: int | None,
+    max_norm: float = 0.0,
+    mixed: bool = False,
 ) -> Ran:
-    """Both replicas train by schedules for the same problem."""
+    """Both replicas train by schedules for the same problem. `mixed`: parameters are gathered in bfloat16."""
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
     number, problem = dist.get_rank(group), schedules[0].problem
     placement, m = [stage.device for stage in problem.stages], problem.microbatches
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
     modules = {
-        s: wrapped(module, "fsdp") for s, module in enumerate(make_stages(len(placement))) if placement[s] == number
+        s: wrapped(module, "fsdp", **policy)
+        for s, module in enumerate(make_stages(len(placement)))
+        if placement[s] == number
     }
     optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1)
     ran = Ran([], [], [], [], [], {})
