@@ -91,7 +91,9 @@ def build(
     }
     messages, all_peers = Messages(team, layout, device), Peers(team, layout, device)
     optimizers = cpu_group.on_each_rank(
-        lambda: on_host(host_optimizers or {}, replicas.modules, layout, team, link, device, clip_host_updates)
+        lambda: on_host(
+            host_optimizers or {}, replicas.modules, layout, team.require_alive, link, device, clip_host_updates
+        )
     )
     rank = Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)
     rank.whole_gradients = whole_gradients

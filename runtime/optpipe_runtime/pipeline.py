@@ -214,7 +214,10 @@ class Pipeline:
             between inner peers.
         """
         if not self._clips_host_updates:
-            self._require_no_host_optimizers("clip_grad_norm_")
+            self._require_no_host_optimizers(
+                "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
+                "gradients is known"
+            )
         norm = clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
         for optimizer in self._rank.host_optimizers.values():
             optimizer.apply()
@@ -249,7 +252,10 @@ class Pipeline:
         """
         self._rank.cpu_group.on_each_rank(lambda: require_valid(optimizer, max_norm))
         require_equal(self._rank.cpu_group, max_norm=max_norm)
-        self._require_no_host_optimizers("post_validate")
+        self._require_no_host_optimizers(
+            "post_validate: a step that updates stages on the host cannot be undone, so with host_optimizers the ranks "
+            "meet before each step, and gain nothing by updates ahead of the norm"
+        )
         self._step_runner.validations.append(
             PostValidation(optimizer, max_norm, self._rank.team, self._rank.cpu_group, self._gradients)
         )
@@ -267,12 +273,9 @@ class Pipeline:
         }
         return parameters, (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
 
-    def _require_no_host_optimizers(self, method: str) -> None:
+    def _require_no_host_optimizers(self, why: str) -> None:
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
-            raise InputError(
-                f"{method}: stages with host_optimizers are updated inside the step, before the norm of all "
-                "gradients is known: make the Pipeline with clip_host_updates=True, and use clip_grad_norm_"
-            )
+            raise InputError(f"{why}: make the Pipeline with clip_host_updates=True, and use clip_grad_norm_")
 
     def synchronize(self) -> None:
         """Makes this rank's parameters those after the last update: waits for the norm of all gradients if
