@@ -67,7 +67,9 @@ def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(fou
     for rank, ran in enumerate(results):
         for step in range(3):
             own = [s for s in reversed(range(STAGES)) if s % 2 == rank % 2]
-            assert ran.reduced[step] == own * (MICROBATCHES // WINDOW), "in the order of the program, the first step too"
+            assert ran.reduced[step] == own * (MICROBATCHES // WINDOW), (
+                "in the order of the program, the first step too"
+            )
             assert ran.gathered[step] == (certified(rank, 2), certified(rank, 2))
     for replica in (0, 1):
         for step in range(3):
