@@ -92,7 +92,8 @@ def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None
     )
     for rank, (ran, expected) in enumerate(zip(found, once, strict=True)):
         for step in range(len(turns)):
-            assert ran.norms[step] == pytest.approx(expected.norms[step], rel=1e-5) and ran.norms[step] > 0.1
+            assert ran.norms[step] == pytest.approx(expected.norms[step], rel=1e-5)
+            assert ran.norms[step] > 0.1
             close(ran.gradients[step], expected.gradients[step])
             assert len(ran.reduced[step]) == 2 * len(expected.reduced[step])
             assert ran.gathered[step] == (certified(rank, 1),) * 2
@@ -110,7 +111,8 @@ def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks:
         for step in range(len(turns)):
             close(ran.gradients[step], expected.gradients[step], 0.02, 1e-3)
             peak, most = ran.gathered[step]
-            assert peak is not None and peak <= most < expected.gathered[step][1]
+            assert peak is not None
+            assert peak <= most < expected.gathered[step][1]
 
 
 def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) -> None:
@@ -163,7 +165,8 @@ def test_a_rank_never_holds_more_whole_gradients_than_asked(ops: list[Op], count
     left = set()
     for op in ops:
         if (s := found.room.get(op)) is not None:
-            assert s != op.stage and len(held) == count
+            assert s != op.stage
+            assert len(held) == count
             left.add(held[s])
             assert held.pop(s) in found.ends | set(last.values())
         if op.kind in WEIGHT:
@@ -171,4 +174,5 @@ def test_a_rank_never_holds_more_whole_gradients_than_asked(ops: list[Op], count
         assert len(held) <= count
     assert found.ends == left - set(last.values())
     if count >= len(last):
-        assert not found.ends and not found.room
+        assert not found.ends
+        assert not found.room

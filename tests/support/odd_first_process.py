@@ -16,7 +16,6 @@ from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, P
 from optpipe.schedule import Schedule
 from support.chain import chain, gpipe, one_by_one
 
-
 asked = 0  # the number of the request that is answered
 
 
