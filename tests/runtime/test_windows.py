@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ranks import cases, windows
+from support.ranks import cases, inner, windows
 from support.ranks.windows import Ran, Turn
 from support.ranks.worker import Ranks
 from support.units import units
@@ -131,6 +131,23 @@ def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) ->
     for replica in (0, 1):
         for step in range(len(turns)):
             close(whole(results, replica, step), expected[step])
+
+
+def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
+    """Of parameters that are spread over replicas and over inner peers. What FSDP would exchange with inner peers when it
+    reduces, beside the ops of the other stage, is exchanged before."""
+    order = ["0F0", "1F0", "0F1", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]
+    program = order + [op[:-1] + str(int(op[-1]) + 2) for op in order]
+    ranks = four_ranks(windows.of_inner_peers, program=program, steps=2)
+    for step, expected in enumerate(inner.plain(8, 2)):
+        largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
+        for found in ranks:
+            seen, (_, most) = found[step]
+            assert seen.norm == pytest.approx(expected.norm, rel=1e-5)
+            assert most == ranks[0][step][1][1]
+            for name, gradient in seen.gradients.items():
+                np.testing.assert_allclose(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6 * largest)
+    assert ranks[0][0][1][1] < 2 * sum(p.nbytes for module in inner.make_stages() for p in module.parameters())
 
 
 def _windows(schedule: Schedule, rank: int, count: int) -> frozenset[Op]:

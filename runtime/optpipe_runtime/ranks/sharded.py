@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.grid import ranks_of
-from optpipe_runtime.ranks.parts import dimensions, local
+from optpipe_runtime.ranks.parts import dimensions, local, placed
 from optpipe_runtime.ranks.set_apart import set_apart
 from optpipe_runtime.ranks.team import Team
 
@@ -98,10 +99,12 @@ class Sharded:
     def leave(self) -> list[Tensor]:
         """From here on the stage is left to `reduce`. Returns its whole gradients."""
         self._whole = False
+        self._place()
         self._reduced = self._gradients()
         return self._reduced
 
     def set_apart(self) -> tuple[list[Tensor], Callable[[], None]]:
+        self._place()
         self._reduced = self._gradients()
         with_gradient = {i for i, p in enumerate(self._fsdp_parameters) if _whole_gradients(p)}
         if self._in_windows not in (None, with_gradient):
@@ -121,6 +124,17 @@ class Sharded:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         minus_least, most = both.tolist()
         return -minus_least, most
+
+    def _place(self) -> None:
+        """Spreads whole gradients over inner peers as their parameters are: here, in the order of the program. FSDP
+        would do it when it reduces, beside ops whose collectives with the peers come at any time."""
+        for parameter in self._fsdp_parameters:
+            own = getattr(parameter, "_unsharded_param", None)
+            if isinstance(own, DTensor) and own.grad is not None:
+                own.grad = placed(own)
+            aside = vars(parameter).get("unsharded_accumulated_grad")
+            if isinstance(aside, DTensor) and isinstance(own, DTensor):
+                parameter.unsharded_accumulated_grad = aside.redistribute(placements=own.placements)
 
     def _gradients(self) -> list[Tensor]:
         return [gradient for parameter in self._fsdp_parameters for gradient in _whole_gradients(parameter)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from optpipe.errors import InputError
@@ -18,7 +19,8 @@ from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
 from optpipe_runtime.ranks.replicas import Replicas
 from optpipe_runtime.stage.runner import StageRunner
-from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages
+from support.ranks import inner
+from support.ranks.cases import LENGTH, Gradients, batch, loss_fn, make_stages, problem
 from support.ranks.replicas import gradients, mesh, parameters, replaced, wrapped
 
 PATIENCE_S = 120.0
@@ -181,3 +183,28 @@ def refused(schedule: Schedule) -> list[str]:
     attempt("replicate", 1)
     attempt("fsdp", 0)
     return told
+
+
+def of_inner_peers(program: Sequence[str], steps: int) -> list[tuple[inner.Seen, tuple[int | None, int]]]:
+    """Two replicas, of two tensor-parallel ranks with both stages. With what is held of gathered parameters and
+    gradients, and what is certified."""
+    ranks = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "pipe", "tensor"))
+    replica, m = (ranks.get_coordinate() or (0,))[0], 4
+    modules = {
+        s: wrapped(inner.parallel(module, ranks["tensor"]), "fsdp", ranks["replica"])
+        for s, module in enumerate(inner.make_stages())
+    }
+    optimizer, found = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1), []
+    groups = {"group": ranks["pipe"].get_group(), "inner": ranks["tensor"]}
+    with Pipeline(modules, [0, 0], loss_fn, m, whole_gradients=1, **groups) as pipe:
+        pipe.profile(*(part.chunk(2)[replica] for part in batch(0, 2 * m)), activation_budget_bytes=10**9, repeats=1)
+        pipe.problem = problem((0, 0), m)
+        pipe.load(Schedule.parse(pipe.problem, [program]))
+        for step in range(steps):
+            optimizer.zero_grad()
+            data = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
+            report = pipe.step(*data, trace=True)
+            seen = inner.Seen(report.losses, gradients(modules), pipe.clip_grad_norm_(0.1), 0, None)
+            found.append((seen, (report.gathered_peak_bytes, report.gathered_certified_bytes)))
+            optimizer.step()
+    return found
