@@ -134,8 +134,8 @@ def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) ->
 
 
 def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
-    """Of parameters that are spread over replicas and over inner peers. What FSDP would exchange with inner peers when it
-    reduces, beside the ops of the other stage, is exchanged before."""
+    """Of parameters that are spread over replicas and over inner peers. What FSDP would exchange with inner peers when
+    it reduces, beside the ops of the other stage, is exchanged before."""
     order = ["0F0", "1F0", "0F1", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]
     program = order + [op[:-1] + str(int(op[-1]) + 2) for op in order]
     ranks = four_ranks(windows.of_inner_peers, program=program, steps=2)
