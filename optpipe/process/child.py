@@ -50,6 +50,7 @@ class Child:
                 start_new_session=True,
             )
             unless_it_starts.pop_all()  # from here on `close` is who closes it
+        self._asked = 0  # requests by `ask`
         self._stopped = threading.Event()
         self._gone = threading.Event()  # with its group: from then on their number may be a stranger's
         if admit is not None:
@@ -88,28 +89,24 @@ class Child:
     def ask(self, request: Request) -> Iterator[Frame]:
         """As `frames`, of a child that reads `requests` and was started without one: afterwards it can be asked again.
 
-        One request at a time; where an answer raised an error or was not heard to its end, only `close` is left. Raises
-        `SolverError` where it has said more than it was asked before: whose answer that is nobody knows.
+        One request at a time; where an answer raised an error or was not heard to its end, only `close` is left.
+        Requests are numbered here, and lines that answer an earlier one are passed over.
         """
-        if self._says_more():
-            raise SolverError(f"{self.module} went on after the end of its answer")
-        self._send(request)
-        return self._answer()
+        self._asked += 1
+        self._send(request.model_copy(update={"number": self._asked}))
+        return self._answer(self._asked)
 
-    def _says_more(self) -> bool:
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        try:
-            return bool(self._process.stdout.peek(1))  # type: ignore[attr-defined]
-        finally:
-            os.set_blocking(self._process.stdout.fileno(), True)
-
-    def _answer(self) -> Iterator[Frame]:
+    def _answer(self, number: int | None = None) -> Iterator[Frame]:
+        """The lines that answer the request of this number. A request that cannot be read has none."""
         assert self._process.stdout is not None
         while line := self._process.stdout.readline(LONGEST_LINE):
             if not line.endswith(b"\n"):
                 break
             frame = parse_frame(line)
+            if frame.request != number and not (frame.request is None and isinstance(frame, Refused)):
+                if frame.request is None:
+                    raise FrameError(f"{self.module} wrote a line that answers no request")
+                continue
             yield frame
             if isinstance(frame, End | Refused):
                 return

@@ -60,11 +60,13 @@ class Programs(Record):
 
 
 class Request(SolveOptions):
-    """What a solver is asked: the problem, how, and for how long."""
+    """What a solver is asked: the problem, how, and for how long. `number` says which request it is, to a child that
+    answers many."""
 
     problem: Problem
     warm_start: Programs | None = None
     threads: Threads = 1
+    number: int | None = None
 
 
 class CompareRequest(CompareOptions):
@@ -73,7 +75,13 @@ class CompareRequest(CompareOptions):
     problem: Problem
 
 
-class Incumbent(Record):
+class _Answer(Record):
+    """A line of a child. `request` is the number of the request that it answers, if that has one."""
+
+    request: int | None = None
+
+
+class Incumbent(_Answer):
     """A schedule better than those before it."""
 
     type: Literal["incumbent"] = "incumbent"
@@ -81,7 +89,7 @@ class Incumbent(Record):
     schedule: Programs
 
 
-class Bound(Record):
+class Bound(_Answer):
     """No schedule is shorter than this."""
 
     type: Literal["bound"] = "bound"
@@ -89,21 +97,21 @@ class Bound(Record):
     lower_bound_ms: TotalMs
 
 
-class Infeasible(Record):
+class Infeasible(_Answer):
     """Proof that memory admits no schedule: which device, what it needs, what it has."""
 
     type: Literal["infeasible"] = "infeasible"
     reason: Text
 
 
-class Refused(Record):
+class Refused(_Answer):
     """The request cannot be served as it is, such as an unknown method; the last line."""
 
     type: Literal["refused"] = "refused"
     reason: Text
 
 
-class Note(Record):
+class Note(_Answer):
     """Something to tell, such as an engine that crashed; the search goes on."""
 
     type: Literal["note"] = "note"
@@ -111,7 +119,7 @@ class Note(Record):
     method: Text = ""  # the one that it is about, where several are asked for (`optpipe.comparison`)
 
 
-class End(Record):
+class End(_Answer):
     """The last line of a search that ended by itself."""
 
     type: Literal["end"] = "end"
@@ -180,8 +188,10 @@ def _end_with_parent(take: Callable[[bytes], None] = lambda _: None) -> None:
 _writing = threading.Lock()
 
 
-def write_frame(frame: Frame) -> None:
-    """In a child: one line to the parent."""
+def write_frame(frame: Frame, request: int | None = None) -> None:
+    """In a child: one line to the parent, which answers the request of this number."""
+    if request is not None:
+        frame = frame.model_copy(update={"request": request})
     with _writing:
         sys.stdout.buffer.write(frame.model_dump_json(exclude_none=True).encode() + b"\n")
         sys.stdout.buffer.flush()

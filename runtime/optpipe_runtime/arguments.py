@@ -44,6 +44,11 @@ def require_bytes(name: str, value: int | None) -> None:
         raise InputError(f"{name} = {value!r}: must be an integer, at least 0")
 
 
+def require_whole_gradients(value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise InputError(f"whole_gradients = {value!r}: must be an integer, at least 1, or None for all stages")
+
+
 def require_equal(cpu_group: CpuGroup, **arguments: Any) -> None:
     """Collective: raises `InputError` if an argument differs between ranks. Ranks would then wait for each other for
     ever."""

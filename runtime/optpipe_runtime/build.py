@@ -20,6 +20,7 @@ from optpipe_runtime.arguments import (
     require_equal,
     require_no_cuda_graphs,
     require_valid_arguments,
+    require_whole_gradients,
 )
 from optpipe_runtime.execute.host_optimizer import Factory, on_host
 from optpipe_runtime.execute.messages import Messages
@@ -47,6 +48,7 @@ def build(
     host_memory_bytes: int | None,
     host_optimizers: Mapping[int, Factory] | None,
     clip_host_updates: bool,
+    whole_gradients: int | None,
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | DeviceMesh | None],
 ) -> Rank:
     """Collective. `groups` are those of the pipeline and of the inner peers. Raises `InputError` for arguments that are
@@ -66,6 +68,9 @@ def build(
         if not callable(loss_fn) and not layout.last.isdisjoint(stages):
             raise InputError(f"loss_fn = {loss_fn!r}: must be a function of the last stage's output and the targets")
         replicas = Replicas(stages, layout, team)
+        require_whole_gradients(whole_gradients)
+        if whole_gradients is not None:
+            replicas.require_windows(whole_gradients)
         for s, module in replicas.modules.items():
             require_inner(s, module, team.inner, replicas.ranks(s))
         return layout, device_of(stages), replicas
@@ -75,7 +80,8 @@ def build(
     layout = replace(layout, full_duplex=both_ways(full_duplex, device))
     cpu_group.on_each_rank(lambda: require_queues(layout, team.number, device))
     cpu_group.on_each_rank(lambda: require_no_cuda_graphs(stages, device))
-    require_equal(cpu_group, microbatches=microbatches, clip_host_updates=clip_host_updates, **asdict(layout))
+    options = {"clip_host_updates": clip_host_updates, "whole_gradients": whole_gradients}
+    require_equal(cpu_group, microbatches=microbatches, **options, **asdict(layout))
     link = Link(device, layout.full_duplex, channel_tokens(team, layout, device))
     pool = HostPool(device, host_memory_bytes)
     loss = loss_fn, 1 / microbatches
@@ -85,6 +91,10 @@ def build(
     }
     messages, all_peers = Messages(team, layout, device), Peers(team, layout, device)
     optimizers = cpu_group.on_each_rank(
-        lambda: on_host(host_optimizers or {}, replicas.modules, layout, team, link, device, clip_host_updates)
+        lambda: on_host(
+            host_optimizers or {}, replicas.modules, layout, team.require_alive, link, device, clip_host_updates
+        )
     )
-    return Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)
+    rank = Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)
+    rank.whole_gradients = whole_gradients
+    return rank

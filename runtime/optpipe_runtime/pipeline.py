@@ -112,6 +112,10 @@ class Pipeline:
     clip_host_updates
         Whether these wait for `clip_grad_norm_`, which the script then calls after every step. The norm of all
         gradients is known only then.
+    whole_gradients
+        Of how many of its stages a rank may hold whole gradients, where stages are `fully_shard`ed over replicas. With
+        fewer than it has, gradients are reduced several times a step (ZeRO-2), if all replicas run one schedule for one
+        problem (docs/training.md). None: of all, reduced once a step.
     group
         The process group of this pipeline, if there are several: with data parallelism one for each replica, with
         `inner` one for each inner peer. All must be alike.
@@ -144,12 +148,13 @@ class Pipeline:
         links: Sequence[str | None] | None = None,
         host_optimizers: Mapping[int, Factory] | None = None,
         clip_host_updates: bool = False,
+        whole_gradients: int | None = None,
         group: dist.ProcessGroup | None = None,
         inner: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
         hosts = host_optimizers, clip_host_updates
-        self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, (group, inner))
+        self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, whole_gradients, (group, inner))
         self._clips_host_updates = clip_host_updates
         self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
@@ -209,7 +214,10 @@ class Pipeline:
             between inner peers.
         """
         if not self._clips_host_updates:
-            self._require_no_host_optimizers("clip_grad_norm_")
+            self._require_no_host_optimizers(
+                "clip_grad_norm_: stages with host_optimizers are updated inside the step, before the norm of all "
+                "gradients is known"
+            )
         norm = clip(*self._gradients(), self._rank.cpu_group, max_norm, norm_type)
         for optimizer in self._rank.host_optimizers.values():
             optimizer.apply()
@@ -244,7 +252,10 @@ class Pipeline:
         """
         self._rank.cpu_group.on_each_rank(lambda: require_valid(optimizer, max_norm))
         require_equal(self._rank.cpu_group, max_norm=max_norm)
-        self._require_no_host_optimizers("post_validate")
+        self._require_no_host_optimizers(
+            "post_validate: a step that updates stages on the host cannot be undone, so with host_optimizers the ranks "
+            "meet before each step, and gain nothing by updates ahead of the norm"
+        )
         self._step_runner.validations.append(
             PostValidation(optimizer, max_norm, self._rank.team, self._rank.cpu_group, self._gradients)
         )
@@ -262,12 +273,9 @@ class Pipeline:
         }
         return parameters, (parameter for tie in self._step_runner.ties for parameter in tie.uncounted)
 
-    def _require_no_host_optimizers(self, method: str) -> None:
+    def _require_no_host_optimizers(self, why: str) -> None:
         if not self._rank.cpu_group.minimum(not self._rank.host_optimizers)[0]:
-            raise InputError(
-                f"{method}: stages with host_optimizers are updated inside the step, before the norm of all "
-                "gradients is known: make the Pipeline with clip_host_updates=True, and use clip_grad_norm_"
-            )
+            raise InputError(f"{why}: make the Pipeline with clip_host_updates=True, and use clip_grad_norm_")
 
     def synchronize(self) -> None:
         """Makes this rank's parameters those after the last update: waits for the norm of all gradients if

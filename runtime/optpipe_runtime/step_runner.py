@@ -4,7 +4,7 @@ stages, swapping schedules, replicas, ties, and repeating a step that must not c
 No rank waits for the others between two steps. What ranks have to tell each other (their votes) they send when they
 begin a step, and read when they end it: then all have begun it, because a rank's last op needs ops of all others. So a
 vote decides about the step that it was sent with, which may have to be undone, and about the one after. Only where a
-swap is due, or nothing can be undone, do the ranks meet before a step.
+swap is due, or nothing can be undone, do the ranks meet before a step. Inner peers agree before each whether to run it.
 
 A step does not count, and is undone and repeated on all ranks, if
 - batch, modules or what is trained have changed on a rank. This rank lets the others finish theirs, with zeros of the
@@ -48,18 +48,20 @@ class StepRunner:
         self.schedules = Schedules(rank, self._learner, self.executor)
         self.ties: list[Tie] = []
         self.validations: list[PostValidation] = []
-        # A step that updates parameters on the host cannot be undone. Nor can one with inner peers: a rank that stops
-        # within an op, or leaves a step out, leaves them in a collective of the user's.
-        self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0]) and len(rank.team.inner) == 1
+        # A step that updates parameters on the host cannot be undone. Inner peers leave a step out together, but one
+        # that stops within an op would leave the others in a collective of the user's.
+        self._can_undo = bool(rank.cpu_group.minimum(not rank.host_optimizers)[0])
+        self._can_stop = len(rank.team.inner) == 1
+        rank.cpu_group.meet_peers()
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
 
     def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+        self._reductions.start_step(self._agree_on_windows())
         if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
             with self._replicas.gathering():
                 self._gathers_again = False
         report = None
-        self._reductions.start_step()
         while report is None:
             with self._replicas.gathering():
                 report = self._step(inputs, targets, trace)
@@ -118,21 +120,37 @@ class StepRunner:
         self._learner.learn(inputs, targets)
         self.executor.forget_sizes()
 
+    def _agree_on_windows(self) -> bool:
+        """Collective over the replicas: whether this step reduces gradients in windows. It does if all replicas run the
+        same schedule for the same problem, and none may change it in this step."""
+        running, whole = self.schedules.running, self._rank.whole_gradients
+        if whole is None:
+            return False
+        ready = running.plan is not None and self._learner.done and not self.schedules.swap_due
+        agreed = self._replicas.agree((running.plan.number ^ whole) if ready and running.plan is not None else 0)
+        # On all ranks of the pipeline, where that decides whether the step can be undone.
+        return bool(self._rank.cpu_group.minimum(agreed)[0]) if running.on_trial else agreed
+
     def _step(self, inputs: Any, targets: Any, trace: bool) -> StepReport | None:
         """A step that counts. None if it does not, because parameters were corrected: run it again with these."""
         running = self.schedules.running
         while True:
             vote = self._vote(self._learner.knows(inputs, targets))
-            meeting = not (self._can_undo and self._learner.done) or self.schedules.swap_due or running.plan is None
+            # By an update that was not the right one, a module may fail on one of the inner peers only.
+            settling = bool(self.validations) and not self._can_stop
+            can_run = self._can_undo and self._learner.done and running.plan is not None and not settling
+            meeting = not can_run or self.schedules.swap_due
             if meeting:
                 all_know = vote.all_know
                 if self._correct():
                     return None
                 if not all_know and self._learner.done:
                     self.learn(inputs, targets)
-                self.schedules.swap_if_due((inputs, targets))
+                if not self._reductions.in_windows:  # which are those of the schedule that runs
+                    self.schedules.swap_if_due((inputs, targets))
                 self._learn_first(inputs, targets)
-            trial = running.on_trial and self._can_undo
+            # What windows have reduced is in the other replicas' gradients, so a step in windows is no trial.
+            trial = running.on_trial and self._can_undo and self._can_stop and not self._reductions.in_windows
             outcome = self._run(inputs, targets, trace, vote, settled=meeting, trial=trial)
             if not meeting and vote.doomed:
                 self._undo(outcome)
@@ -151,6 +169,8 @@ class StepRunner:
         microseconds = round(1e3 * self._last_ms) if self._last_version == self.schedules.running.version else 0
         self._last_ms = 0.0
         shared = self._rank.cpu_group.share(known, *self.schedules.votes(), -microseconds)
+        # What is shared waits for nobody, and tells peers that have called another method before this waits for them.
+        known = self._rank.cpu_group.peers_agree(known) if self._can_undo else known
         return _Vote(known, shared, self.schedules, self.validations)
 
     def _run(self, inputs: Any, targets: Any, trace: bool, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
@@ -168,15 +188,24 @@ class StepRunner:
                 if self._reductions.any and not trial and (settled or not vote.doomed):
                     self._reductions.complete(s)
 
+            def window_ended(s: int) -> None:
+                """The same: no stage begins its backwards before all ranks have begun the step."""
+                if settled or not vote.doomed:
+                    self._reductions.end_window(s)
+                else:
+                    self._replicas.forget()
+
             undo = snapshot(self._rank, (inputs, targets)) if trial or not settled else None
             for tie in self.ties:
                 tie.start_step()
             try:
-                return _Outcome(self.executor.run(plan, inputs, targets, trace, completed=completed), undo)
+                report = self.executor.run(plan, inputs, targets, trace, completed=completed, window_ended=window_ended)
+                return _Outcome(report, undo)
             except LostError:
                 raise
             except Exception as error:
-                if not (trial and ran_out(error)) and (settled or not vote.known_to_be_doomed):
+                counts = settled or not self._can_stop or not vote.known_to_be_doomed
+                if counts and not (trial and ran_out(error)):
                     raise
                 self.executor.abandon()
                 return _Outcome(None, undo, self._rank.team.describe(error))
@@ -227,7 +256,8 @@ class _Outcome(NamedTuple):
 
 
 class _Vote:
-    """What this rank tells the others with a step, and what they have told."""
+    """What this rank tells the others with a step, and what they have told. `known`: whether batch and modules are as
+    they were, here and on all inner peers."""
 
     def __init__(
         self, known: bool, shared: Shared, schedules: Schedules, validations: Sequence[PostValidation]

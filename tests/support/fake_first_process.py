@@ -16,15 +16,15 @@ def main() -> None:
     for request in requests():
         assert not isinstance(request, ValidationError)
         if request.method == "none":
-            write_frame(Refused(reason="method = 'none': the methods are others"))
+            write_frame(Refused(reason="method = 'none': the methods are others"), request.number)
             continue
         if request.method == "asleep":
             time.sleep(600)
         if request.method == "infeasible":
-            write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"))
+            write_frame(Infeasible(reason="device 0 needs 2000 bytes and has 1000"), request.number)
         elif request.method not in FINDS_NONE:
-            write_frame(Incumbent(method="naive", schedule=Programs.of(one_by_one(request.problem))))
-        write_frame(End())
+            write_frame(Incumbent(method="naive", schedule=Programs.of(one_by_one(request.problem))), request.number)
+        write_frame(End(), request.number)
 
 
 if __name__ == "__main__":

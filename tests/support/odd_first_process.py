@@ -11,20 +11,38 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from optpipe.model.problem import Problem
-from optpipe.process.protocol import Bound, End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
+from optpipe.process import protocol
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Programs, Refused, requests
 from optpipe.schedule import Schedule
 from support.chain import chain, gpipe, one_by_one
 
+asked = 0  # the number of the request that is answered
+
+
+def write_frame(frame: Frame) -> None:
+    protocol.write_frame(frame, asked)
+
 
 def main() -> None:
+    global asked
+    late: tuple[Frame, ...] = ()  # of the request before
     for request in requests():
         assert not isinstance(request, ValidationError)
+        for frame in late:
+            write_frame(frame)
+        assert request.number is not None
+        late, asked = (), request.number
         noted(os.getpid(), request.method)
         behave(request.method, request.problem)
-        if request.method == "talks on":  # in one piece, so that all of it is there when the first end is read
+        if request.method in ("talks on", "talks late"):  # at once behind its end, or when the next request has come
             more = Incumbent(method="odd", schedule=Programs.of(gpipe(request.problem)))
-            frames = (End(), Bound(method="odd", lower_bound_ms=7.0), more, End())
-            os.write(1, b"".join(frame.model_dump_json(exclude_none=True).encode() + b"\n" for frame in frames))
+            frames = (Bound(method="odd", lower_bound_ms=7.0), more, End())
+            write_frame(End())
+            if request.method == "talks late":
+                late = frames
+            else:
+                for frame in frames:
+                    write_frame(frame)
         elif request.method != "unknown":
             write_frame(End())
 
@@ -45,7 +63,7 @@ def raw(*lines: bytes) -> None:
 
 
 def behave(method: str, problem: Problem) -> None:
-    if method in ("good", "auto", "talks on"):
+    if method in ("good", "auto", "talks on", "talks late"):
         found(one_by_one(problem))
     elif method == "unknown":
         write_frame(Refused(reason="method = 'unknown': there are others"))

@@ -16,6 +16,7 @@ from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepRecord, StepReport
 from optpipe_runtime.lowering.plan import Action, Message, Plan
+from optpipe_runtime.lowering.windows import Windows, windows
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO, Tensors
@@ -25,6 +26,7 @@ log = logging.getLogger("optpipe.runtime")
 
 # After these ops the device holds what it held before: copies begin, or they move model state.
 HOLDING_SAME = OPTIMIZER | {Kind.O, Kind.E}
+NO_WINDOWS = Windows(frozenset(), {})
 
 
 class Executor:
@@ -38,7 +40,8 @@ class Executor:
         self._unfinished: Sequence[Action] = ()  # of a step that failed here
         self._logged: set[str] = set()  # digests of the plans whose excess is in the log
         self._counted: Plan | None = None  # the last one whose bytes were counted
-        self._peaks: dict[tuple[str, bool], tuple[int, int]] = {}  # of messages and of gathered parameters
+        self._peaks: dict[tuple[str, bool, bool], tuple[int, int]] = {}  # of messages and of gathered parameters
+        self._windows = "", NO_WINDOWS  # with the digest of their plan
 
     @property
     def _layout(self) -> Layout:
@@ -57,12 +60,14 @@ class Executor:
         trace: bool = False,
         evaluating: bool = False,
         completed: Callable[[int], object] = lambda _: None,
+        window_ended: Callable[[int], object] = lambda _: None,
     ) -> StepReport:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
         `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole
         batch. With `evaluating` only losses are computed. `completed` is called with a stage after the op by which its
-        gradients are complete. Bytes are counted in a traced step, and in the first by a plan.
+        gradients are complete, and in a step that is in windows `window_ended` after the last op of an earlier window.
+        Bytes are counted in a traced step, and in the first by a plan.
         """
         m, replicas = self._layout.microbatches, self._rank.replicas
         given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
@@ -77,6 +82,7 @@ class Executor:
         begun = self._clock.mark()
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
+        window_ends, room = NO_WINDOWS if evaluating else self._windows_of(plan)
         try:
             self._begin(step)
             for action, certified in zip(actions, plan.certified_bytes, strict=False):
@@ -85,6 +91,8 @@ class Executor:
                     self._messages.post(message, source, self._specs(message))
                 for s in action.gathers:
                     self._gather(s)
+                if action.op in room:
+                    self._reductions.make_room(room[action.op])
                 self._run(step, action)
                 if counting or (trace and evaluating):
                     step.gathered_bytes = max(step.gathered_bytes or 0, replicas.held_bytes())
@@ -97,6 +105,8 @@ class Executor:
                 done += 1
                 if action.op in plan.completing:
                     completed(action.op.stage)
+                elif action.op in window_ends:
+                    window_ended(action.op.stage)
                 elif evaluating and action.op in plan.closing:
                     replicas.shard(action.op.stage)
                 self._let_leave(step)
@@ -188,14 +198,23 @@ class Executor:
 
     def _certified(self, plan: Plan, evaluating: bool) -> tuple[int, int]:
         """The bytes that the plan allows for messages, and for gathered parameters with their gradients."""
-        key = plan.digest, evaluating
+        key = plan.digest, evaluating, self._reductions.in_windows
         if key not in self._peaks:
-            replicas = self._rank.replicas
+            replicas, (_, room) = self._rank.replicas, self._windows_of(plan)
             self._peaks[key] = (
                 plan.message_peak(self._rank.message_bytes, evaluating),
-                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating),
+                plan.gathered_peak(replicas.parameter_bytes, replicas.gradient_bytes, evaluating, room),
             )
         return self._peaks[key]
+
+    def _windows_of(self, plan: Plan) -> Windows:
+        """In which a step by this plan reduces gradients; none if this step does not."""
+        if not self._reductions.in_windows or self._rank.whole_gradients is None:
+            return NO_WINDOWS
+        if self._windows[0] != plan.digest:
+            ops = [action.op for action in plan.actions]
+            self._windows = plan.digest, windows(ops, self._rank.whole_gradients)
+        return self._windows[1]
 
     def _begin(self, step: StepRecord) -> None:
         """Brings in the parameters that the schedule does not bring in."""

@@ -6,8 +6,8 @@ parameters of the stage's own type, and gradients until G. U runs in a thread be
 step ends when its updates have ended, unless they wait to be clipped. P belongs to the next step, so between two steps
 the device may still have the parameters from before the update.
 
-With replicas the gradients are those of all replicas when G runs. Of a parameter that is sharded over them the host has
-this rank's shard.
+With replicas the gradients are those of all replicas when G runs. Of a DTensor, whose parts are on replicas or on inner
+peers, the host has this rank's part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from optpipe_runtime.memory.engines import CopyEngine, Handle, ThreadEngine, cop
 from optpipe_runtime.memory.host_memory import allocate
 from optpipe_runtime.memory.link import Link
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.ranks.team import Team
+from optpipe_runtime.ranks.parts import local, placed
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -41,12 +40,15 @@ class _HostParameter:
         self.name, self.parameter, self.slot = name, parameter, slot
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.master = nn.Parameter(self.own.detach().to("cpu", wide, copy=True))
+        self.master.part_of = parameter if isinstance(parameter, DTensor) else None  # type: ignore[attr-defined]
+        marked = getattr(parameter, "tensor_model_parallel", False)  # as in `ranks.clipping`
+        self.master.tensor_model_parallel = marked  # type: ignore[attr-defined]
         self.leaving: Tensor | None = None  # the gradient, until it is on the host
         self.seen = -1  # the version of the parameter at the last `fill`
 
     @property
     def own(self) -> Tensor:
-        """What this rank has of the parameter: the whole, or its shard."""
+        """What this rank has of the parameter: the whole, or its part."""
         return local(self.parameter)
 
     @property
@@ -117,8 +119,8 @@ class HostOptimizer:
     def gradients_out(self) -> Sequence[Handle]:
         """G: copies the gradients to the host. Each parameter's `.grad` is None from here on."""
         for entry in self._parameters:
-            entry.leaving, entry.parameter.grad = entry.parameter.grad, None
-            entry.leaving = None if entry.leaving is None else local(entry.leaving)
+            entry.leaving = None if entry.parameter.grad is None else local(placed(entry.parameter))
+            entry.parameter.grad = None
             if entry.leaving is not None and entry.leaving.layout is not torch.strided:
                 raise InputError(
                     f"stage {self._stage}: the gradient of {entry.name} is sparse; updates on the host take dense ones"
@@ -281,7 +283,7 @@ def on_host(
     factories: Mapping[int, Factory],
     stages: Mapping[int, nn.Module],
     layout: Layout,
-    team: Team,
+    require: Callable[[], object],
     link: Link,
     device: torch.device,
     clipped: bool,
@@ -293,23 +295,18 @@ def on_host(
             raise InputError(f"host_optimizers[{s}]: there are {len(layout.placement)} stages, numbered from 0")
     own = sorted(factories.keys() & stages.keys())
     for s in own:
-        _require_complete(s, stages, team)
-        _require_clippable(s, stages[s], clipped)
+        _require_complete(s, stages)
     if not own:
         return {}
     updates = _update_engine(device)
     return {
-        s: HostOptimizer(
-            s, stages[s].named_parameters(), factories[s], link, updates, team.require_alive, clipped=clipped
-        )
+        s: HostOptimizer(s, stages[s].named_parameters(), factories[s], link, updates, require, clipped=clipped)
         for s in own
     }
 
 
-def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> None:
+def _require_complete(s: int, stages: Mapping[int, nn.Module]) -> None:
     """Gradients leave at G, inside the step. So nothing may add to them later."""
-    if len(team.inner) > 1:
-        raise InputError(f"host_optimizers[{s}]: updates on the host take whole parameters, and there are inner peers")
     own = {parameter: name for name, parameter in stages[s].named_parameters()}
     for other, module in stages.items():
         shared = own.keys() & set(module.parameters()) if other != s else ()
@@ -317,14 +314,6 @@ def _require_complete(s: int, stages: Mapping[int, nn.Module], team: Team) -> No
             raise InputError(
                 f"host_optimizers[{s}]: {own[parameter]} is in stage {other}, too, which adds to its gradient"
             )
-
-
-def _require_clippable(s: int, stage: nn.Module, clipped: bool) -> None:
-    if clipped and any(isinstance(parameter, DTensor) for parameter in stage.parameters()):
-        raise InputError(
-            f"host_optimizers[{s}]: the stage is sharded, and the host cannot compute the norm of shards on several "
-            "ranks: leave out clip_host_updates, or use DistributedDataParallel"
-        )
 
 
 def _update_engine(device: torch.device) -> CopyEngine:

@@ -27,7 +27,8 @@ from optpipe_runtime.stage.runner import StageRunner
 class Rank:
     """`stages` and `host_optimizers` are those of this rank, by stage. `io` holds what the stages of all ranks get and
     give, by stage and route; it is learned in the first step. `layout` changes with a schedule for another number of
-    micro-batches."""
+    micro-batches. `whole_gradients`: of how many stages this rank may hold whole gradients of sharded parameters; None
+    for all."""
 
     team: Team
     layout: Layout
@@ -41,6 +42,7 @@ class Rank:
     peers: Peers
     host_optimizers: Mapping[int, HostOptimizer] = field(default_factory=dict)
     io: dict[tuple[int, int], StageIO] = field(default_factory=dict)
+    whole_gradients: int | None = None
 
     @property
     def number(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from optpipe.evaluate.memory import Certificate
@@ -14,6 +15,7 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.lowering.link_order import LinkOrder
 
 WEIGHT = BACKWARD | {Kind.W}  # the ops that may add to weight gradients
+NO_ROOM: Mapping[Op, int] = MappingProxyType({})
 UNDER_WAY = 2  # messages to one rank at a time: one is on its way while the next is made
 
 StageMicrobatch = tuple[int, int]  # a stage and a micro-batch: names one activation
@@ -147,17 +149,25 @@ class Plan:
         return most
 
     def gathered_peak(
-        self, parameters: Callable[[int], int], gradients: Callable[[int], int], evaluating: bool = False
+        self,
+        parameters: Callable[[int], int],
+        gradients: Callable[[int], int],
+        evaluating: bool = False,
+        room: Mapping[Op, int] = NO_ROOM,
     ) -> int:
         """The most bytes that this rank holds at once of gathered parameters, if those of a stage take `parameters(s)`,
         and of their whole gradients, which take `gradients(s)`: parameters from the op at which they begin to be
         gathered, gradients from the stage's first backward on. A stage's reduction may take until the end of the step,
-        so only an evaluation lets parameters go earlier, behind the stage's last F."""
+        so only an evaluation lets parameters go earlier, behind the stage's last F. `room` are those of a step in
+        windows (`Windows.room`): where an op needs the room of a stage, the stage's gradients have left."""
         now = most = 0
         whole: set[int] = set()
         for action in self.forwards if evaluating else self.actions:
             s = action.op.stage
             now += sum(map(parameters, action.gathers))
+            if action.op in room:
+                whole.remove(room[action.op])
+                now -= gradients(room[action.op])
             if action.op.kind in WEIGHT and s not in whole:
                 whole.add(s)
                 now += gradients(s)

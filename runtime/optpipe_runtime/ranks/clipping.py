@@ -2,7 +2,8 @@
 
 Of inner peers the first one counts. A DTensor has the same norm on all of them, which is that of all its parts, and a
 plain parameter the same gradient. Only one marked as Megatron-LM marks its parts, by the attribute
-`tensor_model_parallel`, is another parameter on each peer.
+`tensor_model_parallel`, is another parameter on each peer. A plain one whose attribute `part_of` is a DTensor (a copy
+on the host) counts as this DTensor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -56,7 +58,7 @@ def own_norm(
     names = {parameter: name for name, parameter in parameters.items() if id(parameter) not in elsewhere}
     counted = _trained(names)
     if cpu_group.peers > 1:
-        plain = [p for p in counted if not isinstance(p, DTensor) and not _is_part(p)]
+        plain = [p for p in counted if _is_plain(p) and not _is_part(p)]
         each = {names[p]: (norm_of([p], norm_type), max(EQUAL, 2 * torch.finfo(p.dtype).eps)) for p in plain}
         for on_peers in zip(*cpu_group.gather_by_peer(each), strict=True):
             _require_equal(on_peers)
@@ -93,7 +95,7 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _is_part(parameter: nn.Parameter) -> bool:
     """Whether each inner peer has another part of a plain parameter."""
-    return bool(getattr(parameter, "tensor_model_parallel", False)) and not isinstance(parameter, DTensor)
+    return bool(getattr(parameter, "tensor_model_parallel", False)) and _is_plain(parameter)
 
 
 def _is_to_be_summed(parameter: nn.Parameter) -> bool:
@@ -102,9 +104,24 @@ def _is_to_be_summed(parameter: nn.Parameter) -> bool:
 
 
 def norm_of(parameters: list[nn.Parameter], norm_type: float) -> float:
-    """The norm of the gradients of parameters that `_kinds` puts together."""
-    norm: Tensor = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+    """The norm of the gradients of parameters that `_kinds` puts together. Collective over the ranks of DTensors."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if parameters and isinstance(whole := getattr(parameters[0], "part_of", None), DTensor):
+        return _norm_over_parts(grads, whole, norm_type)
+    norm: Tensor = get_total_norm(grads, norm_type)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _norm_over_parts(grads: list[Tensor], whole: DTensor, norm_type: float) -> float:
+    """The norm of gradients of which this rank has parts, spread as `whole` is. A rank may have no number of one."""
+    norm = get_total_norm([grad for grad in grads if grad.numel()], norm_type).double()
+    largest = norm_type == math.inf
+    total = (norm if largest else norm**norm_type).to(whole.device_mesh.device_type)
+    for dimension, place in enumerate(whole.placements):
+        if not place.is_replicate():
+            how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(total, how, group=whole.device_mesh.get_group(dimension))
+    return float(total if largest else total ** (1 / norm_type))
 
 
 def _require_equal(on_peers: Sequence[Mapping[str, tuple[float, float]]]) -> None:
@@ -120,8 +137,19 @@ def _require_equal(on_peers: Sequence[Mapping[str, tuple[float, float]]]) -> Non
 
 
 def _kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Plain parameters, and those of each device mesh: torch's norm functions take one kind at a time."""
+    """Plain parameters, those of each device mesh, and parts that are spread alike: torch's norm functions take one
+    kind at a time."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        if isinstance(parameter, DTensor):
+            key: Any = parameter.device_mesh
+        elif isinstance(whole := getattr(parameter, "part_of", None), DTensor):
+            key = whole.device_mesh, whole.placements
+        else:
+            key = None
+        kinds.setdefault(key, []).append(parameter)
     return list(kinds.values())
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor) and getattr(parameter, "part_of", None) is None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.ranks.team import Team, Transfer
+from optpipe_runtime.ranks.team import Subgroup, Team, Transfer
 
 T = TypeVar("T")
 
@@ -61,6 +61,7 @@ class CpuGroup:
         self._team = team
         self._group = team.whole()
         self.rank, self.peer, self.peers = self._group.number, team.peer, len(team.inner)
+        self._inner: Subgroup | None = None
         self._method = ""
 
     def name_of(self, rank: int) -> str:
@@ -83,6 +84,18 @@ class CpuGroup:
     def minimum(self, *values: int) -> list[int]:
         """The minimum of each value over all ranks."""
         return self.share(*values).least(len(values))
+
+    def meet_peers(self) -> None:
+        """Once, before `peers_agree`."""
+        self._inner = self._team.peers() if self.peers > 1 else None
+
+    def peers_agree(self, fine: bool) -> bool:
+        """Whether this rank and all its inner peers are `fine`. Waits for these only."""
+        if self._inner is None:
+            return fine
+        wrong = torch.tensor(int(not fine))
+        self._inner.all_reduce(wrong).wait()
+        return not wrong.item()
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of rank `source`, on every rank."""

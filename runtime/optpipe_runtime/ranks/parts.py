@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -24,3 +27,10 @@ def dimensions(tensor: DTensor) -> list[set[int]]:
     """For each dimension of the tensor's mesh, the ranks along it that this rank is one of."""
     mesh = tensor.device_mesh
     return [set(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim)]
+
+
+def placed(parameter: Any) -> Any:
+    """The parameter's gradient, zeros if it has none, spread over ranks as the parameter is: backwards may leave it in
+    another way. Collective over the ranks of a DTensor whose gradient is."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.redistribute(placements=parameter.placements) if isinstance(gradient, DTensor) else gradient

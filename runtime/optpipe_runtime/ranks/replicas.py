@@ -14,12 +14,12 @@ wrapper itself, with its buckets, types and hooks.
 
 Replicas communicate twice for each stage, in an order that does not depend on the schedule (`lowering.gathers`,
 `execute.reductions`). So replicas may run different schedules. Until a stage is reduced, its rank holds its whole
-parameters and gradients; they are no activations.
+parameters and gradients; they are no activations. Replicas that have agreed on their schedule may reduce a sharded
+stage several times (`lowering.windows`): `window` takes part of its gradients away.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,12 +31,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.errors import InputError, OptPipeError
-from optpipe_runtime.ranks.grid import ranks_of
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.ranks.parts import dimensions, local
+from optpipe_runtime.ranks.sharded import Sharded, require_apart
 from optpipe_runtime.ranks.team import Team
-
-log = logging.getLogger("optpipe.runtime")
 
 
 class Replicas:
@@ -57,7 +54,7 @@ class Replicas:
         self._order = [s for s in layout.in_order if s in stages]
         self.modules: dict[int, nn.Module] = {}
         self._copied: dict[int, _Copied] = {}
-        self._sharded: dict[int, _Sharded] = {}
+        self._sharded: dict[int, Sharded] = {}
         for s, module in sorted(stages.items()):
             inner = module
             if isinstance(module, DistributedDataParallel):
@@ -69,7 +66,7 @@ class Replicas:
                     "torch.compile"
                 )
             if any(isinstance(part, FSDPModule) for part in inner.modules()):
-                self._sharded[s] = _Sharded(s, inner, team)
+                self._sharded[s] = Sharded(s, inner, team)
             self.modules[s] = inner
         self.reduced = sorted(self._copied.keys() | self._sharded.keys(), reverse=True)
         self._gathered: list[int] = []  # stages, in the context of `gathering`
@@ -140,6 +137,44 @@ class Replicas:
         for stage in self._sharded.values():
             stage.end_reduction()
 
+    def require_windows(self, whole: int) -> None:
+        """Raises `InputError` if the stages here cannot be reduced in windows, so that a rank holds `whole` gradients
+        at most."""
+        wanted = f"whole_gradients = {whole}"
+        for s, module in self.modules.items():
+            if any(p.requires_grad for p in module.parameters()) and not (
+                s in self._sharded and self._sharded[s].shards
+            ):
+                raise InputError(
+                    f"{wanted}: stage {s} is not sharded over replicas, so its gradients stay whole: use fully_shard"
+                )
+            if len(self.sharing[s]) > 1:
+                raise InputError(
+                    f"{wanted}: stages {sorted(self.sharing[s])} share a parameter, whose gradient is whole until both "
+                    "are complete: leave out whole_gradients"
+                )
+        if len({frozenset(stage.ranks) for stage in self._sharded.values()}) > 1:
+            spans = sorted({tuple(sorted(stage.ranks)) for stage in self._sharded.values()})
+            raise InputError(f"{wanted}: a rank's stages must be sharded over the same ranks, these are over {spans}")
+
+    def agree(self, number: int) -> bool:
+        """Collective over the replicas, as the first of a step: whether all give the same number, which is not 0. True
+        where no stage is sharded."""
+        if not self._sharded:
+            return True
+        with self.exchanging():
+            least, most = next(iter(self._sharded.values())).extremes(number)
+        return least == most != 0
+
+    def window(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
+        """Takes the whole gradients of a stage away, behind one of its backwards or Ws that is not its last. Returns
+        them, and their reduction, a collective over the replicas, which adds to the gradients of the shards."""
+        return self._sharded[s].set_apart()
+
+    def end_window(self, s: int) -> None:
+        """Its reduction has ended: lets go of what it has read."""
+        self._sharded[s].end_reduction()
+
     def reduction(self, s: int) -> tuple[list[Tensor], Callable[[], None]]:
         """Takes leave of a stage of `reduced`, after its last W. Returns the gradients that its reduction reads, and
         the reduction, a collective over the replicas: by it `.grad` becomes the mean over them."""
@@ -172,7 +207,7 @@ class _Copied:
     are complete."""
 
     def __init__(self, s: int, wrapper: DistributedDataParallel, team: Team) -> None:
-        _require_apart(
+        require_apart(
             s, "DistributedDataParallel", dist.get_process_group_ranks(wrapper.process_group), team, "process_group"
         )
         delayed = wrapper._delay_all_reduce_params
@@ -227,146 +262,3 @@ class _AddsNothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         return (None,) * ctx.count
-
-
-class _Sharded:
-    """A stage with `fully_shard`ed modules, which gather and reduce when they are told to, not in their own forwards
-    and backwards."""
-
-    def __init__(self, s: int, module: nn.Module, team: Team) -> None:
-        self.ranks: set[int] = set()
-        self._whole = False
-        self._waiting: list[Any] = []  # gathers of the parts, under way
-        self._reduced: list[Tensor] = []  # whole gradients that a reduction reads
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._fsdp_groups = groups = [group for part in self._parts for group in _groups(part)]
-        self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        for mesh in (group.mesh_info.mesh for group in groups):
-            _require_apart(s, "fully_shard", list(ranks_of(mesh)), team, "mesh")
-            self.ranks |= set(ranks_of(mesh))
-        managed = {parameter.sharded_param for parameter in self._fsdp_parameters}
-        sharded: dict[str, Any] = {name: p for name, p in module.named_parameters() if p in managed}
-        for parameter in sharded.values():
-            mesh = parameter.device_mesh
-            if parameter.device.type != mesh.device_type:
-                raise InputError(
-                    f"stage {s}: fully_shard keeps parameters on {parameter.device.type} and gathers them on "
-                    f"{mesh.device_type}: leave out offload_policy, a pipeline's parameters are where it computes"
-                )
-        if apart := [name for name, p in module.named_parameters() if p.requires_grad and name not in sharded]:
-            log.warning(
-                "stage %d: %s and %d others are in no fully_shard: no mean over the replicas",
-                s,
-                apart[0],
-                len(apart) - 1,
-            )
-        # With `replicate` nothing is sharded.
-        self._shards = any(
-            place.is_shard() and ranks <= self.ranks
-            for parameter in sharded.values()
-            for place, ranks in zip(parameter.placements, dimensions(parameter), strict=True)
-        )
-        inside = {id(below) for part in self._parts for below in part.modules() if below is not part}
-        self._roots = [part for part in self._parts if id(part) not in inside]
-
-    def gather(self) -> None:
-        self._whole = True
-        self._set(reducing=False)
-        self._waiting = [part.unshard(async_op=True) for part in self._parts]
-
-    def wait(self) -> None:
-        while self._waiting:
-            self._waiting.pop(0).wait()
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(out.numel() * out.itemsize for p in self._fsdp_parameters for out in p.all_gather_outputs)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """FSDP adds a gradient of another type than the parameter's to what it has put aside."""
-        trained = [p for p in self._fsdp_parameters if p.sharded_param.requires_grad]
-        whole = [(p, local(p._unsharded_param)) for p in trained]
-        return sum(own.nbytes + (own.numel() * p.reduce_dtype.itemsize if p.reduce_dtype else 0) for p, own in whole)
-
-    def held_bytes(self) -> int:
-        """By live storages. Its reduction may run meanwhile."""
-        storages = [local(tensor).untyped_storage() for tensor in (*self._held(), *self._reduced)]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-    def _held(self) -> Iterator[Tensor]:
-        for group in self._fsdp_groups:
-            if group._all_gather_result is not None:
-                yield group._all_gather_result.all_gather_output
-        for parameter in self._fsdp_parameters:
-            yield from parameter.all_gather_outputs
-            yield from _whole_gradients(parameter)
-
-    def leave(self) -> list[Tensor]:
-        """From here on the stage is left to `reduce`. Returns its whole gradients."""
-        self._whole = False
-        self._reduced = [gradient for parameter in self._fsdp_parameters for gradient in _whole_gradients(parameter)]
-        return self._reduced
-
-    def reduce(self) -> None:
-        self._set(reducing=True)
-        for root in self._roots:
-            # FSDP itself calls this when a backward has ended.
-            root._get_fsdp_state()._root_post_backward_final_callback()
-
-    def end_reduction(self) -> None:
-        self._reduced = []
-
-    def shard(self) -> None:
-        """Shards the parameters again where nothing was reduced: after an evaluation, a profile or a failure. Needs no
-        communication."""
-        if not self._whole:
-            return
-        self._waiting.clear()
-        self._reduced = []
-        for group in self._fsdp_groups:
-            group._all_gather_result = None  # of a gather that nobody waits for, after a failure
-        self.forget()
-        for part in self._parts:
-            part.reshard()
-        self._whole = False
-
-    def forget(self) -> None:
-        for parameter in self._fsdp_parameters:
-            if hasattr(parameter, "_unsharded_param"):  # else it was never gathered
-                parameter._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(parameter):  # newer releases of torch put nothing aside
-                parameter.unsharded_accumulated_grad = None
-
-    def _set(self, reducing: bool) -> None:
-        for root in self._roots:
-            root.set_is_last_backward(reducing)
-            root.set_requires_gradient_sync(reducing)
-            root.set_reshard_after_backward(reducing)
-            if self._shards:
-                root.set_reshard_after_forward(False)
-
-
-def _whole_gradients(parameter: Any) -> list[Tensor]:
-    """Of one of FSDP's parameters: what backwards have added up, and what FSDP has put aside in another type."""
-    own = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered
-    aside = getattr(parameter, "unsharded_accumulated_grad", None)  # newer releases of torch put nothing aside
-    found = (own.grad if own is not None else None, aside)
-    return [gradient for gradient in found if gradient is not None]
-
-
-def _groups(part: FSDPModule) -> list[Any]:
-    """The module's parameter groups: several, or in older releases of torch one or none."""
-    state = part._get_fsdp_state()
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in [state._fsdp_param_group] if group] if groups is None else groups
-
-
-def _require_apart(s: int, wrapper: str, ranks: list[int], team: Team, option: str) -> None:
-    """A wrapper must span ranks of different pipelines. Raises `InputError` if two of them are in this one."""
-    here = sorted(set(ranks) & set(team.ranks))
-    if len(here) > 1:
-        raise InputError(
-            f"stage {s}: its {wrapper} spans ranks {sorted(ranks)}, of which {here} are in the same pipeline: give it "
-            f"the {option} of this stage's rank on every replica, and the Pipeline the group of its own ranks"
-        )

@@ -95,6 +95,11 @@ class Team:
         teams = [[rank for pipeline in team for rank in pipeline] for team in self._grid.teams]
         return self._subgroup(range(len(self.everyone)), self.everyone, teams, torch.device("cpu"))
 
+    def peers(self) -> Subgroup:
+        """Collective: a process group of this rank and its inner peers, numbered as in `inner`, for tensors on CPU."""
+        sides = [[pipeline[k] for pipeline in team] for team in self._grid.teams for k in range(self.size)]
+        return self._subgroup(range(len(self.inner)), self.inner, sides, torch.device("cpu"))
+
     def _subgroup(
         self, chosen: Sequence[int], own_ranks: list[int], all_ranks: Sequence[Sequence[int]], device: torch.device
     ) -> Subgroup:

@@ -3,15 +3,12 @@ the head in the last, or a stage that serves both directions of a bidirectional 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.cpu_group import CpuGroup
-from optpipe_runtime.ranks.parts import local
+from optpipe_runtime.ranks.parts import local, placed
 from optpipe_runtime.ranks.team import Team
 
 
@@ -57,15 +54,9 @@ class Tie:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        grads = [_placed(parameter) for parameter in self._trained]
+        grads = [placed(parameter) for parameter in self._trained]
         for reduction in [self._group.all_reduce(local(grad)) for grad in grads]:
             reduction.wait()
         for parameter, grad, before in zip(self._trained, grads, self._before, strict=True):
             parameter.grad = grad if before is None else grad.add_(before)
         self._before = []
-
-
-def _placed(parameter: Any) -> Any:
-    """The parameter's gradient, sharded as the parameter is: other copies may have got theirs in another way."""
-    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return grad.redistribute(placements=parameter.placements) if isinstance(grad, DTensor) else grad

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -33,7 +34,7 @@ def main() -> None:
         if isinstance(request, ValidationError):
             write_frame(Refused(reason=str(input_error(request, "the request"))))
         else:
-            answer(request, write_frame)
+            answer(request, partial(write_frame, request=request.number))
 
 
 def answer(request: Request, emit: Emit) -> None:

@@ -292,12 +292,16 @@ def test_a_late_process_is_ended_with_its_children(view, monkeypatch, method):
     assert view.start().best.schedule
 
 
-def test_frames_after_the_end_are_ignored(view):
-    view.start(method="talks on")
+@pytest.mark.parametrize("method", ["talks on", "talks late"])
+def test_what_answers_an_earlier_request_is_passed_over(view, method):
+    """Behind the end of its answer, or when the next request has been read. The process goes on."""
+    view.start(method=method)
     start = view.start(AMPLE)
     assert start.best.objective_ms == one_by_one(AMPLE).makespan_ms
     assert start.best.lower_bound_ms is None
-    assert [method for _, method in view.requests()[-2:]] == ["talks on", "good"]
+    (first, said), (second, then) = view.requests()[-2:]
+    assert (said, then) == (method, "good")
+    assert first == second
 
 
 def test_a_process_that_has_ended_is_replaced(view):

@@ -1,0 +1,195 @@
+"""With ZeRO-2 a stage's gradients are reduced several times a step, and a rank holds few whole gradients."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.ranks import cases, inner, windows
+from support.ranks.windows import Ran, Turn
+from support.ranks.worker import Ranks
+from support.units import units
+
+from optpipe.model.ops import Kind, Op
+from optpipe.schedule import Schedule
+from optpipe_runtime.lowering.plan import WEIGHT
+from optpipe_runtime.lowering.windows import windows as windows_of
+from optpipe_solver.systems import generate
+
+STAGES, MICROBATCHES, WINDOW = 6, 4, 2
+PROBLEM = units(2, MICROBATCHES, v=3)
+
+
+@cache
+def zero2() -> Schedule:
+    return generate(f"chronos-zero2:group={WINDOW}", PROBLEM)
+
+
+@cache
+def chronos() -> Schedule:
+    return generate("chronos", PROBLEM)
+
+
+@cache
+def plain() -> tuple[list[cases.Gradients], cases.Gradients]:
+    return windows.plain(STAGES, MICROBATCHES, 3, WINDOW)
+
+
+def whole_bytes(s: int) -> int:
+    return sum(parameter.nbytes for parameter in cases.make_stages(STAGES)[s].parameters())
+
+
+def certified(rank: int, whole: int) -> int:
+    """All parameters of the rank's stages, and so many whole gradients of stages that follow each other."""
+    sizes = [whole_bytes(s) for s in range(STAGES) if s % 2 == rank % 2]
+    return sum(sizes) + max(sum(sizes[i - k] for k in range(whole)) for i in range(len(sizes)))
+
+
+def close(found: cases.Gradients, expected: cases.Gradients, rtol: float = 1e-4, atol: float = 1e-7) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        np.testing.assert_allclose(grad, expected[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+def whole(results: list[Ran], replica: int, step: int) -> cases.Gradients:
+    return results[2 * replica].gradients[step] | results[2 * replica + 1].gradients[step]
+
+
+def test_gradients_are_bitwise_those_of_sums_in_this_order_and_few_are_whole(four_ranks: Ranks) -> None:
+    """The backward of micro-batch 1 in the middle stage waits for the reduction of the deepest stage's first window:
+    were it later, this never ended."""
+    turns = [Turn(load=(0, 0)), Turn(until=(2, 1, 4)), Turn(until=(3, 1, 5))]
+    results: list[Ran] = four_ranks(windows.trained, schedules=[zero2()], turns=turns, whole_gradients=2)
+    expected, parameters = plain()
+    for rank, ran in enumerate(results):
+        for step in range(3):
+            own = [s for s in reversed(range(STAGES)) if s % 2 == rank % 2]
+            assert ran.reduced[step] == own * (MICROBATCHES // WINDOW), (
+                "in the order of the program, the first step too"
+            )
+            assert ran.gathered[step] == (certified(rank, 2), certified(rank, 2))
+    for replica in (0, 1):
+        for step in range(3):
+            found = whole(results, replica, step)
+            assert found.keys() == expected[step].keys()
+            for name, grad in found.items():
+                np.testing.assert_array_equal(grad, expected[step][name], err_msg=name)
+        both = results[2 * replica].parameters | results[2 * replica + 1].parameters
+        for name, value in both.items():
+            np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+def test_clipped_trainings_are_those_that_reduce_once(four_ranks: Ranks) -> None:
+    """Sums have another order, so numbers are equal to rounding. One whole gradient at a time, and a step that must be
+    undone on one replica, because its shapes have changed."""
+    turns = [Turn(load=(0, 0)), Turn(length=cases.LENGTH // 2), Turn(length=cases.LENGTH // 2), Turn()]
+    found, once = (
+        four_ranks(windows.trained, schedules=[zero2()], turns=turns, whole_gradients=count, max_norm=0.1)
+        for count in (1, None)
+    )
+    for rank, (ran, expected) in enumerate(zip(found, once, strict=True)):
+        for step in range(len(turns)):
+            assert ran.norms[step] == pytest.approx(expected.norms[step], rel=1e-5)
+            assert ran.norms[step] > 0.1
+            close(ran.gradients[step], expected.gradients[step])
+            assert len(ran.reduced[step]) == 2 * len(expected.reduced[step])
+            assert ran.gathered[step] == (certified(rank, 1),) * 2
+            assert expected.gathered[step] == (certified(rank, 3),) * 2
+        close(ran.parameters, expected.parameters)
+
+
+def test_what_fsdp_puts_aside_in_another_type_leaves_with_its_window(four_ranks: Ranks) -> None:
+    turns = [Turn(load=(0, 0)), Turn()]
+    found, once = (
+        four_ranks(windows.trained, schedules=[zero2()], turns=turns, whole_gradients=count, mixed=True)
+        for count in (1, None)
+    )
+    for ran, expected in zip(found, once, strict=True):
+        for step in range(len(turns)):
+            close(ran.gradients[step], expected.gradients[step], 0.02, 1e-3)
+            peak, most = ran.gathered[step]
+            assert peak is not None
+            assert peak <= most < expected.gathered[step][1]
+
+
+def test_replicas_that_run_different_schedules_reduce_once(four_ranks: Ranks) -> None:
+    """And in windows again when they run the same one."""
+    turns = [Turn(load=(0, 0)), Turn(load=(0, 1)), Turn(), Turn(load=(1, 1)), Turn(load=(0, 0))]
+    schedules = [zero2(), chronos()]
+    results: list[Ran] = four_ranks(windows.trained, schedules=schedules, turns=turns, whole_gradients=2)
+    for rank, ran in enumerate(results):
+        counts = [len(reduced) for reduced in ran.reduced]
+        assert counts[1] == counts[2] == 3
+        assert counts[0] == counts[4] == 6
+        assert counts[3] == sum(1 for _ in _windows(chronos(), rank % 2, 2)) + 3
+        assert ran.gathered[1] == (certified(rank, 3),) * 2
+        assert ran.gathered[4] == (certified(rank, 2),) * 2
+    expected = windows.plain(STAGES, MICROBATCHES, len(turns), MICROBATCHES)[0]
+    for replica in (0, 1):
+        for step in range(len(turns)):
+            close(whole(results, replica, step), expected[step])
+
+
+def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
+    """Of parameters that are spread over replicas and over inner peers. What FSDP would exchange with inner peers when
+    it reduces, beside the ops of the other stage, is exchanged before."""
+    order = ["0F0", "1F0", "0F1", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]
+    program = order + [op[:-1] + str(int(op[-1]) + 2) for op in order]
+    ranks = four_ranks(windows.of_inner_peers, program=program, steps=2)
+    for step, expected in enumerate(inner.plain(8, 2)):
+        largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
+        for found in ranks:
+            seen, (_, most) = found[step]
+            assert seen.norm == pytest.approx(expected.norm, rel=1e-5)
+            assert most == ranks[0][step][1][1]
+            for name, gradient in seen.gradients.items():
+                np.testing.assert_allclose(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6 * largest)
+    assert ranks[0][0][1][1] < 2 * sum(p.nbytes for module in inner.make_stages() for p in module.parameters())
+
+
+def _windows(schedule: Schedule, rank: int, count: int) -> frozenset[Op]:
+    return windows_of(schedule.programs[rank].ops(), count).ends
+
+
+def test_stages_that_cannot_be_reduced_in_windows_are_refused(four_ranks: Ranks) -> None:
+    (told, *others) = four_ranks(windows.refused, schedule=zero2())
+    assert told == [
+        "whole_gradients = 1: stage 0 is not sharded over replicas, so its gradients stay whole: use fully_shard",
+        "whole_gradients = 1: stage 0 is not sharded over replicas, so its gradients stay whole: use fully_shard",
+        "whole_gradients = 0: must be an integer, at least 1, or None for all stages",
+    ]
+    assert all(len(each) == 3 for each in others)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Op]:
+    """Ops of a rank's stages, as they come."""
+    kinds = st.sampled_from([Kind.F, Kind.B, Kind.W, Kind.BW])
+    named = draw(st.lists(st.tuples(kinds, st.integers(0, 4), st.integers(0, 9)), unique=True, max_size=40))
+    return [Op(kind, s, j) for kind, s, j in named]
+
+
+@given(programs(), st.integers(1, 6))
+def test_a_rank_never_holds_more_whole_gradients_than_asked(ops: list[Op], count: int) -> None:
+    """By hand: what is added to is held until its room is needed. Each op is in one window, whose end comes before its
+    room is needed; and nothing is reduced without need."""
+    found = windows_of(ops, count)
+    held: dict[int, Op] = {}
+    last = {op.stage: op for op in ops if op.kind in WEIGHT}
+    left = set()
+    for op in ops:
+        if (s := found.room.get(op)) is not None:
+            assert s != op.stage
+            assert len(held) == count
+            left.add(held[s])
+            assert held.pop(s) in found.ends | set(last.values())
+        if op.kind in WEIGHT:
+            held[op.stage] = op
+        assert len(held) <= count
+    assert found.ends == left - set(last.values())
+    if count >= len(last):
+        assert not found.ends
+        assert not found.room

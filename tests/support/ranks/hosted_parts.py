@@ -1,0 +1,57 @@
+"""What the ranks run in `test_hosted_parts`: tensor-parallel stages whose optimizers are on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from optpipe.schedule import Schedule
+from optpipe_runtime import Pipeline
+from support.ranks.cases import Gradients, batch, loss_fn, plain_step, problem
+from support.ranks.inner import make_stages, mesh, parallel
+from support.ranks.optimizer import momentum
+from support.ranks.replicas import parameters
+
+
+class Ran(NamedTuple):
+    losses: list[list[float] | None]
+    norms: list[float]
+    parameters: Gradients
+
+
+def trained(programs: Sequence[Sequence[str]], hosted: bool, max_norm: float, steps: int) -> Ran:
+    """Both stages by tensor parallelism, updated on the host or on the device."""
+    stage, m = dist.get_rank() // 2, 4
+    module = parallel(make_stages()[stage], mesh()["tensor"])
+    here = momentum([torch.zeros(0)] if hosted else list(module.named_parameters()))
+    hosts: dict[str, Any] = {"host_optimizers": dict.fromkeys((0, 1), momentum), "clip_host_updates": max_norm > 0}
+    ran = Ran([], [], {})
+    groups = {"group": mesh()["pipe"].get_group(), "inner": mesh()["tensor"]}
+    with Pipeline({stage: module}, [0, 1], loss_fn, m, **groups, **(hosts if hosted else {})) as pipe:
+        pipe.load(Schedule.parse(problem((0, 1), m), programs))
+        for step in range(steps):
+            here.zero_grad()
+            ran.losses.append(pipe.step(*batch(step, m)).losses)
+            if max_norm:
+                ran.norms.append(pipe.clip_grad_norm_(max_norm))
+            here.step()
+        pipe.synchronize()
+    return ran._replace(parameters=parameters({stage: module}))
+
+
+def plain(max_norm: float, steps: int) -> tuple[list[float], Gradients]:
+    """In one process: the norms, and the parameters."""
+    torch.set_num_threads(1)
+    modules = make_stages()
+    every = [p for module in modules for p in module.parameters()]
+    optimizer, norms = momentum(every), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        plain_step(modules, *batch(step, 4), 4)
+        norms.append(nn.utils.clip_grad_norm_(every, max_norm).item())
+        optimizer.step()
+    return norms, parameters(dict(enumerate(modules)))
