@@ -141,6 +141,14 @@ def title(row: Row) -> str:
     return f"{row.method}, any" if row.method in SEARCHED and row.placements == "all" else row.method
 
 
+def whether_it_fits(problem: Problem, method: str, name: str) -> str:
+    """Return whether the schedule of a method, which is called `name`, fits, and if not, why; one line."""
+    from optpipe.anytime import solve
+
+    found = solve(problem, method=method, time_limit_s=10.0)
+    return f"{name} fits: {found.makespan_ms:.0f} ms" if found.schedule else f"{name} does not fit: {found.reason}"
+
+
 def _sizes(problem: Problem) -> str:
     devices, stages = len(problem.devices), len(problem.stages)
     known = sorted({round(ratio, 9) for ratio in _ratios(problem) if ratio is not None})
