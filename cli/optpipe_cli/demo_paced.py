@@ -53,7 +53,7 @@ def tasks() -> list[Task]:
     from optpipe_runtime.bench.fidelity import Case, Task
     from optpipe_runtime.bench.paced import Times
 
-    whole, half = Times(40.0, 40.0, 32.0, 57.0, saved=16), Times(20.0, 20.0, 16.0, 28.5, saved=8)
+    whole, half = Times(40.0, 40.0, 24.0, 54.0, saved=16), Times(20.0, 20.0, 12.0, 27.0, saved=8)
     two = [Case("chronos-recomp:recomputed=2", 2, memory=MEMORY), Case("auto", 2, memory=MEMORY)]
     return [
         Task([Case("1f1b-recompute", memory=MEMORY)], MICROBATCHES, STEPS, whole),
