@@ -1,7 +1,8 @@
 """Draws the docs' pictures again: `make pictures`, or `python docs/pictures.py NAME...` for some systems.
 
-PipeOffload and the solver's best for the README, at the same memory and on one time axis; and each published schedule
-on the problem of its paper's figure, so that the two can be laid side by side.
+For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
+(NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
+side by side.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from optpipe import Problem, Schedule, solve
+from optpipe import Problem, compare
 from optpipe.model.placement import Shape, rechunk
 from optpipe.show.svg import gantt
+from optpipe_cli import example
 from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "problems"
-PROBLEM = Problem.load(EXAMPLES / "fastlink-4x8.json")
+BOTH = "before-and-after"
 ACTIVATION = 1000  # bytes of one stage's
 
 
@@ -99,20 +101,17 @@ def figure(method: str) -> str:
     return gantt(schedule, f"{method}, as in {source}" if source != "no figure" else method)
 
 
-def best(method: str, time_limit: float) -> Schedule:
-    schedule = solve(PROBLEM, method=method, time_limit_s=time_limit).schedule
-    assert schedule is not None
-    return schedule
-
-
 def before_and_after() -> None:
-    before, after = best("po-f", 20), best("auto", 30)
-    for name, title, schedule in (
-        ("before", "Before: PipeOffload", before),
-        ("after", "After: OptPipe's schedule, same memory", after),
+    found = compare(Problem.load(example.PROBLEM), time_limit_s=30)
+    assert found.best_published is not None
+    for name, title, row in (
+        ("before", "Before: 1F1B that recomputes", found.best_published),
+        ("after", "After: OptPipe's schedule, same memory", found.best),
     ):
-        write(f"{name}.svg", gantt(schedule, title, until_ms=before.makespan_ms))
-        print(f"{name}: {schedule.makespan_ms:g} ms by {schedule.method}")
+        assert row is not None
+        assert row.schedule is not None
+        write(f"{name}.svg", gantt(row.schedule, title, until_ms=found.best_published.makespan_ms))
+        print(f"{name}: {row.makespan_ms:g} ms by {row.schedule.method}")
 
 
 def write(name: str, picture: str) -> None:
@@ -122,15 +121,16 @@ def write(name: str, picture: str) -> None:
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(FIGURES)
-    if unknown := [name for name in names if name not in FIGURES]:
+    names = sys.argv[1:] or [*FIGURES, BOTH]
+    if unknown := [name for name in names if name not in (*FIGURES, BOTH)]:
         sys.exit(
             f"error: {unknown[0]} has no line in FIGURES of docs/pictures.py; those that have: {', '.join(FIGURES)}"
         )
     for name in names:
-        write(f"systems/{name}.svg", figure(name))
-    if not sys.argv[1:]:
-        before_and_after()
+        if name == BOTH:
+            before_and_after()
+        else:
+            write(f"systems/{name}.svg", figure(name))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from optpipe.schedule import Schedule
 GENERATOR = "optpipe_solver.compare"
 SOLVER = "auto"  # among the methods: what `solve` finds
 SEARCHED = (SOLVER, *ENGINES)  # methods that search; engines only if they are asked for
+OWN = (*SEARCHED, "adaoffload", "algorithm-1")  # what nobody has without OptPipe
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,16 @@ class Comparison:
             default=0.0,
         )
         return cls(problem, options, tuple(sorted((_bounded(row, proven) for row in rows), key=place)))
+
+    @property
+    def best(self) -> Row | None:
+        """The shortest schedule that fits, if any does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    @property
+    def best_published(self) -> Row | None:
+        """The shortest one that fits and comes from another paper than OptPipe's."""
+        return next((row for row in self.rows if row.fits and row.method not in OWN), None)
 
     def to_dict(self) -> dict[str, Any]:
         """For programs, as JSON takes it, which has no infinity; `k` is `offload_ratio` of each stage."""

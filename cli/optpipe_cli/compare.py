@@ -13,7 +13,7 @@ import typer
 
 from optpipe.errors import InputError
 from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, print_json
+from optpipe_cli.output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from optpipe.model.problem import Problem
     from optpipe.options import CompareOptions
     from optpipe.schedule import Schedule
-
-WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
 
 
 @with_options("CompareOptions")
@@ -46,21 +44,17 @@ def compare(
     if json:
         print_json(found.to_dict())
         return
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    with console.capture() as text:
-        console.print(f"{what.name or problem.stem}: {_sizes(what)}", highlight=False)
-        console.print(table(found))
-    for line in text.get().splitlines():
-        typer.echo(line.rstrip())
+    typer.echo(f"{what.name or problem.stem}: {_sizes(what)}")
+    print_table(table(found))
     for row in found.rows:
         for note in row.result.notes if row.result else ():
             if note != row.reason:
                 typer.echo(f"note: {title(row)}: {note}", err=True)
 
 
-def watched(problem: Problem, options: CompareOptions, quiet: bool, starts: Sequence[Schedule] = ()) -> Comparison:
+def watched(
+    problem: Problem, options: CompareOptions, quiet: bool = False, starts: Sequence[Schedule] = ()
+) -> Comparison:
     """Run `optpipe.compare` with a line on stderr that shows the progress."""
     from optpipe.comparison import compare
 
@@ -145,6 +139,14 @@ def title(row: Row) -> str:
     from optpipe.comparison import SEARCHED
 
     return f"{row.method}, any" if row.method in SEARCHED and row.placements == "all" else row.method
+
+
+def whether_it_fits(problem: Problem, method: str, name: str) -> str:
+    """Return whether the schedule of a method, which is called `name`, fits, and if not, why; one line."""
+    from optpipe.anytime import solve
+
+    found = solve(problem, method=method, time_limit_s=10.0)
+    return f"{name} fits: {found.makespan_ms:.0f} ms" if found.schedule else f"{name} does not fit: {found.reason}"
 
 
 def _sizes(problem: Problem) -> str:

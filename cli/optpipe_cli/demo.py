@@ -1,5 +1,5 @@
-"""`optpipe demo`: the whole system, small: a service, a training beside it that adopts better schedules, and the
-measured gain."""
+"""`optpipe demo`: the whole system, small: a service, a training beside it that adopts better schedules, the measured
+gain, and a larger gain on stages that sleep."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optpipe.errors import OptPipeError
 from optpipe_cli.bench.runtime import difference
+from optpipe_cli.compare import whether_it_fits
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
 from optpipe_cli.options import with_options
+from optpipe_cli.output import print_table, require_writable
 
 if TYPE_CHECKING:
     from optpipe.options import SolveOptions
@@ -29,19 +31,46 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5  # relative, of a step's loss against the plain run's
 
 
-@with_options("SolveOptions", time_limit_s=20.0)
-def demo(options: SolveOptions) -> None:
+@with_options("SolveOptions", time_limit_s=15.0)
+def demo(
+    options: SolveOptions,
+    html: Annotated[Path, typer.Option(help="Where the page with both schedules is written.")] = Path(
+        "optpipe-demo.html"
+    ),
+) -> None:
     """Train a small GPT under torchrun, solve beside it, swap better schedules in, and show the gain."""
+    from optpipe_cli import demo_paced, demo_page
     from optpipe_cli.extras import need
 
     need("runtime")
     need("server")
-    from optpipe_runtime.demo.train import DemoSettings
+    from optpipe_runtime.demo.gpt import Size
+    from optpipe_runtime.demo.train import DemoResult, DemoSettings
     from optpipe_runtime.service.client import ClientOptions
 
+    require_writable(html)
     asked = ClientOptions(**options.arguments()).for_training()
+    settings = DemoSettings(
+        microbatches=8,
+        budget=1.35,  # of two that 1F1B needs: it fits only if it recomputes
+        chunks=1,
+        start="1f1b-recompute",
+        options=asked.arguments(),
+        block=3,
+        rounds=6,
+        most_live_steps=40,
+        size=Size(sequences=2),
+    )
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
-        outcome = run(DemoSettings(options=asked.arguments()), Path(folder))
+        outcome = run(settings, Path(folder))
+        told = DemoResult.load(Path(folder) / "told.json")
+    paced_html = html.with_stem(f"{html.stem}-paced")
+    paced = demo_paced.run(paced_html)
+    before, after = (told.schedules[version]["file"] for version in (0, _best(told)))
+    demo_page.save(html, before, after, (TITLE, COLUMNS, rows(told)), told.steps)
+    typer.echo(f"\nboth schedules on one time scale, memory, table and losses: {html.resolve()}")
+    if paced:
+        typer.echo(f"those of the stages that sleep: {paced_html.resolve()}")
     if not outcome.sound:
         raise typer.Exit(1)
 
@@ -65,6 +94,7 @@ class Outcome:
 
 def run(plan: DemoSettings, folder: Path) -> Outcome:
     """Run the demo in `folder` and print its table."""
+    from optpipe.model.problem import Problem
     from optpipe_runtime.demo import reference
     from optpipe_runtime.demo.train import DemoResult
 
@@ -88,9 +118,15 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         )
         adopted = _adopted(url)
     told = DemoResult.load(folder / "told.json")
-    typer.echo(_why_not_interleaved(told))
-    typer.echo("the same steps in one plain process, to compare the losses")
-    plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, len(told.steps))
+    problem = Problem.from_dict(told.problem)
+    typer.echo(
+        whether_it_fits(problem, "interleaved", "interleaved 1F1B")
+        if plan.chunks > 1
+        else whether_it_fits(problem, "1f1b", "1F1B")
+    )
+    steps = len(told.steps)
+    typer.echo(f"the same {steps} steps in one plain process, to compare the losses")
+    plain = reference.losses(plan.size, len(told.problem["stages"]), plan.microbatches, steps, _every(steps // 4))
     _print_table(told)
     for line in adopted:
         typer.echo(line)
@@ -106,7 +142,7 @@ def run(plan: DemoSettings, folder: Path) -> Outcome:
         gain=gain_of(rounds(told, best, plan.rounds)),
         found_in_cache=_look_up(told, plan, folder),
     )
-    _print_verdict(outcome, ranks)
+    _print_verdict(outcome, ranks, 1 - told.schedules[best]["predicted_ms"] / told.schedules[0]["predicted_ms"])
     return outcome
 
 
@@ -158,13 +194,14 @@ def _adopted(url: str) -> list[str]:
     return lines
 
 
-def _why_not_interleaved(told: DemoResult) -> str:
-    """Whether interleaved 1F1B, 1F1B with several stages a rank, fits this budget, and if not, why."""
-    from optpipe.anytime import solve
-    from optpipe.model.problem import Problem
+def _every(count: int) -> Callable[[int], None]:
+    """Say how far the plain run is, after so many steps each."""
 
-    result = solve(Problem.from_dict(told.problem), method="interleaved", time_limit_s=10.0)
-    return "interleaved 1F1B fits this budget" if result.schedule else f"interleaved 1F1B does not fit: {result.reason}"
+    def tell(step: int) -> None:
+        if step % max(1, count) == 0:
+            typer.echo(f"plain run: step {step}")
+
+    return tell
 
 
 def _best(told: DemoResult) -> int:
@@ -184,44 +221,53 @@ def _spread(steps: list[Step]) -> tuple[float, float]:
     return median(values), high - low
 
 
-def _print_table(told: DemoResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
+COLUMNS = (
+    "schedule",
+    "predicted",
+    "measured",
+    "beside the solver",
+    "steps",
+    "peak predicted",
+    "measured",
+    "allowed",
+    "loss",
+)
+TITLE = "times in ms: median ± interquartile range; peaks in MB, one figure a rank"
 
+
+def rows(told: DemoResult) -> list[list[str]]:
+    """Return a row of texts for each schedule that ran, for `COLUMNS`."""
     limits = [device["activation_budget_bytes"] for device in told.problem["devices"]]
-    table = Table(
-        box=None,
-        title="times in ms: median ± interquartile range; peaks in MB, one figure a rank",
-        title_justify="left",
-    )
-    for name in (
-        "schedule",
-        "predicted",
-        "measured",
-        "beside the solver",
-        "steps",
-        "peak predicted",
-        "measured",
-        "allowed",
-        "loss",
-    ):
-        table.add_column(name, no_wrap=True, justify="left" if name == "schedule" else "right")
+    found = []
     for version, schedule in enumerate(told.schedules):
         steps = [step for step in told.steps if step.version == version]
         peaks = [max(step.peak_bytes[d] for step in steps) for d in range(len(limits))]
-        table.add_row(
-            schedule["method"],
-            f"{schedule['predicted_ms']:.0f}",
-            _figure(_middle(told, version)),
-            _figure(_spread([step for step in steps if step.live and step.settled])),
-            str(len(steps)),
-            *(
-                " ".join(f"{size / 1e6:.1f}" for size in sizes)
-                for sizes in (schedule["predicted_peak_bytes"], peaks, limits)
-            ),
-            f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
+        found.append(
+            [
+                schedule["method"],
+                f"{schedule['predicted_ms']:.0f}",
+                _figure(_middle(told, version)),
+                _figure(_spread([step for step in steps if step.live and step.settled])),
+                str(len(steps)),
+                *(
+                    " ".join(f"{size / 1e6:.1f}" for size in sizes)
+                    for sizes in (schedule["predicted_peak_bytes"], peaks, limits)
+                ),
+                f"{steps[0].loss:.3f} → {steps[-1].loss:.3f}",
+            ]
         )
-    Console(width=130).print(table)
+    return found
+
+
+def _print_table(told: DemoResult) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, title=TITLE, title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=True, justify="left" if name == "schedule" else "right")
+    for row in rows(told):
+        table.add_row(*row)
+    print_table(table)
 
 
 def _figure(middle: tuple[float, float]) -> str:
@@ -250,7 +296,7 @@ def _look_up(told: DemoResult, plan: DemoSettings, folder: Path) -> bool:
     return done.returncode == 0
 
 
-def _print_verdict(outcome: Outcome, ranks: int) -> None:
+def _print_verdict(outcome: Outcome, ranks: int, predicted: float) -> None:
     say: Any = typer.echo
     say(f"losses: relative difference to the plain run at most {outcome.loss_difference:.1e} (tolerance {TOLERANCE:g})")
     say(f"memory: measured peaks {'within' if outcome.within_memory else 'ABOVE'} the limit in every step")
@@ -258,6 +304,7 @@ def _print_verdict(outcome: Outcome, ranks: int) -> None:
     sure = "a gain" if gain.low > 0 else "no gain beyond chance"
     within = f"95% of resamples between {gain.low:.1%} and {gain.high:.1%}"
     say(f"time: with the best schedule a step takes {gain.median:.1%} less in alternation, {within}: {sure}")
+    say(f"predicted: {predicted:.1%} less")
     cores = os.cpu_count() or 1
     if ranks > cores:
         say(f"note: {ranks} ranks share {cores} cores, which hides part of the gain")

@@ -9,7 +9,20 @@ from typing import Any
 
 import typer
 
-from optpipe_cli import cache, compare, demo, formats, keys, model, profile, schedule_commands, serve, solve, worker
+from optpipe_cli import (
+    cache,
+    compare,
+    demo,
+    example,
+    formats,
+    keys,
+    model,
+    profile,
+    schedule_commands,
+    serve,
+    solve,
+    worker,
+)
 from optpipe_cli.bench.commands import app as bench_app
 from optpipe_cli.options import register
 
@@ -34,6 +47,7 @@ register(
     worker.worker,
     demo.demo,
 )
+app.command(name="try")(example.try_)
 app.command(name="import")(formats.import_)
 app.add_typer(cache.app, name="cache")
 app.add_typer(keys.app, name="keys")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,14 +13,28 @@ import typer
 from optpipe.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from optpipe.anytime import Result
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 INFEASIBLE = 3  # exit code
+WIDTH = 250  # characters of a line if the output is not a terminal, so that nothing is wrapped
 
 
 def print_json(content: Any) -> None:
     typer.echo(json.dumps(content, indent=1))
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal. Elsewhere its lines are as long as they need to be, without colours."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def require_writable(path: Path | None) -> None:

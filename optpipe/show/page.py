@@ -46,8 +46,10 @@ class Picture:
         )
 
 
-def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None) -> Picture:
-    """The interactive picture of a schedule; parameters as of `figure`.
+def plot(
+    schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: float | None = None, below: str = ""
+) -> Picture:
+    """The interactive picture of a schedule; parameters as of `figure`. `below` is HTML that ends the page.
 
     Raises InputError if plotly is not installed, or as the schedule's timeline does.
     """
@@ -61,7 +63,7 @@ def plot(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms: f
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(title)}</title><style>{style}</style></head><body><div id="picture"></div>'
+        f'<title>{escape(title)}</title><style>{style}</style></head><body><div id="picture"></div>{below}'
         f'<script type="application/json" id="document">{data}</script>'
         f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n'
     )

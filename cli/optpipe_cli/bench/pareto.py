@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,9 +9,9 @@ import typer
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import shorter
-from optpipe_cli.compare import WIDTH, title, waiting, watched
+from optpipe_cli.compare import title, waiting, watched
 from optpipe_cli.options import with_options
-from optpipe_cli.output import Json, print_json, require_writable
+from optpipe_cli.output import Json, print_json, print_table, require_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,10 +70,7 @@ def pareto(
             }
         )
     else:
-        from rich.console import Console
-
-        console = Console(width=None if sys.stdout.isatty() else WIDTH)
-        console.print(table(found, sizes))
+        print_table(table(found, sizes))
         for text, _ in told:
             typer.echo(text)
     if any(behind for _, behind in told):

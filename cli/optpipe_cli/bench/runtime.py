@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from optpipe_cli.launch import torchrun
-from optpipe_cli.output import Json, print_json
+from optpipe_cli.output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,10 +40,10 @@ def runtime(
     need("runtime")
     content: dict[str, Any] = {}
     if paced:
-        content["paced"] = _show(_run(paced_task(steps), RANKS), "stages that sleep, 4 ranks", None, json)
+        content["paced"] = show(run(paced_task(steps), RANKS), "stages that sleep, 4 ranks", None, json)
     if computed:
         task = computing_task(steps)
-        content["computed"] = _show(_run(task, COMPUTING_RANKS), "the demo's model, 2 ranks", _plain(task), json)
+        content["computed"] = show(run(task, COMPUTING_RANKS), "the demo's model, 2 ranks", _plain(task), json)
     if in_a_row:
         content["in_a_row"] = _in_a_row(json)
     if host:
@@ -85,7 +84,8 @@ def computing_task(steps: int) -> Task:
     )
 
 
-def _run(task: Task, ranks: int) -> list[Row]:
+def run(task: Task, ranks: int) -> list[Row]:
+    """Start the ranks; return the cases for which a schedule was found."""
     from optpipe_runtime.bench.fidelity import load
 
     return _measured(ranks, "fidelity", load, task)
@@ -114,12 +114,11 @@ def difference(losses: list[float], plain: list[float]) -> float:
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, plain, strict=True))
 
 
-def _show(rows: list[Row], title: str, plain: list[float] | None, quiet: bool) -> list[dict[str, Any]]:
+def show(rows: list[Row], title: str, plain: list[float] | None, quiet: bool) -> list[dict[str, Any]]:
+    """Print the table unless it shall be quiet; return it as JSON takes it."""
     differences = [None if plain is None else difference(row.losses, plain) for row in rows]
     if not quiet:
-        from rich.console import Console
-
-        Console(width=None if sys.stdout.isatty() else 130).print(_table(rows, title, differences))
+        print_table(_table(rows, title, differences))
     figures = ({"measured_ms": row.measured_ms, "spread_ms": row.spread_ms, "deviation": row.deviation} for row in rows)
     return [
         {**asdict(row), **more, "loss_difference": loss}
@@ -127,34 +126,33 @@ def _show(rows: list[Row], title: str, plain: list[float] | None, quiet: bool) -
     ]
 
 
+COLUMNS = ("schedule", "stages", "predicted", "measured", "off by", "peak predicted", "measured", "losses off by")
+
+
+def cells(row: Row, loss: float | None = None) -> list[str]:
+    """Return a case as texts, for `COLUMNS`."""
+    from optpipe.show.svg import bytes_text
+
+    return [
+        row.found_by,
+        f"{row.case.chunks} a rank" + (f", {row.case.shape}" if row.case.chunks > 1 else ""),
+        f"{row.predicted_ms:.1f}",
+        f"{row.measured_ms:.1f} ± {row.spread_ms:.1f}",
+        f"{row.deviation:+.1%}",
+        bytes_text(max(row.predicted_peak)),
+        bytes_text(max(row.measured_peak)),
+        "" if loss is None else f"{loss:.1e}",
+    ]
+
+
 def _table(rows: list[Row], title: str, differences: list[float | None]) -> Table:
     from rich.table import Table
 
-    from optpipe.show.svg import bytes_text
-
     table = Table(box=None, title=f"{title}; ms a step: median ± interquartile range", title_justify="left")
-    for name in (
-        "schedule",
-        "stages",
-        "predicted",
-        "measured",
-        "off by",
-        "peak predicted",
-        "measured",
-        "losses off by",
-    ):
+    for name in COLUMNS:
         table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "stages") else "right")
     for row, loss in zip(rows, differences, strict=True):
-        table.add_row(
-            row.found_by,
-            f"{row.case.chunks} a rank" + (f", {row.case.shape}" if row.case.chunks > 1 else ""),
-            f"{row.predicted_ms:.1f}",
-            f"{row.measured_ms:.1f} ± {row.spread_ms:.1f}",
-            f"{row.deviation:+.1%}",
-            bytes_text(max(row.predicted_peak)),
-            bytes_text(max(row.measured_peak)),
-            "" if loss is None else f"{loss:.1e}",
-        )
+        table.add_row(*cells(row, loss))
     return table
 
 

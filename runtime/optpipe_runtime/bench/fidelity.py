@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from optpipe.anytime import solve
 from optpipe.model.placement import Placement, Shape
+from optpipe.schedule import ScheduleFile
 from optpipe_runtime.bench import paced
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
@@ -78,7 +79,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """A case as predicted and as measured: ms of a step over all ranks, bytes by rank."""
+    """A case as predicted and as measured: ms of a step over all ranks, bytes by rank. `file` is the schedule's."""
 
     case: Case
     found_by: str
@@ -87,6 +88,7 @@ class Row:
     predicted_peak: list[int]
     measured_peak: list[int]
     losses: list[float]
+    file: dict[str, Any] = field(repr=False)
 
     @property
     def measured_ms(self) -> float:
@@ -169,6 +171,7 @@ def _measured(
         predicted_peak=[peak.bytes for peak in plan.certificate.device],
         measured_peak=[max(report.peak_activation_bytes or 0 for report in reports) for reports in by_rank],
         losses=[next(report.loss for report in ranks if report.loss is not None) for ranks in steps],
+        file=json.loads(ScheduleFile.of(plan.schedule).to_json()),
     )
 
 

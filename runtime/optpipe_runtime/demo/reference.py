@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
 import torch
 
@@ -10,9 +10,11 @@ from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
 
 
-def losses(size: gpt.Size, stages: int, microbatches: int, steps: int) -> list[float]:
+def losses(
+    size: gpt.Size, stages: int, microbatches: int, steps: int, told: Callable[[int], object] = lambda _: None
+) -> list[float]:
     """The mean loss of each step: gradients accumulated over micro-batches by plain autograd, AdamW as in the
-    pipeline."""
+    pipeline. `told` is called after each step with how many there were."""
     model = torch.nn.Sequential(*gpt.stages(size, stages))
     optimizer = torch.optim.AdamW(model.parameters(), lr=gpt.LEARNING_RATE)
     text = corpus()
@@ -27,6 +29,5 @@ def losses(size: gpt.Size, stages: int, microbatches: int, steps: int) -> list[f
             pieces.append(loss.item())
         optimizer.step()
         found.append(sum(pieces) / microbatches)
-        print(f"\rplain run: step {step + 1} of {steps}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        told(step + 1)
     return found

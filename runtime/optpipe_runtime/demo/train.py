@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe import Problem, Schedule, ScheduleFile, certify
+from optpipe.model.placement import Placement
 from optpipe.options import SolveArguments
 from optpipe_runtime.demo import gpt
 from optpipe_runtime.demo.text import batch, corpus
@@ -31,10 +32,12 @@ from optpipe_runtime.service.client import Offer, ScheduleClient
 @dataclass(frozen=True)
 class DemoSettings:
     """How large the training is and how long it takes. `budget` is each rank's memory, in activations of all its stages
-    for one micro-batch."""
+    for one micro-batch; `chunks` are the stages of a rank, looped; `start` is the method of the first schedule."""
 
     microbatches: int = 4
     budget: float = 1.8
+    chunks: int = 2
+    start: str = "po-f"
     first_s: float = 20.0  # how long to wait for a first schedule of the service
     options: SolveArguments = field(default_factory=lambda: SolveArguments(time_limit_s=20.0))  # of the search
     block: int = 5  # steps that a schedule runs before another is swapped in
@@ -92,7 +95,7 @@ class Training:
     def __init__(self, plan: DemoSettings) -> None:
         self.plan, self.rank, self.ranks = plan, dist.get_rank(), dist.get_world_size()
         self._text = corpus()
-        placement = looped(self.ranks)
+        placement = Placement(chunks=plan.chunks).along(range(self.ranks))
         own = {s: stage for s, stage in enumerate(gpt.stages(plan.size, len(placement))) if placement[s] == self.rank}
         self._optimizer = torch.optim.AdamW(
             [p for stage in own.values() for p in stage.parameters()], lr=gpt.LEARNING_RATE
@@ -105,8 +108,8 @@ class Training:
         return batch(self._text, step, self.plan.microbatches * self.plan.size.sequences, self.plan.size.context)
 
     def profile(self) -> Problem:
-        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks its first rank keeps more
-        than p activations."""
+        """The model as a problem, with so little memory that 1F1B does not fit: on p ranks its first rank keeps p
+        activations or more."""
         profiled = self.pipe.profile(*self.data(0), activation_budget_bytes=2**40)
         self.pipe.problem = profiled.with_memory_for(self.plan.budget).replace(name="demo")
         return self.pipe.problem
@@ -131,9 +134,13 @@ class Training:
         assert now is not None
         if now not in self.schedules:
             self.schedules.append(now)
-            if self.rank == 0:
-                print(f"step {len(self.steps):3}: {now.method}, predicted {now.makespan_ms:.0f} ms", flush=True)
+            self.tell(f"step {len(self.steps):3}: {now.method}, predicted {now.makespan_ms:.0f} ms")
         return self.schedules.index(now)
+
+    def tell(self, text: str) -> None:
+        """Prints a line, once over all ranks."""
+        if self.rank == 0:
+            print(text, flush=True)
 
     def agreed(self, value: Any) -> Any:
         """Collective: rank 0's value."""
@@ -142,21 +149,19 @@ class Training:
         return box[0]
 
 
-def looped(ranks: int) -> list[int]:
-    """The rank of each stage: two stages on each rank, as for interleaved 1F1B and PipeOffload."""
-    return [*range(ranks), *range(ranks)]
-
-
 def train(plan: DemoSettings, url: str) -> DemoResult:
     """Collective: runs both phases."""
     training = Training(plan)
     with training.pipe:
+        training.tell("measuring the stages")
         problem = training.profile()
-        start = _start(url, problem, plan.first_s) if training.rank == 0 else None
+        start = _start(url, problem, plan) if training.rank == 0 else None
         training.pipe.load(start)
         client = ScheduleClient(url, problem, warm_start=start, **plan.options) if training.rank == 0 else None
         try:
+            training.tell("training while the service searches")
             offers = _live(training, client)
+            training.tell(f"the search is over: {plan.rounds} rounds of the first and the best schedule in turns")
             alternate(training)
             if client:
                 _tell(training, client, offers)
@@ -206,10 +211,10 @@ def _tell(training: Training, client: ScheduleClient, offers: list[Offer]) -> No
             client.adopted(offer, steps[0][0], median(quiet) if quiet else None)
 
 
-def _start(url: str, problem: Problem, first_s: float) -> Schedule:
-    """The schedule that a user would run without a solver: PipeOffload, which the service sends at once."""
-    with ScheduleClient(url, problem, method="po-f", time_limit_s=first_s) as client:
-        deadline = time.monotonic() + first_s
+def _start(url: str, problem: Problem, plan: DemoSettings) -> Schedule:
+    """The schedule that a user would run without a solver: a published one, which the service sends at once."""
+    with ScheduleClient(url, problem, method=plan.start, time_limit_s=plan.first_s) as client:
+        deadline = time.monotonic() + plan.first_s
         while time.monotonic() < deadline and not client.ended:
             if offer := client.poll():
                 return offer.schedule

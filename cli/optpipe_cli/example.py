@@ -1,0 +1,108 @@
+"""`optpipe try`: a problem whose memory binds, the published schedules on it, and what OptPipe makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optpipe_cli.compare import watched
+from optpipe_cli.output import print_table, require_writable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from optpipe.comparison import Comparison
+    from optpipe.model.problem import Problem
+    from optpipe.schedule import Schedule
+
+PROBLEM = Path(__file__).parent / "tight-4x8.json"
+SEARCH_S = 4.0  # of each of the two searches: on the stages as given, and on any
+
+
+def try_(
+    html: Annotated[Path, typer.Option(help="Where the page with both schedules is written.")] = Path(
+        "optpipe-try.html"
+    ),
+) -> None:
+    """Show what OptPipe gains on an example: published schedules, the solver's answer, and a page with both."""
+    from optpipe.model.problem import Problem
+    from optpipe.options import CompareOptions
+
+    require_writable(html)
+    problem = Problem.load(PROBLEM)
+    typer.echo(f"{_about(problem)}\n")
+    found = watched(problem, CompareOptions(time_limit_s=SEARCH_S))
+    print_table(table(found))
+    before, after = found.best_published, found.best
+    if before is None or before.schedule is None or after is None or after.schedule is None or before is after:
+        typer.echo("The search found nothing better in its time, as on a very busy machine.")
+        raise typer.Exit(1)
+    typer.echo(f"\nOptPipe's schedule {gained(before.schedule, after.schedule)}")
+    typer.echo(f"Why: {why(before.schedule, after.schedule)}.")
+    after.schedule.plot(before.schedule, after.lower_bound_ms).save(html)
+    typer.echo(f"\nBoth on one time scale, with their memory: {html.resolve()}")
+
+
+def _about(problem: Problem) -> str:
+    from optpipe.show.svg import bytes_text
+
+    (budget,) = {device.activation_budget_bytes for device in problem.devices}
+    return (
+        f"{len(problem.devices)} devices with {bytes_text(budget)} for activations, {len(problem.stages)} stages, "
+        f"{problem.microbatches} micro-batches"
+    )
+
+
+def table(found: Comparison) -> Table:
+    """A row for each schedule that applies to the problem: how long it takes, how much of that devices wait, and what
+    it holds. Those that do not fit come last."""
+    from rich.table import Table
+
+    from optpipe.comparison import OWN
+    from optpipe.show.svg import bytes_text
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("schedule", "iteration", "waiting", "memory", ""):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("schedule", "") else "right")
+    best = found.best
+    for row in found.rows:
+        if row.schedule is None or row.peak is None or (row.method in OWN and row is not best):
+            continue
+        peak = row.peak[1]
+        table.add_row(
+            f"OptPipe ({row.schedule.method})" if row is best else row.method,
+            f"{row.makespan_ms:.0f} ms",
+            f"{row.bubble:.0%}",
+            bytes_text(peak.bytes),
+            "" if row.fits else f"does not fit in {bytes_text(peak.limit or 0)}",
+            style="bold" if row is best else None if row.fits else "dim",
+        )
+    return table
+
+
+def gained(before: Schedule, after: Schedule) -> str:
+    """How much shorter one schedule is than another, as the end of a sentence."""
+    less = 1 - after.makespan_ms / before.makespan_ms
+    return (
+        f"takes {less:.0%} less time than {before.method}, the best published one that fits: "
+        f"{after.makespan_ms:.0f} instead of {before.makespan_ms:.0f} ms."
+    )
+
+
+def why(before: Schedule, after: Schedule) -> str:
+    """What makes the second schedule shorter: what both do differently, in one sentence."""
+    from optpipe.model.ops import Kind
+
+    def share(schedule: Schedule, kind: Kind) -> float:
+        rows = schedule.timeline.rows
+        return float((rows.of_kinds(kind) & (rows.part == 0)).sum() / rows.of_kinds(Kind.F).sum())
+
+    facts = [
+        f"{does} {share(after, kind):.0%} of all activations instead of {share(before, kind):.0%}"
+        for kind, does in ((Kind.C, "recomputes"), (Kind.O, "offloads"))
+        if share(before, kind) != share(after, kind)
+    ]
+    waiting = f"its devices wait {after.timeline.bubble:.0%} of the time instead of {before.timeline.bubble:.0%}"
+    return "within the same memory it " + ", ".join(facts) + (", and " if facts else "") + waiting

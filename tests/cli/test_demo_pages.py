@@ -1,0 +1,102 @@
+"""The pages of `optpipe demo`, and its part on stages that sleep: what is said follows from what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optpipe import Problem, Schedule, ScheduleFile
+from optpipe.model.placement import rechunk
+from optpipe_cli import demo_paced, demo_page
+from optpipe_runtime.bench.fidelity import Row
+from optpipe_runtime.demo.train import Step
+from optpipe_solver.heuristics import generate as heuristic
+from optpipe_solver.systems import generate as published
+
+
+def problem() -> Problem:
+    """That of the stages that sleep, as two a rank; a message takes a millisecond."""
+    times = demo_paced.tasks()[1].paced_ms
+    assert times is not None
+    piece = 2**16
+    stage = {
+        "forward_ms": 2 * times.forward,
+        "backward_input_ms": 2 * times.backward_input,
+        "backward_weight_ms": 2 * times.backward_weight,
+        "offload_ms": 2 * times.copy,
+        "reload_ms": 2 * times.copy,
+        "recompute_ms": 2 * times.forward,
+        "activation_bytes": 2 * times.saved * piece,
+        "saved_for_weight_bytes": 2 * times.saved * piece,
+        "offload_bytes": 2 * times.saved * piece,
+        "checkpoint_bytes": piece,
+    }
+    device = {"activation_budget_bytes": 0}
+    stages = [{"device": d, **stage} for d in range(4)]
+    whole = {"microbatches": demo_paced.MICROBATCHES, "p2p_ms": 1.0, "devices": [device] * 4, "stages": stages}
+    return rechunk(Problem.from_dict(whole), 2).with_memory_for(demo_paced.MEMORY)
+
+
+@pytest.fixture(scope="module")
+def schedules() -> tuple[Schedule, Schedule]:
+    return published("chronos-recomp:recomputed=2", problem()), heuristic("adaoffload", problem())
+
+
+def row(case: int, schedule: Schedule, steps_ms: list[float]) -> Row:
+    peaks = [peak.bytes for peak in schedule.compiled.certificate.device]
+    file = json.loads(ScheduleFile.of(schedule).to_json())
+    return Row(
+        demo_paced.tasks()[1].cases[case], schedule.method, schedule.makespan_ms, steps_ms, peaks, peaks, [], file
+    )
+
+
+def test_the_gain_on_stages_that_sleep_is_large_by_prediction(schedules: tuple[Schedule, Schedule]) -> None:
+    before, after = schedules
+    assert before.compiled.complaints == after.compiled.complaints == []
+    assert after.makespan_ms <= 0.71 * before.makespan_ms, "by a heuristic alone, before any search"
+    assert published("1f1b-recompute", problem(), "all").makespan_ms > before.makespan_ms
+    assert published("po-f", problem()).compiled.complaints, "PipeOffload does not fit"
+
+
+@pytest.mark.parametrize(("slowest", "told"), [(1100.0, "a gain"), (1501.0, "no gain beyond chance")])
+def test_a_gain_is_told_only_beyond_the_spread(
+    slowest: float,
+    told: str,
+    schedules: tuple[Schedule, Schedule],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [row(0, schedules[0], [1500.0, 1520.0, 1510.0]), row(1, schedules[1], [1050.0, 1060.0, slowest])]
+    monkeypatch.setattr(demo_paced, "measured", lambda task, ranks: rows if len(task.cases) > 1 else [])
+    assert demo_paced.run(tmp_path / "page.html")
+    printed = capsys.readouterr().out
+    assert "PipeOffload does not fit: po-f gives no schedule: device 0 needs" in printed
+    assert printed.splitlines()[-1].endswith(told)
+    assert f"{1 - 1060 / 1510:.1%} less than by chronos-recomp" in printed
+    assert "1060.0 ± " in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_without_a_schedule_nothing_is_compared(
+    schedules: tuple[Schedule, Schedule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_paced, "measured", lambda task, ranks: [])
+    assert not demo_paced.run(tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_has_the_losses_the_swaps_and_the_table_as_text(
+    schedules: tuple[Schedule, Schedule], tmp_path: Path
+) -> None:
+    files = [json.loads(ScheduleFile.of(schedule).to_json()) for schedule in schedules]
+    steps = [Step(version, False, True, 5.0 - k / 10, 1.0, [], []) for k, version in enumerate([0, 0, 0, 1, 1, 0])]
+    table = ("a title", ("schedule", "loss"), [["<b>mine</b>", "5 → 4"]])
+    demo_page.save(tmp_path / "page.html", files[0], files[1], table, steps)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<td>&lt;b&gt;mine&lt;/b&gt;</td><td>5 → 4</td>" in page
+    assert page.count('stroke="#D5DAE0"') == 2, "one line a swap"
+    (points,) = [line for line in page.splitlines() if line.startswith("<polyline")]
+    heights = [float(point.split(",")[1]) for point in points.split('"')[1].split()]
+    assert heights == sorted(heights), "a lower loss is lower in the picture"
