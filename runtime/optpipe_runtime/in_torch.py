@@ -135,6 +135,7 @@ class TorchSchedule(_PipelineScheduleRuntime):
         self._pool = HostPool(self._device, host_memory_bytes)
         self._kept: dict[StageMicrobatch, Activation] = {}
         self._shared: dict[int, frozenset[int]] = {stage.stage_index: frozenset() for stage in stages}
+        self._targets: frozenset[int] = frozenset()  # of this step; one storage for all micro-batches
         self.certified_bytes = schedule.compiled.certificate.device[self.rank].bytes
         self.peak_bytes = self.host_peak_bytes = 0
         self.activation_bytes: dict[int, int] = {}
@@ -145,15 +146,18 @@ class TorchSchedule(_PipelineScheduleRuntime):
 
     # One step
 
-    def _step_microbatches(self, *args: Any, **more: Any) -> None:
+    def _step_microbatches(
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
+    ) -> None:
         if not self._has_backward:
-            super()._step_microbatches(*args, **more)
+            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
             return
         self.peak_bytes = 0
+        self._targets = frozenset(storage_key(leaf) for leaf in tree_leaves(target_mbs) if isinstance(leaf, Tensor))
         self._pool.start_step()
         try:
             with self._watched():
-                super()._step_microbatches(*args, **more)
+                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
         finally:
             for activation in self._kept.values():
                 activation.restore()
@@ -177,7 +181,8 @@ class TorchSchedule(_PipelineScheduleRuntime):
         self, stage: PipelineStage, forward: Callable[..., Any], microbatch: int, args: Any, kwargs: Any, **more: Any
     ) -> Any:
         staying = [*stage.submod.parameters(), *stage.submod.buffers(), *_inputs(stage, microbatch, (args, kwargs))]
-        activation = Activation(self._device, frozenset(map(storage_key, staying)), self._shared[stage.stage_index])
+        excluded = self._targets.union(map(storage_key, staying))
+        activation = Activation(self._device, excluded, self._shared[stage.stage_index])
         self._kept[stage.stage_index, microbatch] = activation
         with activation.capture():
             return forward(microbatch, args, kwargs, **more)
