@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError, ScheduleError
@@ -112,7 +112,7 @@ class TorchSchedule(_PipelineScheduleRuntime):
         host_memory_bytes: int | None,
         **options: Any,
     ) -> None:
-        rows = torch_csv.rows(schedule, messages=True, offloads=True)
+        rows = torch_csv.rows(schedule, messages=True, waits=hasattr(_ComputationType, "WAIT_SEND_F"), offloads=True)
         problem = schedule.problem
         if complaints := check(problem, schedule):
             raise ScheduleError(complaints[0])

@@ -26,7 +26,8 @@ from optpipe.model.records import Stage
 from optpipe_runtime import Layout
 from optpipe_solver import heuristics
 
-FORMS = {"torch-csv": "compute_only", "torch-comms": "compute_comms"}
+COMMS = "torch-comms-waits" if torch_pipelining.WAITS else "torch-comms"
+FORMS = {"torch-csv": "compute_only", COMMS: "compute_comms"}
 # Each is for two routes, or consists of ops for which PyTorch has no action.
 NOT_THERE = {"dualpipe", "1f1b-recompute", "chronos-recomp", "chronos-offload", "bpipe"}
 LOWERED_THERE = {"1f1b", "zb-v", "dualpipe-v"}  # as rows of compute actions, too, which torch lowers itself
@@ -65,7 +66,7 @@ def test_every_published_schedule_that_the_rows_can_say(
         if case not in said:
             with pytest.raises(InputError, match=r"^(routes: one is|\d+[CEP]\d+ in the program of device \d+: )"):
                 export_schedule(case.schedule, "torch-csv", without_offload=True)
-    files = [(case, "torch-comms", written(case, "torch-comms", tmp_path)) for case in said]
+    files = [(case, COMMS, written(case, COMMS, tmp_path)) for case in said]
     files += [(case, "torch-csv", written(case, "torch-csv", tmp_path)) for case in said if case.name in LOWERED_THERE]
     by_rank = call(torch_pipelining.run_all, files=[file for *_, file in files])
     sizes = {(len(file.placement), file.microbatches): case.layout for case, _, file in files}
@@ -82,7 +83,7 @@ def test_every_published_schedule_that_the_rows_can_say(
 def test_stages_sharded_by_fsdp(four_ranks: Ranks, tmp_path: Path) -> None:
     """Every stage is gathered before its first op and sharded again behind its last: torch raises where it is not."""
     (case,) = (case for case in published(2, (5, 4)) if case.name == "dualpipe-v")
-    files = [written(case, "torch-comms", tmp_path)]
+    files = [written(case, COMMS, tmp_path)]
     outcomes = [done for (done,) in four_ranks(torch_pipelining.run_sharded, files=files, pipelines=2)]
     require_same(case.name, outcomes, rank_systems.plain(case.layout))
 
@@ -139,9 +140,7 @@ def test_no_published_schedule_takes_more_than_its_certificate(
     by_rank = call(torch_pipelining.run_offloaded, schedules=[case.schedule for case in cases])
     for case, *outcomes in zip(cases, *by_rank, strict=True):
         problem = case.schedule.problem
-        difference = require_same(
-            case.name, [(done.outcome, "") for done in outcomes], rank_systems.plain(case.layout)
-        )
+        difference = require_same(case.name, [(done.outcome, "") for done in outcomes], rank_systems.plain(case.layout))
         saved = {s: n for done in outcomes for s, n in done.activation_bytes.items()}
         real = problem.replace(stages=[with_bytes(stage, saved[s]) for s, stage in enumerate(problem.stages)])
         certified = [peak.bytes for peak in certify(real, case.schedule).device]
