@@ -23,21 +23,19 @@ PLACED_BY = {"zb-h1": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZero
 
 
 @pytest.mark.stacks
-@pytest.mark.parametrize("train", [stacks.torchtitan, stacks.automodel])
-@pytest.mark.parametrize("pool", ["ranks", "four_ranks"])
-def test_ten_steps_by_their_own_builders(
-    train: Callable[..., Any], pool: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    call: Ranks = request.getfixturevalue(pool)
+@pytest.mark.parametrize("train", [stacks.torchtitan, stacks.automodel], ids=["torchtitan", "automodel"])
+def test_ten_steps_by_their_own_builders(train: Callable[..., Any], ranks: Ranks, tmp_path: Path) -> None:
     configs = [Config("1F1B", None)]
-    for case in published(call.world, (stacks.MICROBATCHES,)):
+    for case in published(ranks.world, (stacks.MICROBATCHES,)):
         if case.name in PLACED_BY:
             path = tmp_path / f"{case.name}.csv"
             path.write_text(export_schedule(case.schedule, "torch-csv"))
             configs.append(Config(PLACED_BY[case.name], str(path)))
     assert len(configs) == 1 + len(PLACED_BY)
 
-    by_config = [max(losses) for losses in zip(*call(train, configs=configs), strict=True)]  # one rank has them
+    by_config = [
+        max(losses) for losses in zip(*ranks(train, timeout=3000, configs=configs), strict=True)
+    ]  # one rank has them
     theirs, ours = by_config[0], by_config[1:]
     assert [len(losses) for losses in theirs] == [stacks.MICROBATCHES] * stacks.STEPS
     assert sum(theirs[-1]) < sum(theirs[0]), "it has learned"
@@ -46,5 +44,5 @@ def test_ten_steps_by_their_own_builders(
         difference = max(
             abs(a - b) for one, other in zip(losses, theirs, strict=True) for a, b in zip(one, other, strict=True)
         )
-        table.note(name, call.world, "torch-csv", difference)
+        table.note(name, ranks.world, "torch-csv", difference)
         assert difference < 1e-5, name

@@ -27,6 +27,8 @@ from support.ranks.cases import Gradients, batch, loss_fn
 from support.ranks.systems import Outcome, model
 
 WAITS = hasattr(_ComputationType, "WAIT_SEND_F")  # torch 2.15 wants waits among the messages
+# Torch 2.11 lets neighbouring stages on one rank meet by messages in the first step, which gloo does not send.
+NEIGHBOURS_APART = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
 Form = Literal["compute_only", "compute_comms"]
 
 
