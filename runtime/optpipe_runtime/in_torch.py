@@ -188,14 +188,12 @@ class TorchSchedule(_PipelineScheduleRuntime):
             return forward(microbatch, args, kwargs, **more)
 
     def _maybe_compute_loss(
-        self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+        self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, *more: Any
     ) -> None:
-        """Called behind every forward: the loss saves tensors, too."""
+        """Called behind every forward: the loss saves tensors, too. `more`: its keywords, which torch 2.11 has not."""
         activation = self._kept.get((stage.stage_index, mb_index))
         with nullcontext() if activation is None else activation.capture():
-            super()._maybe_compute_loss(  # type: ignore[no-untyped-call]
-                stage, output, target_mbs, mb_index, loss_kwargs
-            )
+            super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *more)  # type: ignore[no-untyped-call]
         if activation is None:
             return
         self.activation_bytes[stage.stage_index] = activation.nbytes

@@ -176,7 +176,9 @@ def _timeline(incumbent: Row[Any]) -> str:
 async def export(
     job_id: JobId,
     context: Context,
-    to: Annotated[Literal["torch-csv", "torch-comms", "torch-comms-waits"], Query(description="The form to write.")],
+    to: Annotated[
+        Literal["torch-csv", "torch-comms", "torch-comms-waits"], Query(description="The form to write.")
+    ] = "torch-csv",
     seq: WhichSeq = None,
     without_offload: Annotated[bool, Query(description="Leave out offloads, drops and reloads.")] = False,
 ) -> Response:
