@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check check-web test suite soak demo bench wheels test-gpu bench-gpu pictures clean
+.PHONY: help setup format check check-web test suite soak stacks demo bench wheels test-gpu bench-gpu pictures clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -55,6 +55,11 @@ suite: setup ## run the whole suite only
 soak: setup ## run the long versions of some tests
 	$(BIN)/python -m pytest -m 'soak or hypothesis' --hypothesis-profile soak --timeout 3600 $(ARGS)
 
+# Each stack has an environment of its own in .stacks; ARGS are names of stacks, such as torch-2.15.0. Also where the main
+# environment has another torch.
+stacks: ## run schedules in other projects' packages, and print a table
+	$(PYTHON) scripts/stacks.py .stacks $(ARGS)
+
 demo: setup ## train a small GPT on two ranks while its schedule improves
 	$(BIN)/optpipe demo
 
@@ -89,4 +94,4 @@ pictures: setup ## draw the pictures of the docs again
 	$(BIN)/python docs/better_than_linear.py
 
 clean: ## remove the environment and all caches
-	rm -rf .venv .gpu .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .gpu .stacks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def export(
     schedule: ScheduleFilePath,
-    to: Annotated[str, typer.Option(metavar="torch-csv|torch-comms|json", help="The form to write.")],
+    to: Annotated[str, typer.Option(metavar="torch-csv|torch-comms|torch-comms-waits|json", help="The form to write.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, not to stdout.")] = None,
     without_offload: Annotated[
         bool, typer.Option("--without-offload", help="Leave out offloads, drops and reloads; tell the memory it costs.")

@@ -15,7 +15,7 @@ from optpipe.model.problem import Problem, read_file
 from optpipe.model.program import Program, of_kinds
 from optpipe.schedule import Schedule, ScheduleFile
 
-FORMATS = ("torch-csv", "torch-comms", "json")
+FORMATS = ("torch-csv", "torch-comms", "torch-comms-waits", "json")
 
 
 def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) -> str:
@@ -25,7 +25,8 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
     ----------
     to
         `torch-csv`: rows of compute actions for PyTorch's pipelining. `torch-comms`: rows with all messages, which it
-        runs as they are. `json`: the schedule file, the only form that says everything.
+        runs as they are, up to torch 2.13. `torch-comms-waits`: the same for torch 2.15, which wants waits among them.
+        `json`: the schedule file, the only form that says everything.
     without_offload
         Leave out O, D and R. The schedule then needs the memory that `certify` says of `leave_out_offload(schedule)`.
 
@@ -42,7 +43,7 @@ def export_schedule(schedule: Schedule, to: str, without_offload: bool = False) 
         schedule = leave_out_offload(schedule)
     if to == "json":
         return ScheduleFile.of(schedule).to_json() + "\n"
-    return torch_csv.write(schedule, messages=to == "torch-comms")
+    return torch_csv.write(schedule, messages=to != "torch-csv", waits=to == "torch-comms-waits")
 
 
 def leave_out_offload(schedule: Schedule) -> Schedule:

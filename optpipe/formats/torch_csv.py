@@ -1,8 +1,9 @@
 """PyTorch's pipelining: one row of actions a rank, separated by commas, as `_PipelineScheduleRuntime._load_csv` reads
-them (torch.distributed.pipelining, torch 2.13).
+them (torch.distributed.pipelining, torch 2.11, 2.13 and 2.15).
 
 Their `I` is our `B`, their `B` our `BW`, and a pair is written `(0F3;4B1)OVERLAP_F_B`. With messages a row also has the
-actions SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, REDUCE_GRAD and RESHARD.
+actions SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, REDUCE_GRAD and RESHARD; torch 2.15 also wants WAIT_SEND_F, WAIT_SEND_B
+and WAIT_REDUCE_GRAD, which torch 2.13 does not know.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ LETTER = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KIND = {letter: kind for kind, letter in LETTER.items()}
 OFFLOAD = (Kind.O, Kind.D, Kind.R)
 WEIGHTS = (Kind.W, Kind.BW)
+RECEIVED = {Kind.F: "F"} | dict.fromkeys(BACKWARD, "B")  # the letter of a message to such an op
 
 _COMPUTE = re.compile(r"(\d{1,9})([FIBW])(\d{1,9})")
-_OTHER = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_OTHER = re.compile(r"\d+(?:(?:SEND|RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
-def write(schedule: Schedule, messages: bool) -> str:
+def write(schedule: Schedule, messages: bool, waits: bool = False) -> str:
     """The rows of a schedule.
 
     Parameters
@@ -40,6 +42,8 @@ def write(schedule: Schedule, messages: bool) -> str:
     messages
         Also write sends and receives, UNSHARD, REDUCE_GRAD and RESHARD; torch then runs the rows as they are
         (`compute_comms`). Without them it places its own, as if all ops took the same time (`compute_only`).
+    waits
+        With messages, also write where a rank waits for what it has sent, and for its reductions.
 
     Returns
     -------
@@ -53,10 +57,10 @@ def write(schedule: Schedule, messages: bool) -> str:
     ScheduleError
         If the schedule cannot run.
     """
-    return "".join(",".join(row) + "\n" for row in rows(schedule, messages))
+    return "".join(",".join(row) + "\n" for row in rows(schedule, messages, waits))
 
 
-def rows(schedule: Schedule, messages: bool, offloads: bool = False) -> list[list[str]]:
+def rows(schedule: Schedule, messages: bool, waits: bool = False, offloads: bool = False) -> list[list[str]]:
     """The actions of each device, as texts; raises as `write` does.
 
     `offloads` lets O, D and R stand among them in our own text form, such as `0O3.1`, for a runtime that knows them.
@@ -64,6 +68,8 @@ def rows(schedule: Schedule, messages: bool, offloads: bool = False) -> list[lis
     All devices follow one order of all ops, that of their predicted ends, in which none comes before what it waits for
     (`CompiledSchedule.places`). A message is sent behind its op, and its receive posted at that place of the order. So
     sends and receives of two ranks have the same order on both, and nothing waits in a circle, whatever the ops' times.
+    A rank waits for what it has sent behind its first op that this order has behind the op that the message is for: by
+    the predicted times it has arrived then.
     """
     _require_sayable(schedule, offloads)
     problem = schedule.problem
@@ -74,6 +80,8 @@ def rows(schedule: Schedule, messages: bool, offloads: bool = False) -> list[lis
     devices = [stage.device for stage in problem.stages]
     texts = [_first_uses(program) if messages else [] for program in schedule.programs]
     last = _last_gradients(schedule.programs) if messages else set()
+    sent: dict[str, tuple[int, str]] = {}  # by receive: who waits for it, and its wait
+    arrived: list[list[str]] = [[] for _ in texts]
     issued = np.maximum.accumulate(np.where(table.transfer, 0, np.arange(len(table))))  # the op before a transfer
     for row in np.lexsort((np.arange(len(table)), places[issued])).tolist():
         if table.second[row]:
@@ -81,15 +89,21 @@ def rows(schedule: Schedule, messages: bool, offloads: bool = False) -> list[lis
         item = table.item(row)
         ops = item if isinstance(item, Pair) else (item,)
         own = texts[table.device[row]]
-        own.append(_text(item))
+        own += [_text(item), *arrived[table.device[row]]]
+        arrived[table.device[row]].clear()
+        for op in ops:
+            if op.kind in RECEIVED and (got := sent.pop(_receive(op), None)):
+                arrived[got[0]].append(got[1])
         for op in ops if messages else ():
             for send, receive, to in _messages(op, devices):
                 own.append(send)
                 texts[to].append(receive)
+                if waits:
+                    sent[receive] = table.device[row], send.replace("SEND", "WAIT_SEND")
         for op in ops:
             if op in last:
-                own += [f"{op.stage}REDUCE_GRAD", f"{op.stage}RESHARD"]
-    return texts
+                own += [f"{op.stage}REDUCE_GRAD", *[f"{op.stage}WAIT_REDUCE_GRAD"] * waits, f"{op.stage}RESHARD"]
+    return [own + left for own, left in zip(texts, arrived, strict=True)]
 
 
 def read(text: str, problem: Problem, what: str) -> Schedule:
@@ -166,10 +180,16 @@ def _last_gradients(programs: Iterable[Program]) -> set[Op]:
 def _messages(op: Op, devices: Sequence[int]) -> list[tuple[str, str, int]]:
     """What an op sends to another device: the send, the receive, and the device that receives."""
     s, j = op.stage, op.microbatch
-    to, letter = (s + 1, "F") if op.kind == Kind.F else (s - 1, "B") if op.kind in BACKWARD else (s, "")
+    letter = RECEIVED.get(op.kind, "")
+    to = {"F": s + 1, "B": s - 1}.get(letter, s)
     if not 0 <= to < len(devices) or devices[to] == devices[s]:
         return []
     return [(f"{s}SEND_{letter}{j}", f"{to}RECV_{letter}{j}", devices[to])]
+
+
+def _receive(op: Op) -> str:
+    """Of what an F or a backward gets, if that comes from another device."""
+    return f"{op.stage}RECV_{RECEIVED[op.kind]}{op.microbatch}"
 
 
 def _items(line: str, what: str) -> list[Op | Pair]:

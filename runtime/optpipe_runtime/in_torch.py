@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError, ScheduleError
@@ -112,7 +112,7 @@ class TorchSchedule(_PipelineScheduleRuntime):
         host_memory_bytes: int | None,
         **options: Any,
     ) -> None:
-        rows = torch_csv.rows(schedule, messages=True, offloads=True)
+        rows = torch_csv.rows(schedule, messages=True, waits=hasattr(_ComputationType, "WAIT_SEND_F"), offloads=True)
         problem = schedule.problem
         if complaints := check(problem, schedule):
             raise ScheduleError(complaints[0])
@@ -135,6 +135,7 @@ class TorchSchedule(_PipelineScheduleRuntime):
         self._pool = HostPool(self._device, host_memory_bytes)
         self._kept: dict[StageMicrobatch, Activation] = {}
         self._shared: dict[int, frozenset[int]] = {stage.stage_index: frozenset() for stage in stages}
+        self._targets: frozenset[int] = frozenset()  # of this step; one storage for all micro-batches
         self.certified_bytes = schedule.compiled.certificate.device[self.rank].bytes
         self.peak_bytes = self.host_peak_bytes = 0
         self.activation_bytes: dict[int, int] = {}
@@ -145,15 +146,18 @@ class TorchSchedule(_PipelineScheduleRuntime):
 
     # One step
 
-    def _step_microbatches(self, *args: Any, **more: Any) -> None:
+    def _step_microbatches(
+        self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **more: Any
+    ) -> None:
         if not self._has_backward:
-            super()._step_microbatches(*args, **more)
+            super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
             return
         self.peak_bytes = 0
+        self._targets = frozenset(storage_key(leaf) for leaf in tree_leaves(target_mbs) if isinstance(leaf, Tensor))
         self._pool.start_step()
         try:
             with self._watched():
-                super()._step_microbatches(*args, **more)
+                super()._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **more)
         finally:
             for activation in self._kept.values():
                 activation.restore()
@@ -177,16 +181,19 @@ class TorchSchedule(_PipelineScheduleRuntime):
         self, stage: PipelineStage, forward: Callable[..., Any], microbatch: int, args: Any, kwargs: Any, **more: Any
     ) -> Any:
         staying = [*stage.submod.parameters(), *stage.submod.buffers(), *_inputs(stage, microbatch, (args, kwargs))]
-        activation = Activation(self._device, frozenset(map(storage_key, staying)), self._shared[stage.stage_index])
+        excluded = self._targets.union(map(storage_key, staying))
+        activation = Activation(self._device, excluded, self._shared[stage.stage_index])
         self._kept[stage.stage_index, microbatch] = activation
         with activation.capture():
             return forward(microbatch, args, kwargs, **more)
 
-    def _maybe_compute_loss(self, stage: PipelineStage, output: Any, targets: Any, mb_index: int, *more: Any) -> None:
-        """Called behind every forward: the loss saves tensors, too. torch 2.11 gives no `more`."""
+    def _maybe_compute_loss(
+        self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, *more: Any
+    ) -> None:
+        """Called behind every forward: the loss saves tensors, too. `more`: its keywords, which torch 2.11 has not."""
         activation = self._kept.get((stage.stage_index, mb_index))
         with nullcontext() if activation is None else activation.capture():
-            super()._maybe_compute_loss(stage, output, targets, mb_index, *more)  # type: ignore[no-untyped-call]
+            super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *more)  # type: ignore[no-untyped-call]
         if activation is None:
             return
         self.activation_bytes[stage.stage_index] = activation.nbytes

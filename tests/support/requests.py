@@ -64,6 +64,7 @@ CALLS = [
     Call("GET", "/v1/jobs/{job_id}/log", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/trace", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/timeline", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/export", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
     Call("PUT", "/v1/jobs/{job_id}/adoptions/{seq}", "submit", 200, {"step": 5, "measured_iteration_ms": 9.5}),
     Call("POST", "/v1/jobs/{job_id}/cancel", "submit", 202),

@@ -45,6 +45,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the firs
     "/v1/jobs/{job_id}/log": READ,
     "/v1/jobs/{job_id}/trace": READ,
     "/v1/jobs/{job_id}/timeline": READ,
+    "/v1/jobs/{job_id}/export": READ,
     "/v1/check": {"POST": "read"},
     "/v1/simulate": {"POST": "read"},
     "/v1/compare": {"POST": "read"},

@@ -100,6 +100,7 @@ TIMELINE = {
         },
     ],
 }
+ROWS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 TRACE = {
     "traceEvents": [{"ph": "X", "pid": 0, "tid": 0, "name": "0F0", "cat": "forward", "ts": 0.0, "dur": 1000.0}],
     "displayTimeUnit": "ms",

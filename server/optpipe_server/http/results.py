@@ -1,13 +1,15 @@
-"""What a job has found: incumbents, what the training has adopted, timelines, and the job's log."""
+"""What a job has found: incumbents, what the training has adopted, timelines, rows for other programs, and the
+job's log."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 from sqlalchemy import Row
 
+from optpipe.formats.convert import export_schedule
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, certify, timed_ops
@@ -161,6 +163,29 @@ def _timeline(incumbent: Row[Any]) -> str:
             "devices": uses(certify(schedule.problem, schedule)),
         }
     )
+
+
+@router.get(
+    "/export",
+    response_class=Response,
+    responses={
+        **responses(200, None, None, 404, 409, 422),
+        200: {"description": "OK", "content": {"text/csv": {"schema": {"type": "string"}, "example": examples.ROWS}}},
+    },
+)
+async def export(
+    job_id: JobId,
+    context: Context,
+    to: Annotated[
+        Literal["torch-csv", "torch-comms", "torch-comms-waits"], Query(description="The form to write.")
+    ] = "torch-csv",
+    seq: WhichSeq = None,
+    without_offload: Annotated[bool, Query(description="Leave out offloads, drops and reloads.")] = False,
+) -> Response:
+    """A schedule as rows that PyTorch's pipelining reads."""
+    incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
+    rows = await context.service.pictures.run(lambda: export_schedule(_schedule(incumbent), to, without_offload))
+    return Response(rows, media_type="text/csv")
 
 
 def _schedule(incumbent: Row[Any]) -> Schedule:

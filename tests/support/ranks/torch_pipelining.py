@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +26,9 @@ from optpipe_runtime.memory.storage import StorageRef, storage_key
 from support.ranks.cases import Gradients, batch, loss_fn
 from support.ranks.systems import Outcome, model
 
+WAITS = hasattr(_ComputationType, "WAIT_SEND_F")  # torch 2.15 wants waits among the messages
+# Torch 2.11 lets neighbouring stages on one rank meet by messages in the first step, which gloo does not send.
+NEIGHBOURS_APART = torch.__version__.startswith("2.11.")
 Form = Literal["compute_only", "compute_comms"]
 
 

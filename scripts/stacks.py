@@ -1,0 +1,90 @@
+"""Runs the tests of schedules in other projects' packages, each in an environment with real packages, and prints what
+they found as a table: `make stacks`.
+
+    python scripts/stacks.py FOLDER [NAME...]
+
+makes an environment in FOLDER for each stack, or for those named, unless it is there already. pip decides where
+packages come from; with `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` it finds torch without CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Stack(NamedTuple):
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def _torch(version: str) -> Stack:
+    return Stack((f"torch=={version}",), ("tests/runtime/test_torch_pipelining.py",))
+
+
+TRAINING = "tests/runtime/test_stacks.py::test_ten_steps_by_their_own_builders"
+STACKS = {
+    "torch-2.11.0": _torch("2.11.0"),
+    "torch-2.13.0": _torch("2.13.0"),
+    "torch-2.15.0": _torch("2.15.0"),
+    # torchtitan imports triton, which torch brings only with CUDA.
+    "torchtitan-0.3.0": Stack(("torchtitan==0.3.0", "torch==2.13.0", "triton"), (f"{TRAINING}[torchtitan]",)),
+    "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),
+}
+NEEDS = ("--editable", ".[runtime,postgres]", "pytest", "pytest-timeout", "hypothesis")  # of the tests
+COLUMNS = ("stack", "version", "schedule", "ranks", "by", "loss difference", "peak of certificate")
+
+
+def main(folder: Path, names: list[str]) -> int:
+    if unknown := set(names) - STACKS.keys():
+        sys.exit(f"{min(unknown)} is no stack: one of {', '.join(STACKS)} is expected")
+    failed, rows = [], []
+    for name in names or STACKS:
+        found = folder.resolve() / f"{name}.jsonl"
+        found.unlink(missing_ok=True)
+        if not (_make(folder / name, STACKS[name]) and _test(folder / name, STACKS[name], found)):
+            failed.append(name)
+        lines = found.read_text().splitlines() if found.exists() else []
+        rows += [(*name.rsplit("-", 1), *_cells(json.loads(line))) for line in lines]
+    _print(rows)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _make(environment: Path, stack: Stack) -> bool:
+    ready = environment / "ready"
+    if ready.exists():
+        return True
+    print(f"Making {environment}: takes some minutes.", flush=True)
+    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for command in ([sys.executable, "-m", "venv", environment], [*pip, *stack.packages, *NEEDS]):
+        if subprocess.run(command).returncode:
+            return False
+    ready.touch()
+    return True
+
+
+def _test(environment: Path, stack: Stack, table: Path) -> bool:
+    command = [environment / "bin" / "python", "-m", "pytest", "-m", "", "--timeout", "3600", *stack.tests]
+    variables = {"OPTPIPE_STACKS_TABLE": str(table), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=os.environ | variables).returncode == 0
+
+
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
+    peak = "–" if row["peak"] is None else f"{row['peak']:.3f}"
+    return str(row["schedule"]), str(row["ranks"]), str(row["form"]), f"{row['loss']:.1e}", peak
+
+
+def _print(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    for row in (COLUMNS, tuple("-" * width for width in widths), *rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

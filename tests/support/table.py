@@ -1,0 +1,29 @@
+"""Figures that tests find, as rows of a table that `make stacks` prints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+def note(schedule: str, ranks: int, form: str, loss_difference: float, peak_share: float | None = None) -> None:
+    """A row, if `OPTPIPE_STACKS_TABLE` names a file for them.
+
+    Parameters
+    ----------
+    schedule
+        The method's name.
+    ranks
+        How many processes ran it.
+    form
+        The form of export, or the function that ran it.
+    loss_difference
+        The largest difference of a loss from what was to be.
+    peak_share
+        The largest peak of a rank over what the schedule's certificate says.
+    """
+    if file := os.environ.get("OPTPIPE_STACKS_TABLE"):
+        row = {"schedule": schedule, "ranks": ranks, "form": form, "loss": loss_difference, "peak": peak_share}
+        with Path(file).open("a") as rows:
+            rows.write(json.dumps(row) + "\n")
