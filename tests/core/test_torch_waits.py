@@ -7,6 +7,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import problems, strategies
+from support.examples import examples
 
 from optpipe import Schedule, export_schedule, leave_out_offload
 
@@ -24,7 +25,7 @@ def test_a_send_is_waited_for_behind_the_op_that_consumes_it() -> None:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_waits_end_and_stand_once_behind_their_sends(data: st.DataObject) -> None:
     """Ranks that send and receive at once, and stop at a wait until the other rank has posted the receive."""

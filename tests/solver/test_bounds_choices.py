@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.enumeration import best_of_all, problem_of, stage
+from support.examples import examples
 
 from optpipe import Problem
 from optpipe_solver.bounds import memory_bound
@@ -18,7 +19,7 @@ from optpipe_solver.bounds.choices import MOST, least_of_all
 COSTS = st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     groups=st.lists(st.tuples(st.integers(1, 3), COSTS), min_size=1, max_size=2),
     fixed=st.tuples(*[st.integers(0, 5)] * 4),
@@ -50,7 +51,7 @@ def tiny(draw: st.DrawFn) -> Problem:
     return problem_of(stages, [size + draw(st.integers(0, size))], 2, 0.0, transfer_mode=duplex)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(problem=tiny())
 def test_no_schedule_is_shorter(problem):
     for objective in ("makespan", "span"):

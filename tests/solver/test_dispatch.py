@@ -118,7 +118,7 @@ def test_what_rules_lead_to_is_valid_and_as_long_as_simulated(problem: Problem, 
             rules = neighbour(simulator, rules, random)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_no_bound_is_above_what_rules_lead_to(problem: Problem, seed: int) -> None:
     """Not even with no more memory than the schedule needs, where bounds are highest."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chain import chain
+from support.examples import examples
 
 from optpipe.model.problem import Problem
 from optpipe.process.child import Child
@@ -75,7 +76,7 @@ def first_ms(problem: Problem, start: Schedule) -> float:
     return portfolio.state.best_ms
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problem=problems(), times=st.integers(2, 3), more=st.integers(1, 9))
 def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: int, more: int) -> None:
     known = generate("adaoffload", problem)
@@ -92,7 +93,7 @@ def test_a_search_begins_with_what_is_valid_with_less(problem: Problem, times: i
         assert first_ms(larger, known) <= known.makespan_ms + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problem=problems(), times=st.integers(2, 3))
 def test_in_more_parts_a_schedule_is_as_long(problem: Problem, times: int) -> None:
     coarse = with_stages(problem, offload_parts=1)
