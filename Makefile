@@ -48,7 +48,7 @@ test: setup ## check, and run the whole suite
 
 # More tests at a time than two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -rs
+	env --unset=MAKEFLAGS $(BIN)/python -m pytest --numprocesses 3 --dist worksteal -rs
 
 # The longer versions of the tests that end the service's processes at random, and the like, and many more examples of
 # each property; ARGS are pytest's.

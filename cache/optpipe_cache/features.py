@@ -53,7 +53,7 @@ def structure(problem: Problem) -> str:
         "shared_links": problem.shared_links,
         "offload_parts": costs.parts.tolist(),
         "can": [can.tolist() for can in (costs.can_offload, costs.can_recompute, costs.can_evict, costs.can_update)],
-        "peer": costs.peer.tolist(),
+        "peer": costs.peer.tolist() if costs.can_evict.any() else None,
         "pairs": problem.overlap_factor is not None,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

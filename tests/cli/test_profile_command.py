@@ -111,6 +111,6 @@ def test_a_model_that_is_not_there(name: str, sentence: str, tmp_path: Path, mon
 
 def test_an_unknown_option() -> None:
     options = "host_memory_bytes, full_duplex, routes, microbatch_routes, peers, links, host_optimizers, "
-    options += "clip_host_updates, group"
+    options += "clip_host_updates, whole_gradients, group"
     with pytest.raises(InputError, match=f"options has 'ful_duplex': must be one of {options}"):
         Setup({}, [0], len, None, None, {"ful_duplex": True}).pipeline(1)  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def test_more_time(client: httpx.Client) -> None:
 
 def test_other_costs(client: httpx.Client) -> None:
     job = until_cached(client, submit(client, method="auto"))
-    slower = chain(forward=1.5)
+    slower = chain(forward=1.2)
     reply = client.post(f"{job['url']}/problem", json={"problem": slower.to_dict()})
     assert reply.status_code == 200, reply.text
     posed = reply.json()

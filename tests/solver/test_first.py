@@ -60,7 +60,8 @@ def test_an_answer_is_valid_or_says_why_there_is_none(process, objective, proble
     assert isinstance(end, End)
     reason = infeasibility(problem)
     if reason:
-        assert [frame for frame in frames if not isinstance(frame, Note)] == [Infeasible(reason=reason)]
+        assert [type(frame) for frame in frames if not isinstance(frame, Note)] == [Infeasible]
+        assert [frame.reason for frame in frames if isinstance(frame, Infeasible)] == [reason]
         return
     values = []
     for schedule in schedules(frames, problem):

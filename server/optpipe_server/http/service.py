@@ -189,7 +189,8 @@ class Service:
             raise LookupError(job_id)
         if is_cancelled(job):
             raise ReplyError(409, CANCELLED_DETAIL)
-        if structure(Problem.from_json(job.problem)) != structure(problem):
+        asked = Problem.from_json(job.problem)
+        if (structure(asked), asked.microbatches) != (structure(problem), problem.microbatches):
             raise ReplyError(
                 409,
                 "The problem has other devices, stages, micro-batches, routes or ops than the job's; submit it anew.",

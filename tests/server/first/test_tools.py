@@ -146,7 +146,7 @@ def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: S
         assert reply.status_code == 200, reply.text
         return reply.json()["hit"]
 
-    best, near = gpipe(AMPLE), chain(memory=2, forward=1.5)
+    best, near = gpipe(AMPLE), chain(memory=2, forward=1.2)
     assert lookup(AMPLE) is None
     server.service.caches.of("another").add(best, "feasible")
     assert lookup(AMPLE) is None
@@ -163,6 +163,7 @@ def test_a_known_schedule_is_found_by_its_tenant(client: httpx.Client, server: S
         gpipe(near).makespan_ms,
     )
     assert hit["distance"] > 0
+    assert hit["distance"] == pytest.approx(sum(hit["terms"].values()))
     assert lookup(AMPLE, objective="span") is None
 
 

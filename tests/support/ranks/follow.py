@@ -110,7 +110,7 @@ def slows_down(
         ):
             for step in range(calm + slow):
                 if step == calm and rank == 1:
-                    module.times = paced.Times(*(factor * ms for ms in times))
+                    module.times = paced.Times(*(factor * ms for ms in times[:4]))
                 versions.append(follower.step(x, x).version)
                 problems.append(pipe.problem)
                 await_search(follower)
