@@ -19,7 +19,7 @@ from optpipe.evaluate.objective import TOLERANCE, Objective, reaches
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import minimize, most_rows
+from optpipe_solver.milp.backend import minimize, most_rows, smallest_model
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.schedule_graph import ScheduleGraph, split_if_it_fits
 from optpipe_solver.milp.start import assignment
@@ -97,9 +97,7 @@ class WindowSearch:
         self._objective: Objective = objective
         self._bound_ms = bound_ms
         self._most = most_rows(solver)
-        # What a cut adds while Gurobi searches does not count.
-        lazy = self._most is not None and switches.triangles == "all"
-        self._switches = replace(switches, triangles="lazy") if lazy else switches
+        self._switches = smallest_model(solver, switches)
         self._solved: Counter[str] = Counter()  # windows by who solved them
         self._nodes = self._proven = self._gained = self._shrunk = self._largest = 0
         self._end = "time is up"
@@ -158,7 +156,8 @@ class WindowSearch:
             )
 
     def _is_too_large(self, model: Model) -> bool:
-        return self._most is not None and self._solver.lower() == "gurobi" and not model.rows.fits(self._most)
+        most = most_rows(self._solver)  # none once HiGHS has taken its place
+        return most is not None and not model.rows.fits(most)
 
     def _solve(self, model: Model, graph: ScheduleGraph, limits: Limits) -> Schedule | None:
         """The best schedule that the window leads to; None if none is better than all before."""

@@ -38,11 +38,8 @@ def solver(name: str) -> Minimize:
 
 
 def _minimize(name: str, task: Task) -> Outcome:
-    try:
-        cut_at_root(task, lambda: _solve(name, task, relaxed=True)[0])
-        x, proven = _solve(name, task, relaxed=False)
-    except (pulp.PulpError, OSError) as error:
-        raise UnavailableError(f"PuLP's {name} failed: {error}") from None
+    cut_at_root(task, lambda: _solve(name, task, relaxed=True)[0])
+    x, proven = _solve(name, task, relaxed=False)
     if x is not None:
         task.on_solution(x)
         if proven:
@@ -60,7 +57,10 @@ def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
         for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
     with _stdout_to_stderr():
-        problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
+        try:
+            problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
+        except Exception as error:  # PuLP lets through what a solver's own library raises
+            raise UnavailableError(f"PuLP's {name} failed: {error}") from None
     found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     return np.array(
         [v.value() or 0.0 for v in variables]

@@ -17,7 +17,7 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import is_licensed, minimize, most_rows
+from optpipe_solver.milp.backend import is_licensed, minimize, most_rows, smallest_model
 from optpipe_solver.milp.lasting import Lasting
 from optpipe_solver.milp.model import Model, serial_ms
 from optpipe_solver.milp.neighbourhoods import WindowSearch
@@ -68,8 +68,7 @@ class _Search:
         request, solver, best = self._request, self._request.solver, self._best
         orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
         most = most_rows(solver)
-        # What a cut adds while Gurobi searches does not count.
-        switches = replace(switches, triangles="lazy") if most and switches.triangles == "all" else switches
+        switches = smallest_model(solver, switches)
         for order in orders:
             model = Model(self._lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if most and model.possible and not model.rows.fits(most):
