@@ -12,7 +12,7 @@ import psutil
 
 from optpipe.errors import OptPipeError
 from optpipe.process.child import Child
-from optpipe.process.protocol import Frame, Programs, Request
+from optpipe.process.protocol import Frame, Note, Programs, Request
 from optpipe.schedule import Schedule
 
 ENGINE = "optpipe_solver.engine"
@@ -33,6 +33,7 @@ class EngineProcess:
     allotted_s: float
     began: float = field(default_factory=time.monotonic)
     spent_s: float | None = None  # of its time, by its own count
+    report: Note | None = None  # its last, on how a search of it ended or how far it is
     overdue: bool = False  # whether it was stopped because its time was up, before its end
 
     @property
