@@ -35,7 +35,7 @@ from optpipe.options import (
 )
 from optpipe.process import child
 from optpipe_cli import main as cli
-from optpipe_cli.main import app
+from optpipe_cli.app import app
 from optpipe_cli.options import flag
 from optpipe_runtime import follow
 from optpipe_runtime.demo.train import DemoSettings
