@@ -25,7 +25,7 @@ GRACE_S = 3.0  # a solver that has not ended this long after its time limit is k
 MOST_NOTES = 200  # further notes of a solver are dropped
 SOLVER = "optpipe_solver"
 NOTHING_YET = "no schedule was found before the search ended"
-SILENT = "the solver was stopped after {:.1f} s, before it had found or told anything: it had too little time to start"
+SILENT = "the solver had told nothing when it was stopped after {:.1f} s: it had too little time to start"
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
 def _results(request: Request, child: Child, deadline: threading.Timer, known: _Known) -> Generator[Result, None, None]:
     began = time.monotonic()
     best = shown = known.result
-    said_nothing, ongoing = True, None
+    said_nothing, ongoing, failure = True, None, None
     try:
         for frame in child.frames():
             if isinstance(frame, Refused):
@@ -205,15 +205,17 @@ def _results(request: Request, child: Child, deadline: threading.Timer, known: _
             if request.gap and best.gap is not None and best.gap <= request.gap:
                 break
     except SolverError as error:
-        rejected = best.rejected + isinstance(error, FrameError)
-        best = replace(best, notes=(*best.notes, str(error)), failure=str(error), rejected=rejected)
+        failure = error
     finally:
         deadline.cancel()
         child.stop()
     passed_s = time.monotonic() - began
     if ongoing:
         best = _with_note(best, ongoing.stopped(passed_s))
-    if said_nothing and best.failure is None:
+    if failure:
+        rejected = best.rejected + isinstance(failure, FrameError)
+        best = replace(best, notes=(*best.notes, str(failure)), failure=str(failure), rejected=rejected)
+    elif said_nothing and passed_s >= request.time_limit_s:  # else somebody cancelled it
         best = _with_note(best, Note(text=SILENT.format(passed_s)))
     if best.status == "unknown" and best.notes:
         best = replace(best, reason=best.notes[-1])
@@ -294,12 +296,23 @@ def improve(
     InputError
         If an option is unknown or out of range. An unknown method is reported when the first result is asked for.
     """
+    return _searching("improve", problem, warm_start, options, admit)
+
+
+def _searching(
+    what: str,
+    problem: Problem,
+    warm_start: Schedule | None,
+    options: SolveArguments,
+    admit: Callable[[int], None] | None = None,
+) -> Search:
+    """`improve`; a wrong argument is one of `what`."""
     if warm_start is not None and not isinstance(warm_start, Schedule):
         raise InputError(
-            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
+            f"{what}: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
             "(Schedule.load reads a file)"
         )
-    chosen = SolveOptions.of("improve", options).arguments()
+    chosen = SolveOptions.of(what, options).arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
     start = Programs.of(warm_start) if warm_start is not None else None
     return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit)
@@ -310,5 +323,5 @@ def solve(problem: Problem, *, warm_start: Schedule | None = None, **options: Un
 
     A problem that no schedule fits ends with status `infeasible` and the reason.
     """
-    *_, last = improve(problem, warm_start=warm_start, **options)
+    *_, last = _searching("solve", problem, warm_start, options)
     return last

@@ -113,6 +113,7 @@ MilpOps = Annotated[
     Field(
         strict=True,
         ge=1,
+        le=2**31 - 1,
         description="Compute ops up to which milp solves the problem whole; larger ones window by window. Default: "
         "100; no limit with a licence of Gurobi.",
     ),

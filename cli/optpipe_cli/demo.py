@@ -20,7 +20,7 @@ from optpipe.errors import OptPipeError
 from optpipe_cli.bench.runtime import difference
 from optpipe_cli.gain import Gain, gain_of, rounds
 from optpipe_cli.launch import torchrun
-from optpipe_cli.options import with_options
+from optpipe_cli.options import with_flag, with_options
 
 if TYPE_CHECKING:
     from optpipe.options import SolveOptions
@@ -36,10 +36,14 @@ def demo(options: SolveOptions) -> None:
 
     need("runtime")
     need("server")
+    from optpipe.errors import InputError
     from optpipe_runtime.demo.train import DemoSettings
     from optpipe_runtime.service.client import ClientOptions
 
-    asked = ClientOptions(**options.arguments()).for_training()
+    try:
+        asked = ClientOptions(**options.arguments()).for_training()
+    except InputError as error:
+        raise with_flag(error) from None
     with tempfile.TemporaryDirectory(prefix="optpipe-demo-") as folder:
         outcome = run(DemoSettings(options=asked.arguments()), Path(folder))
     if not outcome.sound:

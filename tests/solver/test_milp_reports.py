@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from support.enumeration import EXHAUSTIVE, SPAN, problem_of, stage
 from support.milp import Solver, solver_process
 
-from optpipe import Problem, anytime, improve
+from optpipe import InputError, Problem, anytime, improve, solve
 from optpipe.process.child import Child
 from optpipe.process.protocol import End, Frame, Note, Request
 from optpipe_cli.main import main
@@ -179,12 +179,15 @@ def test_a_report_on_the_end_takes_the_place_of_those_before() -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-def test_of_a_solver_that_said_nothing_a_note_says_so() -> None:
+def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anytime, "GRACE_S", 0.0)
+    last = solve(SPAN, method="silent", time_limit_s=0.2)
+    assert last.reason == last.notes[-1]
+    assert re.match(r"the solver had told nothing when it was stopped after [\d.]+ s", last.notes[-1])
     search = improve(SPAN, method="silent", time_limit_s=60.0)
     search.cancel()
     *_, last = search
-    assert last.reason == last.notes[-1]
-    assert re.match(r"the solver was stopped after [\d.]+ s, before it had found or told anything", last.notes[-1])
+    assert last.notes == ()
 
 
 def test_with_all_placements_the_milp_runs_though_the_best_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,3 +216,10 @@ def test_who_interrupts_the_start_of_a_command_gets_no_traceback(
         main()
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_wrong_option_names_the_function_that_was_called() -> None:
+    with pytest.raises(InputError, match=r"^solve: solver = 'foo': auto, highs"):
+        solve(SPAN, solver="foo")
+    with pytest.raises(InputError, match=r"^improve: milp_ops = 10000000000000000"):
+        improve(SPAN, milp_ops=10**30)
