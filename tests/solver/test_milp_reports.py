@@ -85,7 +85,7 @@ def test_a_solver_of_pulps_that_used_its_share_of_the_time_is_not_said_to_have_e
     from optpipe_solver.milp.task import Limits, Task
 
     def wait(self: pulp.LpSolver, problem: pulp.LpProblem) -> int:
-        time.sleep(self.timeLimit)
+        time.sleep(0.97 * self.timeLimit)  # as CBC does
         return int(problem.status)
 
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", wait)
@@ -198,7 +198,9 @@ def test_with_all_placements_the_milp_runs_though_the_best_is_proven(monkeypatch
     frames: list[Frame] = []
     request = Request(problem=problem, method="milp", placements="all", time_limit_s=20.0)
     PlacementSearch(request, frames.append).run()
-    (report,) = [frame for frame in frames if isinstance(frame, Note)]
+    begun, report = [frame for frame in frames if isinstance(frame, Note)]
+    assert begun.ongoing
+    assert begun.text.endswith(": milp: none of its searches had begun")
     assert re.fullmatch(r"(the stages as given|\d chunks?.*): milp: as asked", report.text)
     assert report.method == "milp"
 

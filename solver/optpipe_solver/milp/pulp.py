@@ -19,6 +19,7 @@ from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Outcome, Task, UnavailableError, cut_at_root
 
 SHARE = 0.9  # of the time is the solver's: its solution comes at its end, and must come in time
+NEARLY = 0.95  # of its time is used by a solver that stops at its limit: CBC does so a little before
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
 # An optimum is lowered by that to be a bound: a solver that ignores the gap asked for stops at 1e-4.
 MARGIN = 2e-4
@@ -66,18 +67,16 @@ def _solve(name: str, task: Task, relaxed: bool) -> _Found:
         x[list(task.start)] = list(task.start.values())
         for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
-    until = time.monotonic() + SHARE * task.limits.seconds
+    began, seconds = time.monotonic(), SHARE * task.limits.seconds
     with _stdout_to_stderr():
         try:
-            problem.solve(
-                _solver(name, max(0.0, until - time.monotonic()), task.limits, relaxed, warm=bool(task.start))
-            )
+            problem.solve(_solver(name, seconds, task.limits, relaxed, warm=bool(task.start)))
         except Exception as error:  # PuLP lets through what a solver's own library raises
             raise UnavailableError(f"PuLP's {name} failed: {error}") from None
     any_found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     values = np.array([v.value() or 0.0 for v in variables]) if any_found else None
     proven, infeasible = (problem.sol_status == pulp.LpSolutionOptimal, problem.sol_status == pulp.LpSolutionInfeasible)
-    return _Found(values, proven, infeasible, time.monotonic() >= until)
+    return _Found(values, proven, infeasible, time.monotonic() - began >= NEARLY * seconds)
 
 
 @contextmanager

@@ -158,7 +158,7 @@ class EngineRuns:
     def _report_missing(self, why: str) -> None:
         """A note in the place of the MILP's report, which whoever asked for it expects."""
         if self._request.method == MILP:
-            self._emit(Note(text=f"{MILP}: {why}"))
+            self._emit(Note(text=f"{MILP}: {why}", method=MILP))
 
     def keep_only(self, engine: str) -> None:
         """Cancel the runs of all other engines, and stop those under way."""
