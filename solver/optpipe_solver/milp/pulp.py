@@ -19,7 +19,7 @@ from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Outcome, Task, UnavailableError, cut_at_root
 
 SHARE = 0.9  # of the time is the solver's: its solution comes at its end, and must come in time
-NEARLY = 0.95  # of its time is used by a solver that stops at its limit: CBC does so a little before
+NEARLY = 0.9  # of its time is used by a solver that stops at its limit: CBC does so a little before
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
 # An optimum is lowered by that to be a bound: a solver that ignores the gap asked for stops at 1e-4.
 MARGIN = 2e-4
@@ -76,7 +76,10 @@ def _solve(name: str, task: Task, relaxed: bool) -> _Found:
     any_found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     values = np.array([v.value() or 0.0 for v in variables]) if any_found else None
     proven, infeasible = (problem.sol_status == pulp.LpSolutionOptimal, problem.sol_status == pulp.LpSolutionInfeasible)
-    return _Found(values, proven, infeasible, time.monotonic() - began >= NEARLY * seconds)
+    # Its only limit is the time: what it has found and not proven it had no time to prove.
+    unproven = problem.sol_status == pulp.LpSolutionIntegerFeasible
+    out_of_time = unproven or time.monotonic() - began >= NEARLY * seconds
+    return _Found(values, proven, infeasible, out_of_time)
 
 
 @contextmanager

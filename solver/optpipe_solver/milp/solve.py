@@ -70,7 +70,6 @@ class _Search:
         orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
         most = most_rows(solver)
         switches = smallest_model(solver, switches)
-        ended = True
         for order in orders:
             model = Model(self.lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if most and model.possible and not model.rows.fits(most):
@@ -83,14 +82,13 @@ class _Search:
                 callbacks = told.on_solution, told.on_bound, model.violated, told.on_start
                 solver, outcome = minimize(solver, Task(model.rows, model.C, start, own, *callbacks), self.note)
                 told.report(outcome)
-                ended = outcome.status != "time is up"
             else:
                 found = f"nothing shorter than {best.value:.6g} ms" if best.schedule else "no schedule"
                 self.report(f"{found} is possible, without a search, with {ORDERS[order]}")
             if (
                 reaches(best.value, trivial_bound(request.problem, request.objective))
                 or model.is_bound
-                or not (ended and limits.seconds)
+                or limits.seconds == 0.0
             ):
                 break
         if not model.is_bound and (reason := model.inexpressible):
