@@ -17,7 +17,7 @@ from optpipe.evaluate.objective import NEVER, Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.options import SearchOptions, SolveArguments, SolveOptions
 from optpipe.process.child import Child
-from optpipe.process.protocol import Bound, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Note, Programs, Refused, Request
 from optpipe.schedule import Schedule, Status
 from optpipe.show.page import still
 
@@ -25,6 +25,7 @@ GRACE_S = 3.0  # a solver that has not ended this long after its time limit is k
 MOST_NOTES = 200  # further notes of a solver are dropped
 SOLVER = "optpipe_solver"
 NOTHING_YET = "no schedule was found before the search ended"
+SILENT = "the solver had told nothing when it was stopped after {:.1f} s: it had too little time to start"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Result:
     method: str = ""
     time_s: float = 0.0  # since the search began
     reason: str | None = None  # why there is no schedule
-    notes: tuple[str, ...] = ()  # what went wrong on the way, such as an engine that crashed
+    notes: tuple[str, ...] = ()  # what there was to say on the way, such as that an engine crashed
+    reports: tuple[str, ...] = ()  # those of the notes that say how a search ended that was asked for: nothing wrong
     percentile_ms: float | None = None  # with jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`)
     history: tuple[Step, ...] = ()  # the incumbents so far, this one last
     rejected: int = 0  # frames of the solver that were no valid schedule, no better than one before, or unreadable
@@ -186,10 +188,14 @@ def _abandon(deadline: threading.Timer, child: Child) -> None:
 def _results(request: Request, child: Child, deadline: threading.Timer, known: _Known) -> Generator[Result, None, None]:
     began = time.monotonic()
     best = shown = known.result
+    said_nothing, ongoing, failure = True, None, None
     try:
         for frame in child.frames():
             if isinstance(frame, Refused):
                 raise InputError(frame.reason)
+            said_nothing = said_nothing and isinstance(frame, End)
+            if isinstance(frame, Note) and frame.method:
+                ongoing = frame if frame.ongoing else None
             now = replace(_after(best, frame, request), time_s=time.monotonic() - began)
             best = known.result = now if now.schedule is best.schedule else _with_step(now)
             news = (best.schedule, best.status) != (shown.schedule, shown.status)
@@ -199,14 +205,21 @@ def _results(request: Request, child: Child, deadline: threading.Timer, known: _
             if request.gap and best.gap is not None and best.gap <= request.gap:
                 break
     except SolverError as error:
-        rejected = best.rejected + isinstance(error, FrameError)
-        best = replace(best, notes=(*best.notes, str(error)), failure=str(error), rejected=rejected)
+        failure = error
     finally:
         deadline.cancel()
         child.stop()
+    passed_s = time.monotonic() - began
+    if ongoing:
+        best = _with_note(best, ongoing.stopped(passed_s))
+    if failure:
+        rejected = best.rejected + isinstance(failure, FrameError)
+        best = replace(best, notes=(*best.notes, str(failure)), failure=str(failure), rejected=rejected)
+    elif said_nothing and passed_s >= request.time_limit_s:  # else somebody cancelled it
+        best = _with_note(best, Note(text=SILENT.format(passed_s)))
     if best.status == "unknown" and best.notes:
         best = replace(best, reason=best.notes[-1])
-    yield replace(best, time_s=time.monotonic() - began)
+    yield replace(best, time_s=passed_s)
 
 
 def _after(best: Result, frame: Frame, request: Request) -> Result:
@@ -218,13 +231,14 @@ def _after(best: Result, frame: Frame, request: Request) -> Result:
         return replace(best, status=best.proven_status)
     if isinstance(frame, Infeasible) and best.schedule is None:
         return replace(best, status="infeasible", reason=frame.reason)
-    if isinstance(frame, Note):
-        return _with_note(best, frame.text)
-    return best
+    return _with_note(best, frame) if isinstance(frame, Note) else best
 
 
-def _with_note(best: Result, text: str) -> Result:
-    return replace(best, notes=(*best.notes, text)) if len(best.notes) < MOST_NOTES else best
+def _with_note(best: Result, note: Note) -> Result:
+    if note.ongoing or len(best.notes) >= MOST_NOTES:
+        return best
+    reports = (*best.reports, note.text) if note.method else best.reports
+    return replace(best, notes=(*best.notes, note.text), reports=reports)
 
 
 def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
@@ -238,11 +252,11 @@ def _with_incumbent(best: Result, frame: Incumbent, request: Request) -> Result:
         wrong = [str(error)]
     if wrong:
         best = replace(best, rejected=best.rejected + 1)
-        return _with_note(best, f"a schedule of {frame.method} was rejected: {wrong[0]}")
+        return _with_note(best, Note(text=f"a schedule of {frame.method} was rejected: {wrong[0]}"))
     found = Result.of(schedule, request, best.lower_bound_ms, frame.method)
     if best.value_ms is not None and found.value_ms is not None and found.value_ms >= best.value_ms:
         return replace(best, rejected=best.rejected + 1)
-    return replace(found, notes=best.notes, history=best.history, rejected=best.rejected)
+    return replace(found, notes=best.notes, reports=best.reports, history=best.history, rejected=best.rejected)
 
 
 def _with_step(result: Result) -> Result:
@@ -282,12 +296,23 @@ def improve(
     InputError
         If an option is unknown or out of range. An unknown method is reported when the first result is asked for.
     """
+    return _searching("improve", problem, warm_start, options, admit)
+
+
+def _searching(
+    what: str,
+    problem: Problem,
+    warm_start: Schedule | None,
+    options: SolveArguments,
+    admit: Callable[[int], None] | None = None,
+) -> Search:
+    """`improve`; a wrong argument is one of `what`."""
     if warm_start is not None and not isinstance(warm_start, Schedule):
         raise InputError(
-            f"improve: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
+            f"{what}: warm_start is of type {type(warm_start).__name__}: a Schedule was expected "
             "(Schedule.load reads a file)"
         )
-    chosen = SolveOptions.of("improve", options).arguments()
+    chosen = SolveOptions.of(what, options).arguments()
     chosen["threads"] = chosen["threads"] or os.cpu_count() or 1
     start = Programs.of(warm_start) if warm_start is not None else None
     return Search(Request.model_validate({"problem": problem, "warm_start": start, **chosen}), admit)
@@ -298,5 +323,5 @@ def solve(problem: Problem, *, warm_start: Schedule | None = None, **options: Un
 
     A problem that no schedule fits ends with status `infeasible` and the reason.
     """
-    *_, last = improve(problem, warm_start=warm_start, **options)
+    *_, last = _searching("solve", problem, warm_start, options)
     return last

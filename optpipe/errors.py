@@ -95,6 +95,8 @@ def complained(complaint: Mapping[str, Any], field: str) -> str:
 
 
 def _told(complaint: Mapping[str, Any]) -> str:
+    if complaint["type"] in ("too_short", "string_too_short"):
+        return f"a length of at least {complaint['ctx']['min_length']} was expected"
     return str(complaint["msg"][0].lower() + complaint["msg"][1:])
 
 

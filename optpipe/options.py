@@ -43,10 +43,9 @@ def usual_name(solver: str) -> str:
 
 
 def _milp_solver(name: str) -> str:
-    kind, _, within = name.partition(":")
-    backends = ("auto", "highs", "gurobi", "pulp")
-    known = kind.lower() == "pulp" and usual_name(within) in (*PULP_SOLVERS, "")
-    if known or (not within and (kind.lower() in backends or usual_name(kind) in PULP_SOLVERS)):
+    kind, colon, within = name.partition(":")
+    one_of_pulp = usual_name(within if colon else kind) in PULP_SOLVERS
+    if (kind.lower() == "pulp" and one_of_pulp) if colon else (one_of_pulp or kind.lower() in ("auto", "pulp")):
         return name
     packages = {"highs": "highspy", "gurobi": "gurobipy", "pulp": "pulp"}
     installed = [solver for solver, package in packages.items() if find_spec(package)]
@@ -114,6 +113,7 @@ MilpOps = Annotated[
     Field(
         strict=True,
         ge=1,
+        le=2**31 - 1,
         description="Compute ops up to which milp solves the problem whole; larger ones window by window. Default: "
         "100; no limit with a licence of Gurobi.",
     ),

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from optpipe.errors import InputError
     from optpipe.options import Option, SearchOptions
 
 Command = Callable[..., None]
@@ -138,5 +139,9 @@ def _checked(record: type[SearchOptions], given: dict[str, Any]) -> SearchOption
     try:
         return record.of("options", given)
     except InputError as error:
-        told = re.sub(r"^options: (\w+)", lambda found: flag(found[1]), str(error))
-        raise InputError(told) from None
+        raise with_flag(error) from None
+
+
+def with_flag(error: InputError) -> InputError:
+    """The error with the flag that the user knows in the place of the option's name, with which it begins."""
+    return type(error)(re.sub(r"^(?:options: )?(\w+)", lambda found: flag(found[1]), str(error)))

@@ -112,11 +112,21 @@ class Refused(_Answer):
 
 
 class Note(_Answer):
-    """Something to tell, such as an engine that crashed; the search goes on."""
+    """Something to tell, such as an engine that crashed; the search goes on.
+
+    With a `method` it is about that one, among several that were asked for (`optpipe.comparison`), or a report on how
+    its search ended. A search that is `ongoing` says by the same words how far it is: what holds if it is stopped
+    before its next report.
+    """
 
     type: Literal["note"] = "note"
     text: Text
-    method: Text = ""  # the one that it is about, where several are asked for (`optpipe.comparison`)
+    method: Text = ""
+    ongoing: bool = False
+
+    def stopped(self, seconds: float) -> Note:
+        """The report on a search that was stopped before it could say how it ended."""
+        return self.model_copy(update={"text": f"{self.text}; stopped after {seconds:.1f} s", "ongoing": False})
 
 
 class End(_Answer):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from optpipe_cli import example
-from optpipe_cli.main import app
+from optpipe_cli.app import app
 
 
 def test_it_gains_much_where_memory_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from support.chain import chain
 from typer.testing import CliRunner
 
 import optpipe
-from optpipe_cli.main import app
+from optpipe_cli.app import app
 
 PROBLEM = chain()
 

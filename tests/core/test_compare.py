@@ -120,7 +120,7 @@ def test_memory_that_is_too_small_is_the_reason_of_every_row():
         (["gis:size=5"], r"method = 'gis:size=5': gis has no parameter size \(its parameters: group\)"),
         (["gpipe 1f1b"], r"compare: methods\[0\] = 'gpipe 1f1b': a method such as 1f1b or gis:group=5 was expected"),
         ([""], r"compare: methods\[0\] = '': a method such as 1f1b"),
-        ([], r"compare: methods = a list of 0: tuple should have at least 1 item"),
+        ([], r"compare: methods = a list of 0: a length of at least 1 was expected"),
     ],
 )
 def test_an_unknown_method_is_one_sentence(methods, told):

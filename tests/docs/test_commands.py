@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from optpipe import Problem, Schedule, check
-from optpipe_cli.main import app
+from optpipe_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ from optpipe.options import (
 )
 from optpipe.process import child
 from optpipe_cli import main as cli
-from optpipe_cli.main import app
+from optpipe_cli.app import app
 from optpipe_cli.options import flag
 from optpipe_runtime import follow
 from optpipe_runtime.demo.train import DemoSettings
@@ -240,7 +240,7 @@ def refusals(doors: dict[str, Callable[[dict[str, Any]], Any]], option: Option) 
         with pytest.raises(InputError) as refused:
             door({option.name: wrong(option)})
         text = str(refused.value).replace(flag(option.name), option.name)
-        told.add(re.sub(r"^(improve|compare|job|ScheduleClient|Follower): ", "", text))
+        told.add(re.sub(r"^(solve|improve|compare|job|ScheduleClient|Follower): ", "", text))
         assert "\n" not in text, name
     return told
 
@@ -292,7 +292,7 @@ def test_a_training_keeps_its_stages(tmp_path: Path) -> None:
         InputError, match=r"^placements = 'all': a training has its stages already, 'keep' was expected$"
     ):
         follow.Follower(nothing, NOWHERE, placements="all")
-    with pytest.raises(InputError, match=r"^placements = 'all': a training"):
+    with pytest.raises(InputError, match=r"^--placements = 'all': a training"):
         run("demo", options={"placements": "all"}, folder=tmp_path)
 
 

@@ -29,7 +29,7 @@ from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule, certify, check
-from optpipe_cli.main import app
+from optpipe_cli.app import app
 from optpipe_runtime.bench import gpu, gpu_runs, paced
 from optpipe_runtime.bench.gpu_neighbours import Sleeper, Spinner, arrivals, emulate
 from optpipe_runtime.bench.gpu_schedules import alone, halved, kept, share_offloaded

@@ -27,5 +27,6 @@ def test_the_protocol_runs_with_a_backend_that_is_named() -> None:
     assert told["steps_beside"] > 0
     predicted = [told["first"]["predicted_ms"], *(found["predicted_ms"] for found in told["found"])]
     assert predicted == sorted(set(predicted), reverse=True)
+    assert sum(told["swaps"].values()) == len(told["found"])
     assert told["best"]["predicted_ms"] <= min(predicted)
     assert [note for note in told["notes"] if note.startswith("milp: PuLP's PULP_CBC_CMD: ")]

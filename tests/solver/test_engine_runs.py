@@ -129,7 +129,7 @@ def test_where_the_milp_is_stopped_before_its_report_a_note_says_so(monkeypatch:
     runs.start(EngineRun("milp"), 0.01, 1)
     while runs.running:
         runs.handle_messages(0.1)
-    assert told == [Note(text="milp: time was up before it could say how its search ended")]
+    assert told == [Note(text="milp: time was up before it could say how its search ended", method="milp")]
 
 
 def test_where_the_milp_has_ended_there_is_none() -> None:
@@ -148,7 +148,7 @@ def test_where_no_time_is_left_for_the_milp_a_note_says_so(turn: bool) -> None:
     if turn:
         runs.start_next(beside_heuristics=False)
     runs.stop_all()
-    assert told == [Note(text="milp: there was no time left to start it")]
+    assert told == [Note(text="milp: there was no time left to start it", method="milp")]
 
 
 @pytest.mark.parametrize(("engine", "counts"), [("milp", False), ("lns", True)])

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support.enumeration import problem_of, stage
+from typer.testing import CliRunner
 
-from optpipe import InputError, Problem
-from optpipe_cli.bench import milp as bench_milp
+from optpipe import Problem
+from optpipe_cli.app import app
 
-COMMAND = "import sys, typer; from optpipe_cli.bench.milp import milp; app = typer.Typer(); app.command()(milp); app()"
+COMMAND = "from optpipe_cli.main import main; main()"
 
 
 def save(problem: Problem, path: Path) -> Path:
@@ -21,12 +21,17 @@ def save(problem: Problem, path: Path) -> Path:
     return path
 
 
+def refused(path: Path, *words: str) -> str:
+    """The sentence with which the command ends."""
+    return str(CliRunner().invoke(app, ["bench", "milp", str(path), *words]).exception)
+
+
 def test_every_switch_has_its_row(tmp_path: Path) -> None:
     """In a process of its own: highspy cannot be loaded beside ortools, which other tests use. Times are far too short
     for a proof."""
     stages = [stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(3)]
     path = save(problem_of(stages, [15] * 3, 5), tmp_path / "problem.json")
-    command = [sys.executable, "-c", COMMAND, str(path), "--json", "--time-limit", "0.1"]
+    command = [sys.executable, "-c", COMMAND, "bench", "milp", str(path), "--json", "--time-limit", "0.1"]
     rows = {
         row["switches"]: row for row in json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     }
@@ -45,11 +50,14 @@ def test_every_switch_has_its_row(tmp_path: Path) -> None:
 
 def test_nothing_can_be_cut_from_a_problem_with_routes(tmp_path: Path) -> None:
     path = save(problem_of([stage(0, (1, 1, 1), 1)], [9], 4, routes=[[0]]), tmp_path / "problem.json")
-    with pytest.raises(InputError, match="a problem without either was expected"):
-        bench_milp.milp(path)
+    assert "a problem without either was expected" in refused(path)
 
 
 def test_a_problem_must_be_large_enough(tmp_path: Path) -> None:
     path = save(problem_of([stage(0, (1, 1, 1), 1)], [9], 4), tmp_path / "problem.json")
-    with pytest.raises(InputError, match="2 × 4 at least were expected"):
-        bench_milp.milp(path)
+    assert "2 × 4 at least were expected" in refused(path)
+
+
+def test_an_unknown_solver_is_refused(tmp_path: Path) -> None:
+    path = save(problem_of([stage(0, (1, 1, 1), 1)], [9], 4), tmp_path / "problem.json")
+    assert "--solver = 'foo': auto, highs, gurobi, pulp or one of PuLP's solvers" in refused(path, "--solver", "foo")

@@ -67,7 +67,7 @@ def run(problem: Problem, until: Callable[[Frame], bool] = lambda frame: False, 
 
 
 def notes(frames: list[Frame]) -> list[str]:
-    return [frame.text for frame in frames if isinstance(frame, Note)]
+    return [frame.text for frame in frames if isinstance(frame, Note) and not frame.ongoing]
 
 
 def test_incumbents_get_better_and_all_are_valid(engines):

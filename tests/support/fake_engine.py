@@ -41,6 +41,8 @@ def main() -> None:
         write_frame(
             Note(text=f"start {request.warm_start is not None}, threads {request.threads}, time {request.time_limit_s}")
         )
+    if behaviour == "reports":
+        write_frame(Note(text=f"{request.method}: as asked", method=request.method))
     if behaviour == "seed":
         write_frame(Note(text=f"{request.method} with seed {request.seed}"))
     if behaviour == "holds":

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from optpipe import Problem, check
 from optpipe.evaluate.objective import Objective
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Request
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Note, Request
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.milp.switches import ALL, Switches
 from support.enumeration import length
@@ -40,6 +40,11 @@ class Solver:
         self._process = process
 
     def frames(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
+        """All but the reports of searches that go on."""
+        said = self.said(problem, switches, **asked)
+        return [frame for frame in said if not (isinstance(frame, Note) and frame.ongoing)]
+
+    def said(self, problem: Problem, switches: Switches = ALL, **asked: Any) -> list[Frame]:
         assert self._process.stdin
         assert self._process.stdout
         request = Request(problem=problem, method="milp", **{"solver": "highs"} | asked).model_dump(mode="json")

@@ -80,6 +80,16 @@ def main() -> None:
         found(slow, "slow")
         print(os.getpid(), file=sys.stderr)
         time.sleep(60)
+    elif request.method == "ongoing":
+        write_frame(Note(text="milp: 1 window", method="milp", ongoing=True))
+        write_frame(Note(text="milp: 2 windows", method="milp", ongoing=True))
+        found(slow, "slow")
+        time.sleep(60)
+    elif request.method == "reports":
+        write_frame(Note(text="milp: 1 window", method="milp", ongoing=True))
+        write_frame(Note(text="milp: 3 windows", method="milp"))
+        write_frame(Note(text="something else"))
+        found(slow, "slow")
     elif request.method == "silent":
         time.sleep(60)
     elif request.method == "echo":

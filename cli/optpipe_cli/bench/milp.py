@@ -11,23 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optpipe.errors import InputError
+from optpipe_cli.options import with_options
 from optpipe_cli.output import Json, print_json
 
 if TYPE_CHECKING:
     from optpipe.model.problem import Problem
+    from optpipe.options import SolveOptions
     from optpipe_solver.milp.switches import Switches
 
 SIZES = ((2, 4), (3, 6), (4, 8))  # devices, micro-batches
 COLUMNS = ("size", "switches", "solver", "variables", "rows", "non-zeros", "seconds", "ms", "bound", "gap")
 
 
+@with_options("SolveOptions", only=("time_limit_s", "solver"), solver="highs")
 def milp(
     problem: Annotated[Path, typer.Argument(help="Problem file; smaller ones are cut from it.")],
-    time_limit: Annotated[float, typer.Option(help="Seconds for each.", min=0.01)] = 60.0,
-    solver: Annotated[str, typer.Option(help="highs, gurobi, pulp or pulp:NAME.")] = "highs",
+    options: SolveOptions,
     json: Json = False,
 ) -> None:
-    """Measure each practical step of OptPipe, section 4.1: the model's size, and how far a solver gets."""
+    """Measure each practical step of OptPipe, section 4.1: the model's size, and how far a solver gets in each search's
+    time limit."""
     from optpipe.model.problem import Problem
 
     whole = Problem.load(problem)
@@ -43,7 +46,7 @@ def milp(
             part = _cut(whole, devices, microbatches)
             for name, switches in _steps().items():
                 row = {"size": f"{devices}x{microbatches}", "switches": name} | _solved(
-                    part, switches, solver, time_limit
+                    part, switches, options.solver, options.time_limit_s
                 )
                 rows.append(row)
                 if not json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,8 @@ RANKS = 2
 
 @with_options("SolveOptions", only=("time_limit_s", "solver"), time_limit_s=300.0)
 def protocol(options: SolveOptions, json: Json = False) -> None:
-    """Train by PipeOffload, solve the MILP beside it for 300 s (the paper: 1000 s on 16 GPUs), swap in each better
-    schedule, and measure what it gains."""
+    """Train by PipeOffload, run the MILP beside it for 300 s (the paper: 1000 s on 16 GPUs), swap in each better
+    schedule, also of a heuristic that the search starts from, and measure what it gains."""
     from optpipe_cli.extras import need
 
     need("runtime")
@@ -56,6 +57,7 @@ def run(settings: ProtocolSettings) -> dict[str, Any]:
     return content | {
         "solver": settings.solver,
         "cores": os.cpu_count(),
+        "swaps": Counter(found["method"] for found in content["found"]),
         "steps_beside": sum(step.live for step in result.steps),
         "first": {"method": first["method"], "predicted_ms": predicted[0]},
         "best": {"method": chosen["method"], "predicted_ms": predicted[best]},
@@ -72,6 +74,8 @@ def _show(content: dict[str, Any]) -> None:
     typer.echo(f"the MILP's answer: {content['answer']}")
     for note in content["notes"]:
         typer.echo(f"note: {note}")
+    by = ", ".join(f"{count} by {method}" for method, count in content["swaps"].items()) or "none"
+    typer.echo(f"swaps: {by}")
     typer.echo(f"{content['steps_beside']} steps beside {content['milp_s']:.0f} s of search")
     if gain is None:
         typer.echo("nothing is shorter than the first schedule")

@@ -26,7 +26,7 @@ from optpipe_server import metrics
 from optpipe_server.database import Leases
 from optpipe_server.database.jobs import CANCELLED
 from optpipe_server.database.leases import Claim, LostError, RequestedChanges
-from optpipe_server.database.tables import State
+from optpipe_server.database.tables import Level, State
 from optpipe_server.settings import within
 from optpipe_server.tenant_caches import TenantCaches
 from optpipe_server.work.memory_limit import MemoryLimit, Unlimited, memory_limit, solver_memory_mib
@@ -148,7 +148,7 @@ class Solve:
             for last in self._begin(claim):
                 for text in last.notes[noted:]:
                     if text != last.failure:
-                        self._note(claim, text)
+                        self._note(claim, text, "info" if text in last.reports else "warning")
                 noted = len(last.notes)
                 self._commit(claim, last)
         except InputError as error:  # for example an unknown method
@@ -215,8 +215,8 @@ class Solve:
         if self._settles(self._best):
             self.end("settled")
 
-    def _note(self, claim: Claim, text: str) -> None:
-        self._retry(partial(self._leases.note, claim, text, "warning"))
+    def _note(self, claim: Claim, text: str, level: Level = "warning") -> None:
+        self._retry(partial(self._leases.note, claim, text, level))
 
     def _settles(self, best: Result) -> bool:
         """Return whether the search is over: the schedule is proven, or its gap small enough."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from optpipe.options import usual_name
+from optpipe_solver.milp.switches import Switches
 from optpipe_solver.milp.task import Minimize, Outcome, Task, UnavailableError
 
 
@@ -53,18 +55,31 @@ def backend(solver: str) -> Minimize:
 
 def is_licensed(solver: str) -> bool:
     """Whether a backend is Gurobi with a licence of the user's own."""
-    return solver.lower() in ("auto", "gurobi") and _gurobi_licensed()
+    return (solver.lower() == "auto" or _is_gurobi(solver)) and _gurobi_licensed()
 
 
 def most_rows(solver: str) -> int | None:
-    """The variables, and rows, that a backend takes at most: Gurobi by pip's licence. None where nothing limits it."""
-    if solver.lower() != "gurobi" or _gurobi_licensed():
+    """The variables, and rows, that a backend takes at most: Gurobi, also PuLP's, by pip's licence. None where nothing
+    limits it."""
+    if not _is_gurobi(solver) or _gurobi_licensed():
         return None
     try:
         from optpipe_solver.milp import gurobi
     except ImportError:
         return None
     return gurobi.PIP_SIZE
+
+
+def smallest_model(solver: str, switches: Switches) -> Switches:
+    """The switches, with triangles as cuts where these do not count: Gurobi adds them while it searches, and its limit
+    is for what it is given."""
+    lazy = switches.triangles == "all" and solver.lower() == "gurobi" and most_rows(solver) is not None
+    return replace(switches, triangles="lazy") if lazy else switches
+
+
+def _is_gurobi(solver: str) -> bool:
+    kind, _, within = solver.partition(":")
+    return usual_name(within if kind.lower() == "pulp" else kind) == "gurobi"
 
 
 def _gurobi_licensed() -> bool:

@@ -12,6 +12,7 @@ from gurobipy import GRB
 from optpipe_solver.milp.rows import Rows, form
 from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task, UnavailableError
 
+NAME = "Gurobi"
 PIP_SIZE = 2000
 ENDINGS: dict[int, Status] = {
     GRB.OPTIMAL: "optimal",
@@ -35,6 +36,7 @@ def licensed() -> bool:
 
 def minimize(task: Task) -> Outcome:
     """Minimizes with Gurobi; adds cuts wherever a node's relaxation violates them."""
+    task.on_start(NAME)
     try:
         with gp.Env(params=_params(task.limits)) as env, gp.Model(env=env) as model:
             return _GurobiRun(model, task).run()
@@ -65,7 +67,7 @@ class _GurobiRun:
         if self._model.Status in (GRB.OPTIMAL, GRB.TIME_LIMIT):
             self._bound(self._model.ObjBound)
         known = self._best if self._best > -np.inf else None
-        return Outcome("Gurobi", ENDINGS.get(self._model.Status, "ended"), known, int(self._model.NodeCount))
+        return Outcome(NAME, ENDINGS.get(self._model.Status, "ended"), known, int(self._model.NodeCount))
 
     def _callback(self, model: gp.Model, where: int) -> None:
         if where == GRB.Callback.MIPSOL:

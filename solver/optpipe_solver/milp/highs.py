@@ -9,6 +9,7 @@ from optpipe.model.arrays import Floats
 from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import MARGIN, TOLERANCE, Limits, Outcome, Status, Task, cut_at_root
 
+NAME = "HiGHS"
 MOST_NODES = 500  # for completing a start, which has to be quick
 
 
@@ -21,6 +22,7 @@ ENDINGS: dict[highspy.HighsModelStatus, Status] = {
 
 def minimize(task: Task) -> Outcome:
     """Minimizes with HiGHS. Python code in other threads runs on."""
+    task.on_start(NAME)
     cut_at_root(task, lambda: _relaxed(task))
     highs = _highs(task.rows, task.objective, task.limits)
     if (start := _completed(task)) is not None:
@@ -43,7 +45,7 @@ def minimize(task: Task) -> Outcome:
         bound(highs.getInfo().mip_dual_bound)
     known = best if best > -np.inf else None
     nodes = max(0, int(highs.getInfo().mip_node_count))  # -1: infeasible without any
-    return Outcome("HiGHS", ENDINGS.get(highs.getModelStatus(), "ended"), known, nodes)
+    return Outcome(NAME, ENDINGS.get(highs.getModelStatus(), "ended"), known, nodes)
 
 
 def _completed(task: Task) -> Floats | None:

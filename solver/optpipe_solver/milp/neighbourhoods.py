@@ -19,7 +19,7 @@ from optpipe.evaluate.objective import TOLERANCE, Objective, reaches
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import minimize, most_rows
+from optpipe_solver.milp.backend import minimize, most_rows, smallest_model
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.schedule_graph import ScheduleGraph, split_if_it_fits
 from optpipe_solver.milp.start import assignment
@@ -79,6 +79,8 @@ class WindowSearch:
     ----------
     offer
         Takes a schedule and says whether it is the best so far.
+    begun
+        Called before each window is solved.
     bound_ms
         A schedule of that length is optimal.
     """
@@ -90,24 +92,24 @@ class WindowSearch:
         limits: Limits,
         switches: Switches,
         tell: Callable[[str], None],
+        begun: Callable[[], None],
         objective: Objective,
         bound_ms: float,
     ) -> None:
-        self._offer, self._solver, self._limits, self._tell = offer, solver, limits, tell
+        self._offer, self._solver, self._limits = offer, solver, limits
+        self._tell, self._begun = tell, begun
         self._objective: Objective = objective
         self._bound_ms = bound_ms
         self._most = most_rows(solver)
-        # What a cut adds while Gurobi searches does not count.
-        lazy = self._most is not None and switches.triangles == "all"
-        self._switches = replace(switches, triangles="lazy") if lazy else switches
+        self._switches = smallest_model(solver, switches)
         self._solved: Counter[str] = Counter()  # windows by who solved them
         self._nodes = self._proven = self._gained = self._shrunk = self._largest = 0
-        self._end = "time is up"
+        self._end = "not ended"
 
     @property
     def summary(self) -> str:
-        """How the search ended."""
-        by = ", ".join(f"{count} window{'s' * (count > 1)} by {solver}" for solver, count in self._solved.items())
+        """How the search ended, or how far it is."""
+        by = ", ".join(f"{count} window{'s' * (count != 1)} by {solver}" for solver, count in self._solved.items())
         by = by or "no window"
         shrunk = f", {self._shrunk} shrunk to {self._most} variables and rows" if self._shrunk else ""
         return (
@@ -132,13 +134,13 @@ class WindowSearch:
             own = Limits(min(limits.until, began + chosen.patience_s), limits.threads, random_.randrange(2**31))
             around = Surroundings(graph, window)
             order = self._switches.order if graph.in_order else "none"
-            horizon_ms = graph.end_ms if self._solved else AS_LONG * graph.end_ms
+            horizon_ms = graph.end_ms if self._solved.total() else AS_LONG * graph.end_ms
             model = Model(graph.problem, "makespan", horizon_ms, replace(self._switches, order=order), around)
             if model.possible and self._is_too_large(model) and chosen.size > FEWEST:
                 chosen.size, self._shrunk = max(FEWEST, SHRINK * chosen.size), self._shrunk + 1
                 continue
-            found = self._solve(model, graph, own) if model.possible else None
-            proven = own.seconds > 0
+            found, ended = self._solve(model, graph, own) if model.possible else (None, True)
+            proven = ended and own.seconds > 0
             self._proven += proven and model.possible
             self._gained += found is not None
             chosen.learn(found is not None, proven, time.monotonic() - began)
@@ -147,9 +149,10 @@ class WindowSearch:
                 return
             if found is not None:
                 graph = ScheduleGraph(found, self._objective)
-            if self._solved and reaches(graph.length_ms, self._bound_ms):
+            if self._solved.total() and reaches(graph.length_ms, self._bound_ms):
                 self._end = "proven optimal by a bound without search"
                 return
+        self._end = "time is up"
         if not graph.expressible:
             self._end = "left alone"
             self._tell(
@@ -158,10 +161,16 @@ class WindowSearch:
             )
 
     def _is_too_large(self, model: Model) -> bool:
-        return self._most is not None and self._solver.lower() == "gurobi" and not model.rows.fits(self._most)
+        most = most_rows(self._solver)  # none once HiGHS has taken its place
+        return most is not None and not model.rows.fits(most)
 
-    def _solve(self, model: Model, graph: ScheduleGraph, limits: Limits) -> Schedule | None:
-        """The best schedule that the window leads to; None if none is better than all before."""
+    def _on_start(self, solver: str) -> None:
+        self._solved[solver] += 0
+        self._begun()
+
+    def _solve(self, model: Model, graph: ScheduleGraph, limits: Limits) -> tuple[Schedule | None, bool]:
+        """The best schedule that the window leads to, None if none is better than all before; and whether its search
+        ended before time was up."""
         best = None
 
         def on_solution(x: Floats) -> None:
@@ -171,9 +180,9 @@ class WindowSearch:
                 best = found
 
         start = assignment(model.variables, graph.schedule)
-        task = Task(model.rows, model.C, start, limits, on_solution, lambda bound: None, model.violated)
+        task = Task(model.rows, model.C, start, limits, on_solution, lambda bound: None, model.violated, self._on_start)
         self._solver, outcome = minimize(self._solver, task, self._tell)
         self._solved[outcome.solver] += 1
         self._nodes += outcome.nodes or 0
         self._largest = max(self._largest, len(model.rows.lower))
-        return best
+        return best, outcome.status != "time is up"

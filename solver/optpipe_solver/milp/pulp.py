@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import pulp
@@ -17,6 +19,7 @@ from optpipe_solver.milp.rows import Rows
 from optpipe_solver.milp.task import TOLERANCE, Limits, Minimize, Outcome, Task, UnavailableError, cut_at_root
 
 SHARE = 0.9  # of the time is the solver's: its solution comes at its end, and must come in time
+NEARLY = 0.9  # of its time is used by a solver that stops at its limit: CBC does so a little before
 CBC = ("PULP_CBC_CMD", "COIN_CMD")
 # An optimum is lowered by that to be a bound: a solver that ignores the gap asked for stops at 1e-4.
 MARGIN = 2e-4
@@ -38,33 +41,45 @@ def solver(name: str) -> Minimize:
 
 
 def _minimize(name: str, task: Task) -> Outcome:
-    try:
-        cut_at_root(task, lambda: _solve(name, task, relaxed=True)[0])
-        x, proven = _solve(name, task, relaxed=False)
-    except (pulp.PulpError, OSError) as error:
-        raise UnavailableError(f"PuLP's {name} failed: {error}") from None
-    if x is not None:
-        task.on_solution(x)
-        if proven:
-            task.on_bound(float(x[task.objective]) * (1 - MARGIN))
-            return Outcome(f"PuLP's {name}", "optimal", float(x[task.objective]))
-    return Outcome(f"PuLP's {name}", "ended" if task.limits.seconds else "time is up")
+    shown = f"PuLP's {name}"
+    task.on_start(shown)
+    cut_at_root(task, lambda: _solve(name, task, relaxed=True).x)
+    found = _solve(name, task, relaxed=False)
+    if found.x is not None:
+        task.on_solution(found.x)
+        if found.proven:
+            task.on_bound(float(found.x[task.objective]) * (1 - MARGIN))
+            return Outcome(shown, "optimal", float(found.x[task.objective]))
+    return Outcome(shown, "time is up" if found.used_its_time else "infeasible" if found.infeasible else "ended")
 
 
-def _solve(name: str, task: Task, relaxed: bool) -> tuple[Floats | None, bool]:
-    """The solution found (variables,), if any, and whether it is said to be optimal."""
+class _Found(NamedTuple):
+    x: Floats | None  # (variables,), if any
+    proven: bool  # whether it is said to be optimal
+    infeasible: bool  # likewise
+    used_its_time: bool  # its share of the time; the rest is for what comes behind it
+
+
+def _solve(name: str, task: Task, relaxed: bool) -> _Found:
     problem, variables = _program(task.rows, task.objective)
     if task.start and not relaxed:
         x = np.array(task.rows.lower)
         x[list(task.start)] = list(task.start.values())
         for variable, value in zip(variables, task.rows.earliest(x).tolist(), strict=True):
             variable.setInitialValue(value, check=False)
+    began, seconds = time.monotonic(), SHARE * task.limits.seconds
     with _stdout_to_stderr():
-        problem.solve(_solver(name, task.limits, relaxed, warm=bool(task.start)))
-    found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    return np.array(
-        [v.value() or 0.0 for v in variables]
-    ) if found else None, problem.sol_status == pulp.LpSolutionOptimal
+        try:
+            problem.solve(_solver(name, seconds, task.limits, relaxed, warm=bool(task.start)))
+        except Exception as error:  # PuLP lets through what a solver's own library raises
+            raise UnavailableError(f"PuLP's {name} failed: {error}") from None
+    any_found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    values = np.array([v.value() or 0.0 for v in variables]) if any_found else None
+    proven, infeasible = (problem.sol_status == pulp.LpSolutionOptimal, problem.sol_status == pulp.LpSolutionInfeasible)
+    # Its only limit is the time: what it has found and not proven it had no time to prove.
+    unproven = problem.sol_status == pulp.LpSolutionIntegerFeasible
+    out_of_time = unproven or time.monotonic() - began >= NEARLY * seconds
+    return _Found(values, proven, infeasible, out_of_time)
 
 
 @contextmanager
@@ -81,12 +96,12 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _solver(name: str, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
+def _solver(name: str, seconds: float, limits: Limits, relaxed: bool, warm: bool) -> pulp.LpSolver:
     """PuLP's solver with those of the limits that PuLP can pass on to it."""
     asked: dict[str, object] = {
         "msg": False,
         "mip": not relaxed,
-        "timeLimit": SHARE * limits.seconds,
+        "timeLimit": seconds,
         "threads": limits.threads,
         "gapRel": 0.0,
     }

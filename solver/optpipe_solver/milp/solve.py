@@ -17,7 +17,7 @@ from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
 from optpipe_solver.lift import lift
-from optpipe_solver.milp.backend import is_licensed, minimize, most_rows
+from optpipe_solver.milp.backend import is_licensed, minimize, most_rows, smallest_model
 from optpipe_solver.milp.lasting import Lasting
 from optpipe_solver.milp.model import Model, serial_ms
 from optpipe_solver.milp.neighbourhoods import WindowSearch
@@ -43,6 +43,7 @@ def solve(request: Request, emit: Callable[[Frame], None], switches: Switches = 
     takes its place.
     """
     limits = Limits(time.monotonic() + SHARE * request.time_limit_s, request.threads, request.seed)
+    emit(Note(text=f"{METHOD}: the first model was not written yet", method=METHOD, ongoing=True))
     search = _Search(request if switches.warm_start else request.model_copy(update={"warm_start": None}), emit)
     most = request.milp_ops or (None if is_licensed(request.solver) else MOST_OPS)
     if (most is not None and count_ops(request.problem) > most) or not search.whole(limits, switches):
@@ -54,8 +55,8 @@ class _Search:
 
     def __init__(self, request: Request, emit: Callable[[Frame], None]) -> None:
         self._request, self._problem, self._emit = request, request.problem, emit
-        self._best = BestSchedule(request, emit)
-        self._lasting = Lasting(request.problem)
+        self.best = BestSchedule(request, emit)
+        self.lasting = Lasting(request.problem)
         self._step_ms = _common_step_ms(self._problem)
         self._bound_ms = 0.0
         self._told: set[str] = set()
@@ -65,25 +66,25 @@ class _Search:
 
         Returns False at once if the backend takes no model of that size.
         """
-        request, solver, best = self._request, self._request.solver, self._best
+        request, solver, best = self._request, self._request.solver, self.best
         orders: tuple[Order, ...] = ("stages", "entry") if switches.order == "stages" else (switches.order,)
         most = most_rows(solver)
-        # What a cut adds while Gurobi searches does not count.
-        switches = replace(switches, triangles="lazy") if most and switches.triangles == "all" else switches
+        switches = smallest_model(solver, switches)
         for order in orders:
-            model = Model(self._lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
+            model = Model(self.lasting.problem, request.objective, self._horizon_ms(), replace(switches, order=order))
             if most and model.possible and not model.rows.fits(most):
-                self._report(f"windows, as the whole model has {_size(model)}, and Gurobi's pip licence is for {most}")
+                self.report(f"windows, as the whole model has {_size(model)}, and Gurobi's pip licence is for {most}")
                 return False
             if model.possible:
                 start = assignment(model.variables, self._on_model(best.schedule)) if best.schedule else {}
                 own = replace(limits, since=time.monotonic())
-                callbacks = self._on_solution(model), self._on_bound(model), model.violated
-                solver, outcome = minimize(solver, Task(model.rows, model.C, start, own, *callbacks), self._note)
-                self._report(_ended(model, outcome, best.value) + f", with {ORDERS[order]}")
+                told = _Told(self, model, order)
+                callbacks = told.on_solution, told.on_bound, model.violated, told.on_start
+                solver, outcome = minimize(solver, Task(model.rows, model.C, start, own, *callbacks), self.note)
+                told.report(outcome)
             else:
                 found = f"nothing shorter than {best.value:.6g} ms" if best.schedule else "no schedule"
-                self._report(f"{found} is possible, without a search, with {ORDERS[order]}")
+                self.report(f"{found} is possible, without a search, with {ORDERS[order]}")
             if (
                 reaches(best.value, trivial_bound(request.problem, request.objective))
                 or model.is_bound
@@ -91,75 +92,95 @@ class _Search:
             ):
                 break
         if not model.is_bound and (reason := model.inexpressible):
-            self._report(f"its optimum is no bound, as the model has {reason}; method auto has no such limits")
+            self.report(f"its optimum is no bound, as the model has {reason}; method auto has no such limits")
         return True
 
     def windows(self, limits: Limits, switches: Switches) -> None:
         """Starts from the warm start or, if there is none, from AdaOffload's schedule."""
-        best, objective = self._best, self._request.objective
+        best, objective = self.best, self._request.objective
         if best.schedule is None:
             best.offer(next(STREAMS["adaoffload"](self._problem, objective)))
         if best.schedule is None:
             return
         bound = max(trivial_bound(self._problem, objective), memory_bound(self._problem, objective))
-        search = WindowSearch(self._offer, self._request.solver, limits, switches, self._note, objective, bound)
-        search.run(self._on_model(best.schedule))
-        self._report(f"{search.summary}; {best.value:.6g} ms")
 
-    def _note(self, text: str) -> None:
+        def report(ongoing: bool = True) -> None:
+            self.report(f"{search.summary}; {best.value:.6g} ms", ongoing)
+
+        search = WindowSearch(self.offer, self._request.solver, limits, switches, self.note, report, objective, bound)
+        report()
+        search.run(self._on_model(best.schedule))
+        report(ongoing=False)
+
+    def note(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             self._emit(Note(text=text))
 
-    def _report(self, text: str) -> None:
-        """A note on how a search ended, for whoever asked for this engine."""
-        self._emit(Note(text=f"milp: {text}", method=METHOD))
+    def report(self, text: str, ongoing: bool = False) -> None:
+        """A note on how a search ended, or how far it is, for whoever asked for this engine."""
+        self._emit(Note(text=f"{METHOD}: {text}", method=METHOD, ongoing=ongoing))
+
+    def take_bound(self, least_ms: float) -> None:
+        """A schedule's length is a sum of the problem's times, so a bound is raised to the next multiple of their
+        common step."""
+        bound = math.ceil(Fraction(least_ms) / self._step_ms) * self._step_ms
+        if bound > self._bound_ms:
+            self._bound_ms = float(bound)
+            self._emit(Bound(method=METHOD, lower_bound_ms=self._bound_ms))
 
     def _horizon_ms(self) -> float:
         """No schedule worth finding ends later."""
-        known = self._best.schedule is not None and self._request.objective == "makespan"
-        return self._best.value + self._lasting.slack_ms if known else serial_ms(self._lasting.problem)
+        known = self.best.schedule is not None and self._request.objective == "makespan"
+        return self.best.value + self.lasting.slack_ms if known else serial_ms(self.lasting.problem)
 
     def _on_model(self, schedule: Schedule) -> Schedule:
-        return replace(schedule, problem=self._lasting.problem)
+        return replace(schedule, problem=self.lasting.problem)
 
-    def _offer(self, found: Schedule) -> bool:
+    def offer(self, found: Schedule) -> bool:
         """Takes a schedule of the model if it is better. One that does not fit or run becomes a note."""
         schedule = replace(found, problem=self._problem)
-        if shorter(length_ms(schedule, self._request.objective), self._best.value) and (
+        if shorter(length_ms(schedule, self._request.objective), self.best.value) and (
             wrong := check(self._problem, schedule)
         ):
-            self._note(f"a schedule of {found.method} was rejected: {wrong[0]}")
+            self.note(f"a schedule of {found.method} was rejected: {wrong[0]}")
             return False
-        return self._best.offer(schedule)
-
-    def _on_solution(self, model: Model) -> Callable[[Floats], None]:
-        def offer(x: Floats) -> None:
-            self._offer(lift(model.problem, model.starts(x), METHOD))
-
-        return offer
-
-    def _on_bound(self, model: Model) -> Callable[[float], None]:
-        """A schedule's length is a sum of the problem's times, so a bound is raised to the next multiple of their
-        common step."""
-
-        def emit(value: float) -> None:
-            least_ms = value / model.scale - self._lasting.slack_ms
-            bound = math.ceil(Fraction(least_ms) / self._step_ms) * self._step_ms
-            if model.is_bound and bound > self._bound_ms:
-                self._bound_ms = float(bound)
-                self._emit(Bound(method=METHOD, lower_bound_ms=self._bound_ms))
-
-        return emit
+        return self.best.offer(schedule)
 
 
-def _ended(model: Model, outcome: Outcome, best_ms: float) -> str:
-    """How a search ended, such as `HiGHS: optimal after 0.8 s and 17 nodes, best 21 ms, bound 21 ms; 165 variables, 590
-    rows`."""
-    nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
-    bound = "no bound" if outcome.bound is None else f"bound {outcome.bound / model.scale:.6g} ms"
-    best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
-    return f"{outcome.solver}: {outcome.status} after {outcome.seconds:.1f} s{nodes}, {best}, {bound}; {_size(model)}"
+class _Told:
+    """What the search of one model tells: schedules, bounds, and how far it is or how it ended."""
+
+    def __init__(self, search: _Search, model: Model, order: Order) -> None:
+        self._search, self._model, self._order = search, model, order
+        self._outcome = Outcome("", "not ended")
+
+    def on_start(self, solver: str) -> None:
+        self.report(Outcome(solver, "not ended"))
+
+    def on_solution(self, x: Floats) -> None:
+        self._search.offer(lift(self._model.problem, self._model.starts(x), METHOD))
+        self.report(self._outcome)
+
+    def on_bound(self, value: float) -> None:
+        if self._model.is_bound:
+            self._search.take_bound(self._least_ms(value))
+        self.report(replace(self._outcome, bound=value))
+
+    def _least_ms(self, value: float) -> float:
+        """A bound on the problem's own schedules, of a value of the model's objective."""
+        return float(value / self._model.scale - self._search.lasting.slack_ms)
+
+    def report(self, outcome: Outcome) -> None:
+        """Such as `HiGHS: optimal after 0.8 s and 17 nodes, best 21 ms, bound 21 ms; 165 variables, 590 rows`."""
+        self._outcome = outcome
+        ongoing, best_ms = outcome.status == "not ended", self._search.best.value
+        after = "" if ongoing else f" after {outcome.seconds:.1f} s"
+        nodes = "" if outcome.nodes is None else f" and {outcome.nodes} nodes"
+        best = "no schedule" if best_ms == math.inf else f"best {best_ms:.6g} ms"
+        bound = "no bound" if outcome.bound is None else f"bound {self._least_ms(outcome.bound):.6g} ms"
+        reached = f"{outcome.solver}: {outcome.status}{after}{nodes}, {best}, {bound}"
+        self._search.report(f"{reached}; {_size(self._model)}, with {ORDERS[self._order]}", ongoing)
 
 
 def _size(model: Model) -> str:

@@ -55,6 +55,8 @@ class Task:
         Gets each better lower bound, at most `MARGIN` too low.
     violated
         Returns valid cuts that a solution of the linear relaxation violates.
+    on_start
+        Gets the name of the solver before it begins.
     """
 
     rows: Rows
@@ -64,9 +66,10 @@ class Task:
     on_solution: Callable[[Floats], None]
     on_bound: Callable[[float], None]
     violated: Callable[[Floats], list[Clause]] | None = None
+    on_start: Callable[[str], None] = lambda solver: None
 
 
-Status = Literal["optimal", "infeasible", "time is up", "ended"]
+Status = Literal["optimal", "infeasible", "time is up", "ended", "not ended"]
 
 
 @dataclass(frozen=True)

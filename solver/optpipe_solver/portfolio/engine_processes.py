@@ -12,7 +12,7 @@ import psutil
 
 from optpipe.errors import OptPipeError
 from optpipe.process.child import Child
-from optpipe.process.protocol import Frame, Programs, Request
+from optpipe.process.protocol import Frame, Note, Programs, Request
 from optpipe.schedule import Schedule
 
 ENGINE = "optpipe_solver.engine"
@@ -34,6 +34,7 @@ class EngineProcess:
     began: float = field(default_factory=time.monotonic)
     spent_s: float | None = None  # of its time, by its own count
     gained: bool = False  # whether a schedule of its became the best
+    report: Note | None = None  # its last, on how a search of it ended or how far it is
     overdue: bool = False  # whether it was stopped because its time was up, before its end
 
     @property

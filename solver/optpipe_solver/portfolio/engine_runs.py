@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from optpipe.errors import OptPipeError
@@ -137,7 +138,9 @@ class EngineRuns:
                 self._state.raise_bound(claim_ms, message.method)
         elif isinstance(message, Note):
             if message.method in ("", self._request.method):  # an engine's report is for whoever asked for the engine
-                self._emit(Note(text=message.text))
+                self._emit(message)
+                if message.method:
+                    process.report = message
         elif isinstance(message, OptPipeError):
             self._emit(Note(text=f"{engine} failed: {message}"))
             self._cancel(engine)
@@ -149,7 +152,9 @@ class EngineRuns:
     def _ended(self, process: EngineProcess) -> None:
         spent_s = float("inf") if process.spent_s is None else process.spent_s + plan.ENGINE_START_S
         self._uncounted_s -= min(process.allotted_s, spent_s)
-        if process.overdue:
+        if process.report and process.report.ongoing:
+            self._emit(process.report.stopped(time.monotonic() - process.began))
+        elif process.overdue and not process.report:
             self._report_missing("time was up before it could say how its search ended")
         if process.gained:
             self._repeat_next(process.engine)
@@ -172,7 +177,7 @@ class EngineRuns:
     def _report_missing(self, why: str) -> None:
         """A note in the place of the MILP's report, which whoever asked for it expects."""
         if self._request.method == MILP:
-            self._emit(Note(text=f"{MILP}: {why}"))
+            self._emit(Note(text=f"{MILP}: {why}", method=MILP))
 
     def keep_only(self, engine: str) -> None:
         """Cancel the runs of all other engines, and stop those under way."""

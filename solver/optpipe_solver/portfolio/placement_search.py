@@ -43,6 +43,10 @@ class Candidate:
     infeasible: str | None = None
 
     @property
+    def name(self) -> str:
+        return str(self.placement or "the stages as given")
+
+    @property
     def is_bidirectional(self) -> bool:
         return self.placement is not None and self.placement.shape == "bidirectional"
 
@@ -72,6 +76,7 @@ class PlacementSearch:
         self.best_ms, self.bound_ms = NEVER, float("-inf")
         self.notes: set[str] = set()
         self.last_note = ""  # the latest one about the problem's own stages
+        self.engine_ran = False  # the method that was asked for, which may be an engine
         self.unplaced = Candidate(None, request.problem)
         self.candidates: list[Candidate] = []  # all of them; empty as long as not all are known
         self.partitions_ms = partition_bound(request.problem, request.objective) if self.has_layers else NEVER
@@ -117,6 +122,10 @@ class PlacementSearch:
             self._search(candidate, self.request.method, share_left if one_thread else 1.0)
             if one_thread:  # one search in one order, whatever the clock says
                 break
+        if not (self.engine_ran or self.request.ends_when_proven):  # the best is proven, or time is up
+            best = min((c for c in self.candidates if not c.infeasible), key=lambda candidate: candidate.best_ms)
+            if self._search(best, self.request.method, share_left, although_proven=True) is None:
+                self._note(f"{self.request.method}: there was no time left to start it")
         if self.best_ms == NEVER and self.last_note:
             self.emit(Note(text=self.last_note))  # the last note is taken for the reason
 
@@ -216,13 +225,17 @@ class PlacementSearch:
         alive = [c for c in self.candidates if not c.infeasible and shorter(c.bound_ms, self.best_ms)]
         return sorted(alive, key=lambda candidate: candidate.best_ms)
 
-    def _search(self, candidate: Candidate, method: str, share: float) -> Portfolio | None:
+    def _search(
+        self, candidate: Candidate, method: str, share: float, although_proven: bool = False
+    ) -> Portfolio | None:
         """Run a portfolio on one placement for a share of the time, from its best schedule so far.
 
         Returns None, and runs nothing, if that is of no use.
         """
-        if candidate.infeasible is not None or reaches(self.best_ms, self.bound_ms) or self.left_s <= 0:
+        proven = reaches(self.best_ms, self.bound_ms) and not although_proven
+        if candidate.infeasible is not None or proven or self.left_s <= 0:
             return None
+        self.engine_ran = self.engine_ran or method == self.request.method
         portfolio = self._portfolio(candidate, method, share)
         portfolio.run()
         return portfolio
@@ -260,7 +273,10 @@ class PlacementSearch:
             candidate.infeasible = frame.reason
             self._raise_bound()
         elif isinstance(frame, Note):
-            self._note(frame.text, candidate.placement)
+            if frame.method:
+                self.emit(frame.model_copy(update={"text": f"{candidate.name}: {frame.text}"}))
+            else:
+                self._note(frame.text, candidate.placement)
 
     def _raise_bound(self) -> None:
         """Emit the bound that holds for all placements if it is higher than before.

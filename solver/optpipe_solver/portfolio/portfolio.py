@@ -54,6 +54,8 @@ class Portfolio:
             return
         request, state, limit = self.request, self.state, self.limit
         planned = plan.engine_runs(request.method, request.jitter, request.problem, self.supports)
+        if request.method == methods.MILP and planned:
+            self.emit(Note(text="milp: none of its searches had begun", method=methods.MILP, ongoing=True))
         runs = EngineRuns(request, planned, state, limit, self.emit)
         share = plan.heuristics_share(limit.seconds) if planned else 1.0
         heuristics = self.heuristics.run(self.heuristics.streams(), share)

@@ -1,0 +1,49 @@
+"""`optpipe`: registers every command. Each imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import typer
+
+from optpipe_cli import (
+    cache,
+    compare,
+    demo,
+    example,
+    formats,
+    keys,
+    model,
+    profile,
+    schedule_commands,
+    serve,
+    solve,
+    worker,
+)
+from optpipe_cli.bench.commands import app as bench_app
+from optpipe_cli.options import register
+
+app = typer.Typer(
+    name="optpipe",
+    help="Schedules for pipeline-parallel training: as short as possible, never above the memory limit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+register(
+    app,
+    solve.solve,
+    compare.compare,
+    schedule_commands.check,
+    schedule_commands.simulate,
+    schedule_commands.show,
+    model.model,
+    formats.export,
+    profile.profile,
+    serve.serve,
+    worker.worker,
+    demo.demo,
+)
+app.command(name="try")(example.try_)
+app.command(name="import")(formats.import_)
+app.add_typer(cache.app, name="cache")
+app.add_typer(keys.app, name="keys")
+app.add_typer(bench_app, name="bench")

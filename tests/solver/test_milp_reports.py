@@ -1,0 +1,227 @@
+"""What a search with the MILP tells of itself, and of a solver that fails or does not take the model."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from pydantic import ValidationError
+from support.enumeration import EXHAUSTIVE, SPAN, problem_of, stage
+from support.milp import Solver, solver_process
+
+from optpipe import InputError, Problem, anytime, improve, solve
+from optpipe.process.child import Child
+from optpipe.process.protocol import End, Frame, Note, Request
+from optpipe_cli.main import main
+from optpipe_solver.milp.backend import most_rows
+from optpipe_solver.portfolio import PlacementSearch, engine_processes
+from optpipe_solver.portfolio.engine_processes import EngineProcess
+from optpipe_solver.portfolio.engine_runs import EngineRuns
+from optpipe_solver.portfolio.search_state import SearchState
+from optpipe_solver.portfolio.time_limit import TimeLimit
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    with solver_process() as running:
+        yield running
+
+
+def large() -> Problem:
+    """More than pip's licence of Gurobi takes, and less than what is solved in windows anyway."""
+    return problem_of([stage(d, (10, 10, 8), 5, 2, (12, 12, 5)) for d in range(4)], [15] * 4, 8)
+
+
+@pytest.mark.parametrize("name", ["pulp:gurobi", "GUROBI_CMD", "pulp_gurobi"])
+def test_gurobi_by_way_of_pulp_has_the_licence_of_gurobi(name: str) -> None:
+    pytest.importorskip("pulp")
+    pytest.importorskip("gurobipy")
+    assert most_rows(name) == most_rows("gurobi")
+    assert most_rows("pulp:cbc") is None
+
+
+def test_what_is_too_large_for_gurobi_by_way_of_pulp_is_solved_in_windows(solver: Solver) -> None:
+    pytest.importorskip("pulp")
+    pytest.importorskip("gurobipy")
+    if most_rows("gurobi") is None:
+        pytest.skip("there is a licence of Gurobi")
+    frames = solver.frames(large(), solver="pulp:gurobi", time_limit_s=2)
+    too_large, report = [frame.text for frame in frames if isinstance(frame, Note)]
+    assert re.match(r"milp: windows, as the whole model has .*, and Gurobi's pip licence is for 2000", too_large)
+    assert re.match(r"milp: \d+ windows? by PuLP's GUROBI: ", report)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP's own
+def test_whatever_a_library_of_pulps_raises_highs_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulp = pytest.importorskip("pulp")
+    from optpipe_solver.milp import pulp as by_pulp
+    from optpipe_solver.milp.rows import Rows
+    from optpipe_solver.milp.task import Limits, Task, UnavailableError
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no licence")
+
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", fail)
+    rows = Rows()
+    rows.variable(0.0, 1.0)
+    task = Task(rows, 0, {}, Limits(1e12, 1, 0), lambda x: None, lambda bound: None)
+    with pytest.raises(UnavailableError, match=r"^PuLP's PULP_CBC_CMD failed: no licence$"):
+        by_pulp.solver("PULP_CBC_CMD")(task)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PuLP's own
+def test_a_solver_of_pulps_that_used_its_share_of_the_time_is_not_said_to_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pulp = pytest.importorskip("pulp")
+    from optpipe_solver.milp import pulp as by_pulp
+    from optpipe_solver.milp.rows import Rows
+    from optpipe_solver.milp.task import Limits, Task
+
+    def wait(self: pulp.LpSolver, problem: pulp.LpProblem) -> int:
+        time.sleep(0.97 * self.timeLimit)  # as CBC does
+        return int(problem.status)
+
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "actualSolve", wait)
+    rows = Rows()
+    rows.variable(0.0, 1.0)
+    limits = Limits(time.monotonic() + 1.0, 1, 0)
+    task = Task(rows, 0, {}, limits, lambda x: None, lambda bound: None)
+    assert by_pulp.solver("PULP_CBC_CMD")(task).status == "time is up"
+
+
+@pytest.mark.parametrize("name", ["gurobi:", "auto:", "pulp:", "cbc:"])
+def test_a_colon_needs_a_name(name: str) -> None:
+    with pytest.raises(ValidationError, match="or one of PuLP's solvers such as pulp:cbc was expected"):
+        Request(problem=SPAN, solver=name)
+
+
+def test_a_search_says_how_far_it_is(solver: Solver) -> None:
+    """So that its last report is known whenever it is stopped."""
+    frames = solver.said(SPAN, time_limit_s=10)
+    reports = [frame for frame in frames if isinstance(frame, Note) and frame.method]
+    assert reports[0].ongoing
+    texts = [report.text for report in reports if report.ongoing]
+    assert any(text.startswith("milp: HiGHS: not ended, ") and "bound" in text for text in texts)
+    assert not reports[-1].ongoing
+
+
+def test_windows_say_how_far_they_are(solver: Solver) -> None:
+    frames = solver.said(EXHAUSTIVE["two chunks"], milp_ops=1, time_limit_s=10)
+    reports = [frame for frame in frames if isinstance(frame, Note) and frame.method]
+    texts = [report.text for report in reports if report.ongoing]
+    assert any(text.startswith("milp: 0 windows by HiGHS: 0 optimal, 0 shorter; ") for text in texts)
+    assert not reports[-1].ongoing
+
+
+def test_a_bound_in_a_report_is_no_longer_than_the_best(solver: Solver) -> None:
+    """Ops without time last a moment in the model, which is taken off its bounds."""
+    stages = [stage(0, (1, 0, 0), 1, 1), stage(1, (1, 0, 0), 1, 1)]
+    frames = solver.frames(problem_of(stages, [9, 9], 3))
+    for frame in frames:
+        if isinstance(frame, Note) and (told := re.search(r"best (\S+) ms, bound (\S+) ms", frame.text)):
+            assert float(told[2]) <= float(told[1])
+            break
+    else:
+        pytest.fail("no report has both")
+
+
+def finished(*said: Frame, stops: bool) -> list[Frame]:
+    """What a search for which the MILP was asked tells once its process is gone."""
+    told: list[Frame] = []
+    request = Request(problem=SPAN, method="milp", time_limit_s=60.0)
+    runs = EngineRuns(request, [], SearchState(request, told.append), TimeLimit(request), told.append)
+    process = EngineProcess("milp", cast(Child, None), 1, None, 0.0, 1.0, overdue=stops)
+    for message in (*said, None):
+        runs.handle(process, message)
+    return [frame for frame in told if isinstance(frame, Note)]
+
+
+SO_FAR = Note(text="milp: 3 windows by HiGHS", method="milp", ongoing=True)
+ENDED = Note(text="milp: 4 windows by HiGHS", method="milp")
+
+
+def test_where_the_milp_is_stopped_its_last_report_stands() -> None:
+    *_, last = finished(SO_FAR, stops=True)
+    assert isinstance(last, Note)
+    assert re.fullmatch(r"milp: 3 windows by HiGHS; stopped after [\d.]+ s", last.text)
+    assert (last.method, last.ongoing) == ("milp", False)
+    assert finished(SO_FAR, ENDED, End(), stops=False) == [SO_FAR, ENDED]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anytime, "SOLVER", "support.scripted_solver")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
+@pytest.mark.usefixtures("scripted")
+def test_who_cancels_a_search_learns_how_far_it_was() -> None:
+    search = improve(SPAN, method="ongoing", time_limit_s=60.0)
+    assert next(search).notes == ()
+    search.cancel()
+    *_, last = search
+    (note,) = last.notes
+    assert re.fullmatch(r"milp: 2 windows; stopped after [\d.]+ s", note)
+    assert last.reports == last.notes
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_report_on_the_end_takes_the_place_of_those_before() -> None:
+    *_, last = improve(SPAN, method="reports", time_limit_s=60.0)
+    assert (last.notes, last.reports) == (("milp: 3 windows", "something else"), ("milp: 3 windows",))
+
+
+@pytest.mark.usefixtures("scripted")
+def test_of_a_solver_that_said_nothing_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anytime, "GRACE_S", 0.0)
+    last = solve(SPAN, method="silent", time_limit_s=0.2)
+    assert last.reason == last.notes[-1]
+    assert re.match(r"the solver had told nothing when it was stopped after [\d.]+ s", last.notes[-1])
+    search = improve(SPAN, method="silent", time_limit_s=60.0)
+    search.cancel()
+    *_, last = search
+    assert last.notes == ()
+
+
+def test_with_all_placements_the_milp_runs_though_the_best_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_processes, "ENGINE", "support.fake_engine")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("milp", "reports")
+    problem = problem_of([stage(d, (1, 1, 1), 1, 1) for d in range(2)], [9, 9], 2)
+    frames: list[Frame] = []
+    request = Request(problem=problem, method="milp", placements="all", time_limit_s=20.0)
+    PlacementSearch(request, frames.append).run()
+    begun, report = [frame for frame in frames if isinstance(frame, Note)]
+    assert begun.ongoing
+    assert begun.text.endswith(": milp: none of its searches had begun")
+    assert re.fullmatch(r"(the stages as given|\d chunks?.*): milp: as asked", report.text)
+    assert report.method == "milp"
+
+
+def test_who_interrupts_the_start_of_a_command_gets_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_spec(name: str, *_: object) -> None:
+        if name == "optpipe_cli.app":
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "optpipe_cli.app", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_wrong_option_names_the_function_that_was_called() -> None:
+    with pytest.raises(InputError, match=r"^solve: solver = 'foo': auto, highs"):
+        solve(SPAN, solver="foo")
+    with pytest.raises(InputError, match=r"^improve: milp_ops = 10000000000000000"):
+        improve(SPAN, milp_ops=10**30)
