@@ -185,9 +185,8 @@ def refused(schedule: Schedule) -> list[str]:
     return told
 
 
-def of_inner_peers(program: Sequence[str], steps: int) -> list[tuple[inner.Seen, tuple[int | None, int]]]:
-    """Two replicas, of two tensor-parallel ranks with both stages. With what is held of gathered parameters and
-    gradients, and what is certified."""
+def of_inner_peers(program: Sequence[str], steps: int) -> list[inner.Seen]:
+    """Two replicas, of two tensor-parallel ranks with both stages."""
     ranks = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "pipe", "tensor"))
     replica, m = (ranks.get_coordinate() or (0,))[0], 4
     modules = {
@@ -201,10 +200,7 @@ def of_inner_peers(program: Sequence[str], steps: int) -> list[tuple[inner.Seen,
         pipe.problem = problem((0, 0), m)
         pipe.load(Schedule.parse(pipe.problem, [program]))
         for step in range(steps):
-            optimizer.zero_grad()
             data = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
-            report = pipe.step(*data, trace=True)
-            seen = inner.Seen(report.losses, gradients(modules), pipe.clip_grad_norm_(0.1), 0, None)
-            found.append((seen, (report.gathered_peak_bytes, report.gathered_certified_bytes)))
+            found.append(inner.step_of(pipe, modules, data, trace=True)[0])
             optimizer.step()
     return found
