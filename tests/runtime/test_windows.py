@@ -150,6 +150,19 @@ def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
                 np.testing.assert_allclose(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6 * largest)
 
 
+def test_gradients_of_b_and_of_w_are_reduced_in_one_type(four_ranks: Ranks) -> None:
+    """FSDP puts aside those that come at B, in float32, and those of a W in bfloat16 only behind the next backward."""
+    program = [f"{s}{kind}{j}" for j in range(4) for s, kind in zip((0, 1, 1, 1, 0, 0), "FFBWBW", strict=True)]
+    expected = inner.plain(8, 1)[0]
+    largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
+    for (seen,) in four_ranks(windows.of_inner_peers, program=program, steps=1, mixed=True):
+        for name, gradient in seen.gradients.items():
+            np.testing.assert_allclose(gradient, expected.gradients[name], atol=0.02 * largest, err_msg=name)
+        peak, most = seen.gathered
+        assert peak is not None
+        assert peak <= most
+
+
 def _windows(schedule: Schedule, rank: int, count: int) -> frozenset[Op]:
     return windows_of(schedule.programs[rank].ops(), count).ends
 

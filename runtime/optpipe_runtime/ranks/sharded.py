@@ -139,8 +139,15 @@ class Sharded:
         return -minus_least, most
 
     def _place(self) -> None:
-        """Spreads whole gradients over inner peers as their parameters are: here, in the order of the program. FSDP
-        would do it when it reduces, beside ops whose collectives with the peers come at any time."""
+        """Makes whole gradients such that FSDP reduces them: of one type in a group, where it has put aside those that
+        came at B, and not yet those of the W behind it. And spreads them over inner peers as their parameters are:
+        here, in the order of the program. FSDP would do it when it reduces, beside ops whose collectives with the
+        peers come at any time."""
+        for group in self._fsdp_groups:
+            aside = [vars(parameter).get("unsharded_accumulated_grad") is not None for parameter in group.fsdp_params]
+            for parameter, is_aside in zip(group.fsdp_params, aside, strict=True):
+                if any(aside) and not is_aside:
+                    parameter.to_accumulated_grad_if_needed()
         for parameter in self._fsdp_parameters:
             own = getattr(parameter, "_unsharded_param", None)
             if isinstance(own, DTensor) and own.grad is not None:
