@@ -108,7 +108,9 @@ def test_replicas_of_tensor_parallel_stages(eight_ranks: Ranks, how: str) -> Non
     """Two replicas, two stages, two ranks a stage. The replicas run different schedules."""
     programs = [[SPLIT, OFFLOADED], [RECOMPUTED, SPLIT]]
     ranks = eight_ranks(inner.replicated, microbatches=4, programs=programs, how=how)
+    sizes = [sum(inner.part_bytes(stage)) for stage in inner.make_stages() for _ in range(2)] * 2
     for step, expected in enumerate(inner.plain(8, 2)):
+        assert [seen[step].gathered for seen in ranks] == [(most, most) for most in sizes]
         for replica in (ranks[:4], ranks[4:]):
             for first, last in ((replica[0], replica[2]), (replica[1], replica[3])):
                 close(first[step].gradients | last[step].gradients, expected.gradients)

@@ -139,15 +139,28 @@ def test_tensor_parallel_stages_in_windows(four_ranks: Ranks) -> None:
     order = ["0F0", "1F0", "0F1", "1F1", "1BW0", "1BW1", "0BW0", "0BW1"]
     program = order + [op[:-1] + str(int(op[-1]) + 2) for op in order]
     ranks = four_ranks(windows.of_inner_peers, program=program, steps=2)
+    parameters, gradients = zip(*(inner.part_bytes(stage) for stage in inner.make_stages()), strict=True)
+    most = sum(parameters) + max(gradients)
     for step, expected in enumerate(inner.plain(8, 2)):
         largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
         for found in ranks:
-            seen, (_, most) = found[step]
-            assert seen.norm == pytest.approx(expected.norm, rel=1e-5)
-            assert most == ranks[0][step][1][1]
-            for name, gradient in seen.gradients.items():
+            assert found[step].norm == pytest.approx(expected.norm, rel=1e-5)
+            assert found[step].gathered == (most, most)
+            for name, gradient in found[step].gradients.items():
                 np.testing.assert_allclose(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6 * largest)
-    assert ranks[0][0][1][1] < 2 * sum(p.nbytes for module in inner.make_stages() for p in module.parameters())
+
+
+def test_gradients_of_b_and_of_w_are_reduced_in_one_type(four_ranks: Ranks) -> None:
+    """FSDP puts aside those that come at B, in float32, and those of a W in bfloat16 only behind the next backward."""
+    program = [f"{s}{kind}{j}" for j in range(4) for s, kind in zip((0, 1, 1, 1, 0, 0), "FFBWBW", strict=True)]
+    expected = inner.plain(8, 1)[0]
+    largest = max(float(abs(gradient).max()) for gradient in expected.gradients.values())
+    for (seen,) in four_ranks(windows.of_inner_peers, program=program, steps=1, mixed=True):
+        for name, gradient in seen.gradients.items():
+            np.testing.assert_allclose(gradient, expected.gradients[name], atol=0.02 * largest, err_msg=name)
+        peak, most = seen.gathered
+        assert peak is not None
+        assert peak <= most
 
 
 def _windows(schedule: Schedule, rank: int, count: int) -> frozenset[Op]:

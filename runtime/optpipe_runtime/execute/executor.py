@@ -73,7 +73,6 @@ class Executor:
         given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
         asked = cut(targets, m, "targets") if self._rank.takes_targets else []
         self._start(plan, evaluating)
-        certified_messages, certified_gathered = self._certified(plan, evaluating)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -123,6 +122,7 @@ class Executor:
             stage.end_step()
         if counting:
             self._counted = plan
+        certified_messages, certified_gathered = self._certified(plan, evaluating, counting)
         if step.excess is not None and plan.digest not in self._logged:
             self._logged.add(plan.digest)
             op, held, certified = step.excess
@@ -196,10 +196,11 @@ class Executor:
             self._peers.start_step(plan.evictions)
             self._link.start_step(plan.link_orders)
 
-    def _certified(self, plan: Plan, evaluating: bool) -> tuple[int, int]:
-        """The bytes that the plan allows for messages, and for gathered parameters with their gradients."""
+    def _certified(self, plan: Plan, evaluating: bool, counted: bool) -> tuple[int, int]:
+        """The bytes that the plan allows for messages, and for gathered parameters with their gradients. How large
+        these are, a counted step finds."""
         key = plan.digest, evaluating, self._reductions.in_windows
-        if key not in self._peaks:
+        if counted or key not in self._peaks:
             replicas, (_, room) = self._rank.replicas, self._windows_of(plan)
             self._peaks[key] = (
                 plan.message_peak(self._rank.message_bytes, evaluating),

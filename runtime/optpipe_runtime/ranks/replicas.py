@@ -120,7 +120,7 @@ class Replicas:
         return self._sharded[s].parameter_bytes if s in self._sharded else 0
 
     def gradient_bytes(self, s: int) -> int:
-        """What their whole gradients take at most."""
+        """What their whole gradients take at most, by those that `held_bytes` has found."""
         return self._sharded[s].gradient_bytes if s in self._sharded else 0
 
     def held_bytes(self) -> int:

@@ -4,6 +4,7 @@ own forwards and backwards."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ class Sharded:
         self._in_windows: set[int] | None = None  # the parameters with a gradient in a step's windows, by their places
         self._waiting: list[Any] = []  # gathers of the parts, under way
         self._reduced: list[Tensor] = []  # whole gradients that a reduction reads
+        self._elements: Counter[Any] = Counter()  # of each parameter's largest whole gradient that was counted
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._fsdp_groups = groups = [group for part in self._parts for group in _groups(part)]
         self._fsdp_parameters = [parameter for group in groups for parameter in group.fsdp_params]
@@ -78,13 +80,24 @@ class Sharded:
 
     @property
     def gradient_bytes(self) -> int:
-        """FSDP adds a gradient of another type than the parameter's to what it has put aside."""
-        trained = [p for p in self._fsdp_parameters if p.sharded_param.requires_grad]
-        whole = [(p, local(p._unsharded_param)) for p in trained]
-        return sum(own.nbytes + (own.numel() * p.reduce_dtype.itemsize if p.reduce_dtype else 0) for p, own in whole)
+        """Backwards may leave a gradient less spread over inner peers than its parameter is: that of an embedding whose
+        rows are spread has all rows on each. So each counts as large as it was found to be, at least as its parameter.
+        FSDP adds a gradient of another type than the parameter's to what it has put aside."""
+        found = 0
+        for parameter in self._fsdp_parameters:
+            if parameter.sharded_param.requires_grad:
+                own = local(parameter._unsharded_param)
+                aside = parameter.reduce_dtype.itemsize if parameter.reduce_dtype else 0
+                found += max(own.numel(), self._elements[parameter]) * (own.itemsize + aside)
+        return found
 
     def held_bytes(self) -> int:
-        """By live storages. Its reduction may run meanwhile."""
+        """By live storages, and notes how large gradients are, for `gradient_bytes`. Its reduction may run
+        meanwhile."""
+        for parameter in self._fsdp_parameters:
+            for gradient in _whole_gradients(parameter):
+                elements = local(gradient).untyped_storage().nbytes() // gradient.itemsize
+                self._elements[parameter] = max(self._elements[parameter], elements)
         storages = [local(tensor).untyped_storage() for tensor in (*self._held(), *self._reduced)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -126,8 +139,15 @@ class Sharded:
         return -minus_least, most
 
     def _place(self) -> None:
-        """Spreads whole gradients over inner peers as their parameters are: here, in the order of the program. FSDP
-        would do it when it reduces, beside ops whose collectives with the peers come at any time."""
+        """Makes whole gradients such that FSDP reduces them: of one type in a group, where it has put aside those that
+        came at B, and not yet those of the W behind it. And spreads them over inner peers as their parameters are:
+        here, in the order of the program. FSDP would do it when it reduces, beside ops whose collectives with the
+        peers come at any time."""
+        for group in self._fsdp_groups:
+            aside = [vars(parameter).get("unsharded_accumulated_grad") is not None for parameter in group.fsdp_params]
+            for parameter, is_aside in zip(group.fsdp_params, aside, strict=True):
+                if any(aside) and not is_aside:
+                    parameter.to_accumulated_grad_if_needed()
         for parameter in self._fsdp_parameters:
             own = getattr(parameter, "_unsharded_param", None)
             if isinstance(own, DTensor) and own.grad is not None:

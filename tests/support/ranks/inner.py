@@ -98,6 +98,18 @@ def parallel(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(stage, mesh, plan)
 
 
+def part_bytes(stage: nn.Module) -> tuple[int, int]:
+    """What one of two ranks has of a stage's parameters, and of their gradients as backwards leave them. The embedding
+    of some rows leaves gradients of all."""
+    found = {}
+    for name, layer in stage.named_modules():
+        for kind, parameter in layer.named_parameters(recurse=False):
+            whole = isinstance(layer, nn.LayerNorm) or (kind == "bias" and name.endswith(("out", "down")))
+            found[parameter] = parameter.nbytes if whole else parameter.nbytes // 2
+    rows = [layer.weight.nbytes // 2 for layer in stage.modules() if isinstance(layer, nn.Embedding)]
+    return sum(found.values()), sum(found.values()) + sum(rows)
+
+
 @cache
 def mesh() -> DeviceMesh:
     """Two stages of two ranks each: ranks 0 and 1, ranks 2 and 3."""
@@ -112,6 +124,7 @@ class Seen(NamedTuple):
     norm: float
     host_peak_bytes: int
     excess: Any
+    gathered: tuple[int | None, int] = (None, 0)  # the peak, and what is certified
 
 
 def plain_step(modules: Sequence[nn.Module], data: tuple[Tensor, Tensor], microbatches: int) -> Seen:
@@ -122,14 +135,17 @@ def plain_step(modules: Sequence[nn.Module], data: tuple[Tensor, Tensor], microb
     return Seen(losses, found, nn.utils.clip_grad_norm_(every, 0.1).item(), 0, None)
 
 
-def step_of(pipe: Pipeline, modules: dict[int, nn.Module], data: Sequence[Tensor]) -> tuple[Seen, int]:
+def step_of(
+    pipe: Pipeline, modules: dict[int, nn.Module], data: Sequence[Tensor], trace: bool = False
+) -> tuple[Seen, int]:
     """A step of a pipeline, with clipping; and its version."""
     for module in modules.values():
         module.zero_grad()
-    report = pipe.step(*data)
+    report = pipe.step(*data, trace=trace)
     found = gradients(modules)
     norm = pipe.clip_grad_norm_(0.1)
-    return Seen(report.losses, found, norm, report.host_peak_bytes, report.excess), report.version
+    gathered = report.gathered_peak_bytes, report.gathered_certified_bytes
+    return Seen(report.losses, found, norm, report.host_peak_bytes, report.excess, gathered), report.version
 
 
 def plain(microbatches: int, steps: int) -> list[Seen]:

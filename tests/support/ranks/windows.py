@@ -58,9 +58,8 @@ def trained(
     group, replica = mesh()["pipe"].get_group(), dist.get_rank() // 2
     number, problem = dist.get_rank(group), schedules[0].problem
     placement, m = [stage.device for stage in problem.stages], problem.microbatches
-    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
     modules = {
-        s: wrapped(module, "fsdp", **policy)
+        s: wrapped(module, "fsdp", **policy(mixed))
         for s, module in enumerate(make_stages(len(placement)))
         if placement[s] == number
     }
@@ -85,6 +84,10 @@ def trained(
             ran.gradients.append(gradients(modules))
             optimizer.step()
     return ran._replace(parameters=parameters(modules))
+
+
+def policy(mixed: bool) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
 
 
 @contextmanager
@@ -185,13 +188,12 @@ def refused(schedule: Schedule) -> list[str]:
     return told
 
 
-def of_inner_peers(program: Sequence[str], steps: int) -> list[tuple[inner.Seen, tuple[int | None, int]]]:
-    """Two replicas, of two tensor-parallel ranks with both stages. With what is held of gathered parameters and
-    gradients, and what is certified."""
+def of_inner_peers(program: Sequence[str], steps: int, mixed: bool = False) -> list[inner.Seen]:
+    """Two replicas, of two tensor-parallel ranks with both stages. `mixed`: parameters are gathered in bfloat16."""
     ranks = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "pipe", "tensor"))
     replica, m = (ranks.get_coordinate() or (0,))[0], 4
     modules = {
-        s: wrapped(inner.parallel(module, ranks["tensor"]), "fsdp", ranks["replica"])
+        s: wrapped(inner.parallel(module, ranks["tensor"]), "fsdp", ranks["replica"], **policy(mixed))
         for s, module in enumerate(inner.make_stages())
     }
     optimizer, found = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], lr=0.1), []
@@ -201,10 +203,7 @@ def of_inner_peers(program: Sequence[str], steps: int) -> list[tuple[inner.Seen,
         pipe.problem = problem((0, 0), m)
         pipe.load(Schedule.parse(pipe.problem, [program]))
         for step in range(steps):
-            optimizer.zero_grad()
             data = [part.chunk(2)[replica] for part in batch(step, 2 * m)]
-            report = pipe.step(*data, trace=True)
-            seen = inner.Seen(report.losses, gradients(modules), pipe.clip_grad_norm_(0.1), 0, None)
-            found.append((seen, (report.gathered_peak_bytes, report.gathered_certified_bytes)))
+            found.append(inner.step_of(pipe, modules, data, trace=True)[0])
             optimizer.step()
     return found
