@@ -181,8 +181,8 @@ class Cache:
         return hit
 
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
-        """Yield (distance, hash of the problem) of the entries in reach of the same structure, the nearest first."""
-        wanted, told = features(problem), set[str]()
+        """Yield (distance, hash of the problem) of other problems of the same structure in reach, the nearest first."""
+        wanted, told = features(problem), {problem.sha256}
         of = structure(problem), objective
         for reach in REACHES:
             near = self.storage.similar(*of, wanted.summary, reach + len(wanted.summary), MOST_COMPARED)

@@ -89,8 +89,8 @@ class Features:
 
     def terms(self, other: Features) -> dict[str, float]:
         """What each feature adds to the distance, the largest first; only those that differ."""
-        ends = np.cumsum([0, *self.sizes.values()])
-        sums = np.add.reduceat(np.abs(other.steps.astype(np.int32) - self.steps) * self._weights, ends[:-1])
+        *begins, _ = itertools.accumulate(self.sizes.values(), initial=0)
+        sums = np.add.reduceat(np.abs(other.steps.astype(np.int32) - self.steps) * self._weights, begins)
         terms = [(name, float(value)) for name, value in zip(self.sizes, sums, strict=True) if value]
         return dict(sorted(terms, key=lambda term: -term[1]))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -79,7 +79,7 @@ class Storage(Protocol):
         """Store the row in place of the entry `known`, which `entry` returned; False if that is no longer there."""
 
     def found(self, problem_sha256: str, objective: str, used: str) -> None:
-        """Count a hit, and store when it was."""
+        """Count a hit, and store when it was; do nothing where that cannot be written."""
 
     def prune(self, keep: int) -> int:
         """Delete all but the `keep` rows that were used last, 2^63 - 1 at most; return how many were deleted."""
@@ -152,7 +152,7 @@ class FileStorage:
 
     def found(self, problem_sha256: str, objective: str, used: str) -> None:
         counted = "UPDATE schedules SET hits = hits + 1, used = ? WHERE problem_sha256 = ? AND objective = ?"
-        with self._open() as db:
+        with suppress(InputError), self._open() as db:  # an answer that was read is an answer
             db.execute(counted, (used, problem_sha256, objective))
 
     def prune(self, keep: int) -> int:

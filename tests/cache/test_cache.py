@@ -12,7 +12,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError
-from optpipe_cache import Cache, default_path, distance, features, structure
+from optpipe_cache import Cache, default_path, distance, features, storage, structure
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.tables import schedules
@@ -203,6 +203,18 @@ def test_prune_keeps_what_was_used_last(cache: Cache) -> None:
     assert cache.prune(2) == cache.prune(10**30) == 0
     with pytest.raises(InputError, match="keep = -1"):
         cache.prune(-1)
+
+
+def test_a_hit_that_cannot_be_counted_is_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache.sqlite"
+    cache = Cache(path)
+    cache.add(gpipe(chain()), "feasible")
+    monkeypatch.setattr(storage, "BUSY_S", 0.0)
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        assert cache.lookup(chain()) is not None
+        writer.execute("ROLLBACK")
+    assert _forwards(cache) == [(1.0, 0)]
 
 
 def test_a_full_cache_loses_what_was_unused_longest(cache: Cache) -> None:

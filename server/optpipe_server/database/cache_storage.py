@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from sqlalchemy import ColumnElement, Integer, Update, bindparam, delete, func, insert, literal, select, tuple_, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from optpipe_cache import StoredRow
 from optpipe_cache.features import SUMMARY
@@ -54,7 +55,7 @@ class TableStorage:
             return db.execute(swapped).rowcount == 1
 
     def found(self, problem_sha256: str, objective: str, used: str) -> None:
-        with self._database.write() as db:
+        with suppress(SQLAlchemyError), self._database.write() as db:  # an answer that was read is an answer
             db.execute(self._update(problem_sha256, objective).values(used=used, hits=schedules.c.hits + 1))
 
     def _update(self, problem_sha256: str, objective: str) -> Update:
