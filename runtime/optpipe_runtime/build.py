@@ -95,6 +95,5 @@ def build(
             host_optimizers or {}, replicas.modules, layout, team.require_alive, link, device, clip_host_updates
         )
     )
-    rank = Rank(team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers)
-    rank.whole_gradients = whole_gradients
-    return rank
+    parts = team, layout, device, runners, replicas, cpu_group, messages, pool, link, all_peers, optimizers
+    return Rank(*parts, whole_gradients=whole_gradients)
