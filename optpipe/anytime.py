@@ -50,7 +50,7 @@ class Result:
     time_s: float = 0.0  # since the search began
     reason: str | None = None  # why there is no schedule
     notes: tuple[str, ...] = ()  # what there was to say on the way, such as that an engine crashed
-    reports: tuple[str, ...] = ()  # those of the notes that say how a search ended that was asked for: nothing wrong
+    reports: tuple[str, ...] = ()  # notes on how the method asked for ended; nothing is wrong
     percentile_ms: float | None = None  # with jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`)
     history: tuple[Step, ...] = ()  # the incumbents so far, this one last
     rejected: int = 0  # frames of the solver that were no valid schedule, no better than one before, or unreadable

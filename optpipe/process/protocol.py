@@ -114,9 +114,9 @@ class Refused(_Answer):
 class Note(_Answer):
     """Something to tell, such as an engine that crashed; the search goes on.
 
-    With a `method` it is about that one, among several that were asked for (`optpipe.comparison`), or a report on how
-    its search ended. A search that is `ongoing` says by the same words how far it is: what holds if it is stopped
-    before its next report.
+    With a `method` it is about that one, among several that were asked for (`optpipe.comparison`), or reports how its
+    search ended. With `ongoing` it reports how far the search is; that stands if the search is stopped before its next
+    report.
     """
 
     type: Literal["note"] = "note"
