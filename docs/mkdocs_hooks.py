@@ -21,13 +21,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>&#x02032;</mi></msup>")  # in an index it would lower the whole index
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".toml": "toml", ".yml": "yaml"}
 
 
 def math(source: str, *_: Any, **__: Any) -> str:
     """Return the MathML of a block ```math."""
-    return f'<div class="math">{convert(source, display="block")}</div>'
+    formula = PRIME.sub(r'\1<mo lspace="0" rspace="0">&#x02032;</mo>', convert(source, display="block"))
+    return f'<div class="math">{formula}</div>'
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

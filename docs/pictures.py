@@ -12,16 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optpipe import Problem, Schedule, compare
+from optpipe import Problem, compare
 from optpipe.model.placement import Shape, rechunk
 from optpipe.show.svg import LEFT, TOP, gantt
 from optpipe_cli import example
 from optpipe_solver import heuristics, systems
-from optpipe_solver.budget import Budget
-from optpipe_solver.cpsat.grid import Grid
-from optpipe_solver.cyclic.pattern import PatternModel, least_period
-from optpipe_solver.cyclic.unroll import unroll
-from optpipe_solver.prune import prune
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "problems"
@@ -144,11 +139,18 @@ def slower(problem: Problem) -> Problem:
 def period() -> str:
     """The picture of docs/cyclic.md: the shortest pattern of one micro-batch, repeated, with a line where each period
     of device 0 begins."""
+    # Loads ortools, which cannot share a process with highspy: a test that reads this file may have loaded that.
+    from optpipe_solver.budget import Budget
+    from optpipe_solver.cpsat.grid import Grid
+    from optpipe_solver.cyclic.pattern import PatternModel, least_period
+    from optpipe_solver.cyclic.unroll import unroll
+    from optpipe_solver.prune import prune
+
     problem = units(4, 12, memory=2, **leaving(1))
     grid = Grid.of(problem)
     pattern = PatternModel(grid, 1, least_period(grid, 1)).solve(Budget(60, 1), 0, 60).pattern
     assert pattern
-    schedule: Schedule = prune(unroll(grid, pattern, "cyclic"))
+    schedule = prune(unroll(grid, pattern, "cyclic"))
     picture = gantt(schedule, "One micro-batch every 3 ms", until_ms=42)
     scale = (1200 - LEFT - 16) / 42
     height = picture.split('height="')[1].split('"')[0]
