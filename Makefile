@@ -43,7 +43,7 @@ check-web: ## check the types of the code of pages; needs Node
 	npx --yes --package typescript@5 tsc --project optpipe/show/web
 
 docs: setup ## build the site of the docs in the folder site; a warning is an error
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Two at a time: mypy and mkdocs have one process each.
 test: setup ## check, build the docs, and run the whole suite
