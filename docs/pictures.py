@@ -124,7 +124,7 @@ def concepts() -> Iterator[tuple[str, str]]:
         ("split", "B and W apart, memory for 4 activations", heuristics.generate("zb-auto", ample)),
         ("tight", "B and W apart, memory for 2", heuristics.generate("zb-auto", tight)),
         ("offload", "Offloads, memory for 2", offloads),
-        ("slower", "The same programs, device 1 half as slow again", offloads.on(slower(leaves))),
+        ("slower", "The same programs, ops of device 1 take half as long again", offloads.on(slower(leaves))),
     ):
         yield name, gantt(schedule, title, until_ms=42)
 
