@@ -15,7 +15,7 @@ ON_GPU = PYTHONPATH=.:cli:runtime:.gpu $(PYTHON)
 DEVICE ?= cuda
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: help setup format check check-web test suite soak stacks demo bench wheels test-gpu bench-gpu pictures clean
+.PHONY: help setup format check check-web docs test suite soak stacks demo bench wheels test-gpu bench-gpu pictures clean
 
 # The comment behind a target is its help.
 help: ## list the targets (the default)
@@ -26,7 +26,7 @@ setup: .venv/ready ## make .venv with OptPipe, all extras and the tools
 .venv/ready: pyproject.toml $(CONSTRAINTS)
 	@echo 'Making .venv with OptPipe, all extras and the tools: takes some minutes, most of them for torch.'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.[all,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.[all,dev,docs]'
 	touch $@
 
 format: setup ## write the code in ruff's format, and mend what ruff can mend
@@ -42,9 +42,12 @@ check: setup ## check style, types and imports
 check-web: ## check the types of the code of pages; needs Node
 	npx --yes --package typescript@5 tsc --project optpipe/show/web
 
-# Both at a time: mypy has one process.
-test: setup ## check, and run the whole suite
-	+$(MAKE) --no-print-directory --jobs 2 check suite
+docs: setup ## build the site of the docs in the folder site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Two at a time: mypy and mkdocs have one process each.
+test: setup ## check, build the docs, and run the whole suite
+	+$(MAKE) --no-print-directory --jobs 2 check suite docs
 
 # More tests at a time than two cores compute: a test waits as often as it computes.
 suite: setup ## run the whole suite only
@@ -94,4 +97,4 @@ pictures: setup ## draw the pictures of the docs again
 	$(BIN)/python docs/better_than_linear.py
 
 clean: ## remove the environment and all caches
-	rm -rf .venv .gpu .stacks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .gpu .stacks .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info

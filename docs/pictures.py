@@ -2,24 +2,25 @@
 
 For the README the best published schedule of `optpipe try` and the solver's, at the same memory and on one time axis
 (NAME: before-and-after); and each published schedule on the problem of its paper's figure, so that the two can be laid
-side by side.
+side by side; and the pictures of docs/concepts.md and docs/cyclic.md (NAME: concepts).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from optpipe import Problem, compare
 from optpipe.model.placement import Shape, rechunk
-from optpipe.show.svg import gantt
+from optpipe.show.svg import LEFT, TOP, gantt
 from optpipe_cli import example
 from optpipe_solver import heuristics, systems
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples" / "problems"
-BOTH = "before-and-after"
+BOTH, CONCEPTS = "before-and-after", "concepts"
 ACTIVATION = 1000  # bytes of one stage's
 
 
@@ -114,6 +115,52 @@ def before_and_after() -> None:
         print(f"{name}: {row.makespan_ms:g} ms by {row.schedule.method}")
 
 
+def concepts() -> Iterator[tuple[str, str]]:
+    """The pictures of docs/concepts.md, all on one time axis, and their names."""
+    ample, tight, leaves = units(4, 8, memory=4), units(4, 8, memory=2), units(4, 8, memory=2, **leaving(1))
+    offloads = heuristics.generate("adaoffload", leaves)
+    for name, title, schedule in (
+        ("fused", "1F1B, memory for 4 activations", systems.generate("1f1b", ample)),
+        ("split", "B and W apart, memory for 4 activations", heuristics.generate("zb-auto", ample)),
+        ("tight", "B and W apart, memory for 2", heuristics.generate("zb-auto", tight)),
+        ("offload", "Offloads, memory for 2", offloads),
+        ("slower", "The same programs, ops of device 1 take half as long again", offloads.on(slower(leaves))),
+    ):
+        yield name, gantt(schedule, title, until_ms=42)
+
+
+def slower(problem: Problem) -> Problem:
+    """The problem with a device 1 whose ops last half as long again."""
+    times = dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 1.5)
+    stages = [stage.model_copy(update=times) if stage.device == 1 else stage for stage in problem.stages]
+    return problem.replace(stages=stages)
+
+
+def period() -> str:
+    """The picture of docs/cyclic.md: the shortest pattern of one micro-batch, repeated, with a line where each period
+    of device 0 begins."""
+    # Loads ortools, which cannot share a process with highspy: a test that reads this file may have loaded that.
+    from optpipe_solver.budget import Budget
+    from optpipe_solver.cpsat.grid import Grid
+    from optpipe_solver.cyclic.pattern import PatternModel, least_period
+    from optpipe_solver.cyclic.unroll import unroll
+    from optpipe_solver.prune import prune
+
+    problem = units(4, 12, memory=2, **leaving(1))
+    grid = Grid.of(problem)
+    pattern = PatternModel(grid, 1, least_period(grid, 1)).solve(Budget(60, 1), 0, 60).pattern
+    assert pattern
+    schedule = prune(unroll(grid, pattern, "cyclic"))
+    picture = gantt(schedule, "One micro-batch every 3 ms", until_ms=42)
+    scale = (1200 - LEFT - 16) / 42
+    height = picture.split('height="')[1].split('"')[0]
+    lines = [
+        f'<line x1="{x:.1f}" y1="{TOP - 6}" x2="{x:.1f}" y2="{int(height) - 18}" stroke="#111" stroke-dasharray="2 3"/>'
+        for x in (LEFT + scale * float(pattern.period * grid.tick) * k for k in range(problem.microbatches + 1))
+    ]
+    return picture.replace("</svg>", "\n".join(lines) + "\n</svg>")
+
+
 def write(name: str, picture: str) -> None:
     path = HERE / "pictures" / name
     path.write_text(picture)
@@ -121,14 +168,18 @@ def write(name: str, picture: str) -> None:
 
 
 def main() -> None:
-    names = sys.argv[1:] or [*FIGURES, BOTH]
-    if unknown := [name for name in names if name not in (*FIGURES, BOTH)]:
+    names = sys.argv[1:] or [*FIGURES, BOTH, CONCEPTS]
+    if unknown := [name for name in names if name not in (*FIGURES, BOTH, CONCEPTS)]:
         sys.exit(
             f"error: {unknown[0]} has no line in FIGURES of docs/pictures.py; those that have: {', '.join(FIGURES)}"
         )
     for name in names:
         if name == BOTH:
             before_and_after()
+        elif name == CONCEPTS:
+            for shown, picture in concepts():
+                write(f"concepts/{shown}.svg", picture)
+            write("cyclic.svg", period())
         else:
             write(f"systems/{name}.svg", figure(name))
 

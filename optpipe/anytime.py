@@ -40,21 +40,51 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known at some moment of a search: the best schedule and the best lower bound so far. Times in ms."""
+    """What is known at some moment of a search: the best schedule and the best lower bound so far. Times in ms.
+
+    Attributes
+    ----------
+    status
+        What is known: `optimal` (proven), `feasible`, `infeasible` (no schedule fits) or `unknown`.
+    schedule
+        The best schedule, None if there is none.
+    objective
+        What the search minimizes, makespan or span.
+    lower_bound_ms
+        No schedule of the problem is shorter.
+    method
+        What found the schedule.
+    time_s
+        Since the search began.
+    reason
+        Why there is no schedule.
+    notes
+        What there was to say on the way, such as that an engine crashed.
+    reports
+        Notes on how the method asked for ended; nothing is wrong.
+    percentile_ms
+        With jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`).
+    history
+        The incumbents so far, this one last.
+    rejected
+        Frames of the solver that were no valid schedule, no better than one before, or unreadable.
+    failure
+        How the solver's process failed; also the last of the notes.
+    """
 
     status: Status
     schedule: Schedule | None = None
     objective: Objective = "makespan"
     lower_bound_ms: float | None = None
     method: str = ""
-    time_s: float = 0.0  # since the search began
-    reason: str | None = None  # why there is no schedule
-    notes: tuple[str, ...] = ()  # what there was to say on the way, such as that an engine crashed
-    reports: tuple[str, ...] = ()  # notes on how the method asked for ended; nothing is wrong
-    percentile_ms: float | None = None  # with jitter: the objective's 95th percentile (`optpipe.evaluate.jitter`)
-    history: tuple[Step, ...] = ()  # the incumbents so far, this one last
-    rejected: int = 0  # frames of the solver that were no valid schedule, no better than one before, or unreadable
-    failure: str | None = None  # how the solver's process failed; also the last of the notes
+    time_s: float = 0.0
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
+    percentile_ms: float | None = None
+    history: tuple[Step, ...] = ()
+    rejected: int = 0
+    failure: str | None = None
 
     @classmethod
     def of(

@@ -34,9 +34,20 @@ Texts = Items[str]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Programs by device and, for links that several devices share, the order of all transfers on them.
+    """Who does what in which order. Times and memory follow from that.
 
-    `placement` says how `problem` came from the problem that was asked about, where its stages are others.
+    Attributes
+    ----------
+    problem
+        What it is a schedule of.
+    programs
+        By device: its ops, in order.
+    links
+        By name of a link that several devices share: all transfers on it, in order.
+    method
+        What made it.
+    placement
+        How `problem` came from the problem that was asked about, where its stages are others.
     """
 
     problem: Problem

@@ -4,7 +4,8 @@
 
     python scripts/lowest.py > constraints-lowest.txt
 
-The tools of the `dev` extra are left out. Users do not install them, and pip takes those that go with the rest.
+The tools of the extras `dev` and `docs` are left out. Users do not install them, and pip takes those that go with the
+rest.
 """
 
 import re
@@ -12,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+TOOLS = ("dev", "docs")
 REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+(?:\[[^\]]*\])?)>=(?P<lowest>[0-9.]+)")
 
 
@@ -32,7 +34,7 @@ def lowest(pyproject: str) -> list[str]:
     extras = project["optional-dependencies"]
     requirements = [
         *project["dependencies"],
-        *(each for name, listed in extras.items() if name != "dev" for each in listed),
+        *(each for name, listed in extras.items() if name not in TOOLS for each in listed),
     ]
     lines = set()
     for requirement in requirements:

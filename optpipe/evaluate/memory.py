@@ -31,7 +31,15 @@ class Peak:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The peaks of every device."""
+    """The peaks of every device, by the order of its program alone.
+
+    Attributes
+    ----------
+    device
+        By device: the peak of its memory in bytes, the op at which it is reached, and the limit.
+    host
+        By device: the same for the pinned host memory that it uses.
+    """
 
     device: tuple[Peak, ...]
     host: tuple[Peak, ...]

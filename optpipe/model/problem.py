@@ -24,6 +24,31 @@ class Problem(Document):
 
     `Problem.load(path)` and `Problem.from_json(text)` read one and raise InputError if a field is wrong. Times are in
     ms, sizes in bytes.
+
+    Attributes
+    ----------
+    format
+        The file format.
+    name
+        A label: two problems that differ in it only are the same problem.
+    microbatches
+        How many micro-batches a batch is cut into.
+    p2p_ms
+        How long a message takes between two devices. It occupies neither.
+    transfer_mode
+        Whether a host link carries one transfer at a time, or one in each direction.
+    devices
+        The devices, numbered from 0.
+    stages
+        The stages, numbered from 0, each with its device and its costs.
+    routes
+        The stages that micro-batches pass, in order. None: one route over all stages in order.
+    microbatch_routes
+        By micro-batch the number of its route; required with several routes.
+    overlap_factor
+        How long a pair lasts, as a share of its two ops one after the other. None: ops make no pairs.
+    layers
+        The costs of the layers that the stages consist of, in order, so that a search may divide them anew.
     """
 
     WHAT = "problem"

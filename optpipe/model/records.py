@@ -54,9 +54,16 @@ class Document(Record):
 class Device(Record):
     """A GPU.
 
-    `activation_budget_bytes` is what it has for activations, after weights, gradients, optimizer state and workspace.
-    Devices with the same `link` share a host link. `host_memory_bytes` is its share of pinned host memory (None: no
-    limit). It may evict to the device `peer`.
+    Attributes
+    ----------
+    activation_budget_bytes
+        What it has for activations, after weights, gradients, optimizer state and workspace.
+    link
+        Devices with the same name here share a host link. None: a link of its own.
+    host_memory_bytes
+        Its share of pinned host memory. None: no limit.
+    peer
+        The device to which it may evict activations, or None.
     """
 
     activation_budget_bytes: Bytes
@@ -68,10 +75,27 @@ class Device(Record):
 class StageCosts(Record):
     """What one stage, or one layer, costs per micro-batch. Times in ms, sizes in bytes.
 
-    F saves `activation_bytes`; from B until W `saved_for_weight_bytes` stay. With `offload_ms` the activation can be
-    offloaded to the host, in `offload_parts` parts; with `evict_ms` it can be evicted to the device's peer; with
-    `recompute_ms` all but `checkpoint_bytes` can be dropped and computed again. With `update_ms` the stage's optimizer
-    can run on the host, once an iteration; that saves model state, which is no part of any activation budget.
+    What is None, the stage cannot do.
+
+    Attributes
+    ----------
+    forward_ms, backward_input_ms, backward_weight_ms
+        The times of F, B and W.
+    activation_bytes
+        What F saves.
+    saved_for_weight_bytes
+        What of it stays from B until W.
+    offload_ms, reload_ms, offload_bytes
+        To offload the activation to the host: the times of its copies, and the bytes that it frees.
+    offload_parts
+        In how many equal parts it may be offloaded, each on its own.
+    recompute_ms, checkpoint_bytes
+        To drop the activation and compute it again: the time, and the bytes that stay.
+    evict_ms, load_ms, evict_bytes
+        To evict it to the device's peer: the times of the copies, and the bytes.
+    gradient_out_ms, update_ms, parameters_in_ms
+        To run the stage's optimizer on the host, once an iteration. That saves model state, which is no part of any
+        activation budget.
     """
 
     forward_ms: Ms
@@ -125,6 +149,12 @@ class StageCosts(Record):
 
 
 class Stage(StageCosts):
-    """A piece of the model on one device."""
+    """A piece of the model on one device, with its costs (`StageCosts`).
+
+    Attributes
+    ----------
+    device
+        The number of the device that runs it.
+    """
 
     device: Index

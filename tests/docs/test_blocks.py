@@ -1,0 +1,156 @@
+"""Every block of code in the docs is run: here page by page, or by the test that this file names; or the page says why
+not, in a comment before the block."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from optpipe import Problem, export_schedule
+from optpipe_cli.app import app
+from optpipe_solver.systems import generate
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^(?P<before>[^\n]*)\n+( *)```(?P<language>[^\n]*)\n(?P<text>.*?)^\2```$", re.DOTALL | re.MULTILINE)
+NOT_RUN = re.compile(r"<!-- not run: (?P<why>.+) -->")
+CODE = {"python", "sh", "console"}
+NO_CODE = {"diff", "math", "sh-compose", "text", "yaml"}
+# Pages whose blocks belong together in a way of their own, and the test that runs them.
+ELSEWHERE = {
+    ("CONTRIBUTING.md", "python"): "tests/docs/test_contributing.py",
+    ("README.md", "python"): "tests/docs/test_commands.py",
+    ("docs/profile.md", "python"): "tests/runtime/test_follow.py",
+    ("docs/service.md", "sh"): "tests/deploy/test_service_page.py",
+    ("docs/training.md", "python"): "tests/runtime/test_training.py",
+}
+
+
+class Block(NamedTuple):
+    """A fenced block, and the line before it."""
+
+    page: str
+    before: str
+    language: str
+    text: str
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it is not run, as the page says."""
+        found = NOT_RUN.fullmatch(self.before)
+        return found["why"] if found else None
+
+    @property
+    def runs_here(self) -> bool:
+        return self.language in CODE and not self.why_not and (self.page, self.language) not in ELSEWHERE
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        for found in FENCE.finditer(page.read_text(encoding="utf-8")):
+            yield Block(str(page.relative_to(ROOT)), found["before"], found["language"], found["text"])
+
+
+BLOCKS = list(blocks())
+
+
+def test_every_block_says_its_language() -> None:
+    assert [(block.page, block.language) for block in BLOCKS if block.language not in CODE | NO_CODE] == []
+    fences = sum(len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES)
+    assert fences == 2 * len(BLOCKS), "a block that this test cannot read"
+
+
+def test_pages_are_run_by_the_tests_that_are_named() -> None:
+    for (page, language), test in ELSEWHERE.items():
+        assert any((block.page, block.language) == (page, language) for block in BLOCKS)
+        assert Path(page).name in (ROOT / test).read_text(encoding="utf-8")
+
+
+def test_blocks_that_are_not_run_are_few() -> None:
+    """They need a GPU, another machine, many packages, or minutes. One more: say in its page why, and count it here."""
+    assert len([block for block in BLOCKS if block.why_not]) == 13
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] if page == "docs/start.md" else [])
+        for page in dict.fromkeys(block.page for block in BLOCKS if block.runs_here)
+    ],
+)
+def test_the_blocks_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other, in one folder. What a page says that they print, they print."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_CACHE", str(tmp_path / "cache.sqlite"))
+    monkeypatch.setenv("COLUMNS", "120")
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    if page == "docs/stacks.md":
+        write_what_the_reader_has(tmp_path)
+    printed = ""
+    for block in (block for block in BLOCKS if block.page == page):
+        if block.language == "text" and block.before.endswith("prints:"):
+            assert printed == block.text
+        if not block.runs_here:
+            continue
+        if block.language == "python":
+            run_python(block, scope)
+        else:
+            run_commands(block, capsys)
+        printed = capsys.readouterr().out
+
+
+def run_python(block: Block, scope: dict[str, Any]) -> None:
+    """Runs it, or saves it under the name that the page gives it. Searches end with their first schedule; one beside a
+    training runs before it, as many steps would pass meanwhile on a busy machine."""
+    text = re.sub(r"time_limit_s=\d+", "time_limit_s=100, gap=1.0", block.text)
+    text = text.replace("searching.start()", "searching.run()").replace("searching.join()", "pass")
+    if name := re.search(r"Save this as `(\w+\.py)`", block.before):
+        Path(name[1]).write_text(text, encoding="utf-8")
+    else:
+        exec(compile(text, block.page, "exec"), scope)
+
+
+def run_commands(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs its lines; in a block `console` those behind a $, whose output stands below them."""
+    if block.language == "sh":
+        for line in block.text.replace("\\\n", " ").splitlines():
+            run_command(line)
+        return
+    for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+        capsys.readouterr()
+        run_command(command)
+        said = capsys.readouterr()
+        assert output in ("", said.out + said.err), command
+
+
+def run_command(line: str) -> None:
+    """Runs a command of OptPipe in this process, and torchrun in another. Of `make` there need only be the target."""
+    # Any schedule will do, so a search ends with its first one.
+    program, *words = shlex.split(re.sub(r"--time-limit \d+", "--time-limit 100 --gap 1", line), comments=True)
+    if program == "optpipe":
+        assert not app(words, prog_name="optpipe", standalone_mode=False), line
+    elif program == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+        done = subprocess.run(command, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        print(done.stdout)
+    else:
+        assert program == "make", line
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
+
+
+def write_what_the_reader_has(folder: Path) -> None:
+    """A problem and a schedule of PyTorch's, as in "A schedule that you have"."""
+    problem = Problem.load(ROOT / "examples" / "problems" / "ample-8x24.json")
+    problem.save(folder / "p.json")
+    (folder / "theirs.csv").write_text(export_schedule(generate("1f1b", problem), "torch-csv"), encoding="utf-8")
