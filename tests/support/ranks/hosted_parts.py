@@ -11,6 +11,7 @@ from torch import nn
 
 from optpipe.schedule import Schedule
 from optpipe_runtime import Pipeline
+from optpipe_runtime.ranks.parts import placed
 from support.ranks.cases import Gradients, batch, loss_fn, plain_step, problem
 from support.ranks.inner import make_stages, mesh, parallel
 from support.ranks.optimizer import momentum
@@ -38,6 +39,8 @@ def trained(programs: Sequence[Sequence[str]], hosted: bool, max_norm: float, st
             ran.losses.append(pipe.step(*batch(step, m)).losses)
             if max_norm:
                 ran.norms.append(pipe.clip_grad_norm_(max_norm))
+            for parameter in module.parameters() if not hosted else ():
+                parameter.grad = placed(parameter)  # torch may leave partial sums, which an optimizer rounds otherwise
             here.step()
         pipe.synchronize()
     return ran._replace(parameters=parameters({stage: module}))
