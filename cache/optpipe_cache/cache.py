@@ -20,6 +20,7 @@ from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
+from optpipe.reuse.adapt import adapt
 from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import REACH, STEP, Features, features, structure
 from optpipe_cache.storage import FileStorage, Storage, StoredRow
@@ -173,7 +174,7 @@ class Cache:
         """Return the best known schedule, verified on this problem; None if there is none.
 
         It is the schedule of this very problem, else that of the most similar one in reach of the same structure whose
-        schedule is valid.
+        order can be adapted to this one.
         """
         hit = self._exact(problem, objective) or self._nearest(problem, objective)
         if hit:
@@ -201,7 +202,7 @@ class Cache:
         wanted = features(problem)
         for far, sha256 in islice(self.neighbours(problem, objective), MOST_TRIED):
             entry = _read(self.storage.entry(sha256, objective))
-            if entry and (schedule := _valid_schedule(entry, problem)):
+            if entry and (schedule := _adapted(entry, problem)):
                 return Hit(schedule, far, False, "feasible", None, entry, wanted.terms(features(entry.problem)))
         return None
 
@@ -271,3 +272,10 @@ def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:
     except InputError:
         return None
     return None if check(problem, schedule) else schedule
+
+
+def _adapted(entry: Entry, problem: Problem) -> Schedule | None:
+    try:
+        return adapt(problem, entry.schedule(), entry.objective)
+    except InputError:
+        return None
