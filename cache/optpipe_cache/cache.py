@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from optpipe.evaluate.objective import Objective, gap, length_ms, reaches
 from optpipe.model.problem import Problem
 from optpipe.model.records import Record, TotalMs
 from optpipe.process.protocol import Programs
+from optpipe.reuse.adapt import adapt
 from optpipe.schedule import Found, Schedule, check
 from optpipe_cache.features import REACH, STEP, Features, features, structure
 from optpipe_cache.storage import FileStorage, Storage, StoredRow
@@ -26,9 +28,8 @@ from optpipe_cache.storage import FileStorage, Storage, StoredRow
 log = logging.getLogger("optpipe.cache")
 
 MOST_KEPT = 2**63 - 1  # the largest LIMIT of SQL
-MOST_COMPARED = 4096  # similar entries whose features a lookup reads
-# Within these many steps of the grid it looks: most often there is something near.
-REACHES = [round(REACH / STEP / shorter) for shorter in (8, 4, 2, 1)]
+RINGS = (6, 12, 18, 25, 35, round(REACH / STEP))  # steps within which a lookup looks, one after the other
+MOST_COMPARED = 4096  # similar entries of a ring whose features it reads
 MOST_ENTRIES = 100_000  # in a cache, if nothing else is said
 MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
 
@@ -158,7 +159,7 @@ class Cache:
 
     def _store(self, entry: Entry) -> bool:
         problem, text, known_by = entry.problem, entry.model_dump_json(exclude_none=True), features(entry.problem)
-        found_by = problem.sha256, entry.objective, structure(problem), known_by.packed, known_by.summary
+        found_by = problem.sha256, entry.objective, structure(problem), known_by.packed, known_by.cell
         while True:  # until no other process has changed the entry in between
             stored = self.storage.entry(problem.sha256, entry.objective)
             known = _read(stored)
@@ -173,7 +174,7 @@ class Cache:
         """Return the best known schedule, verified on this problem; None if there is none.
 
         It is the schedule of this very problem, else that of the most similar one in reach of the same structure whose
-        schedule is valid.
+        order can be adapted to this one.
         """
         hit = self._exact(problem, objective) or self._nearest(problem, objective)
         if hit:
@@ -182,13 +183,14 @@ class Cache:
 
     def neighbours(self, problem: Problem, objective: Objective = "makespan") -> Iterator[tuple[float, str]]:
         """Yield (distance, hash of the problem) of other problems of the same structure in reach, the nearest first."""
-        wanted, told = features(problem), {problem.sha256}
-        of = structure(problem), objective
-        for reach in REACHES:
-            near = self.storage.similar(*of, wanted.summary, reach + len(wanted.summary), MOST_COMPARED)
-            found = [(far, sha256) for far, sha256 in _within(reach, wanted, near) if sha256 not in told]
-            yield from found
-            told |= {sha256 for _, sha256 in found}
+        wanted, of = features(problem), (structure(problem), objective)
+        beyond, waiting = -1, list[tuple[float, str]]()
+        for reach in RINGS:
+            near = self.storage.similar(*of, wanted.cells(reach, beyond), MOST_COMPARED)
+            waiting = sorted(waiting + [found for found in _distances(wanted, near) if found[1] != problem.sha256])
+            sure = bisect(waiting, reach * STEP, key=lambda found: found[0])
+            yield from waiting[:sure]
+            beyond, waiting = reach, waiting[sure:]
 
     def _exact(self, problem: Problem, objective: Objective) -> Hit | None:
         entry = _read(self.storage.entry(problem.sha256, objective))
@@ -200,7 +202,7 @@ class Cache:
         wanted = features(problem)
         for far, sha256 in islice(self.neighbours(problem, objective), MOST_TRIED):
             entry = _read(self.storage.entry(sha256, objective))
-            if entry and (schedule := _valid_schedule(entry, problem)):
+            if entry and (schedule := _adapted(entry, problem)):
                 return Hit(schedule, far, False, "feasible", None, entry, wanted.terms(features(entry.problem)))
         return None
 
@@ -254,15 +256,14 @@ def _read(text: str | None) -> Entry | None:
         return None
 
 
-def _within(reach: int, wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:
-    """(distance, problem_sha256) of the entries within so many steps, the nearest first. Damaged ones are skipped."""
+def _distances(wanted: Features, near: Sequence[tuple[str, bytes]]) -> list[tuple[float, str]]:
+    """(distance, problem_sha256) of the entries. Damaged ones are skipped."""
     length = len(wanted.packed)
     whole = [(sha256, packed) for sha256, packed in near if isinstance(packed, bytes) and len(packed) == length]
     if len(whole) < len(near):
         log.warning("skipped %d entries whose features cannot be read", len(near) - len(whole))
     steps = np.frombuffer(b"".join(packed for _, packed in whole), dtype="<i2").reshape(len(whole), length // 2)
-    far = zip(wanted.distances(steps).tolist(), (sha256 for sha256, _ in whole), strict=True)
-    return sorted(found for found in far if found[0] <= reach * STEP)
+    return list(zip(wanted.distances(steps).tolist(), (sha256 for sha256, _ in whole), strict=True))
 
 
 def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:
@@ -271,3 +272,10 @@ def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:
     except InputError:
         return None
     return None if check(problem, schedule) else schedule
+
+
+def _adapted(entry: Entry, problem: Problem) -> Schedule | None:
+    try:
+        return adapt(problem, entry.schedule(), entry.objective)
+    except InputError:
+        return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,8 +31,11 @@ VERSION = 2  # of this key: other versions are never similar
 
 Steps = NDArray[np.int16]
 
-# What an index of problems has, the most telling one first.
-SUMMARY = ("memory", "forward", "backward_input", "backward_weight", "offload", "p2p")
+
+# The means of these features divide all problems into cells, the boxes by which an index finds what is near.
+IN_CELL = ("memory", "forward", "backward_input", "offload", "p2p")
+SIDE = 8  # of a cell, in steps of the grid
+MOST_CELLS = 512  # along one feature: more than MOST / SMALL needs
 # How much more a difference counts than one of another feature; by default 1.
 WEIGHT = {"microbatches": 0.1}
 
@@ -95,14 +99,30 @@ class Features:
         return dict(sorted(terms, key=lambda term: -term[1]))
 
     @cached_property
-    def summary(self) -> dict[str, int]:
-        """The means of the features that an index has, in steps of the grid.
-
-        The difference of two means is at most the mean of the differences, so the sum of their differences, but for
-        what they are rounded by, is never more than the distance.
-        """
+    def _means(self) -> list[float]:
         ends = dict(zip(self.sizes, itertools.accumulate(self.sizes.values()), strict=True))
-        return {name: round(float(self.steps[ends[name] - self.sizes[name] : ends[name]].mean())) for name in SUMMARY}
+        return [float(self.steps[ends[name] - self.sizes[name] : ends[name]].mean()) for name in IN_CELL]
+
+    @property
+    def cell(self) -> int:
+        """The number of the cell in which this problem is."""
+        number = 0
+        for mean in self._means:
+            number = MOST_CELLS * number + int(mean // SIDE)
+        return number
+
+    def cells(self, reach: float, beyond: float = -1) -> list[int]:
+        """The cells whose problems are at least `beyond` steps of the grid away, and some perhaps less than `reach`.
+
+        The difference of two means is at most the mean of the differences, so the sum of these differences is never
+        more than the distance.
+        """
+        found = [(0, 0.0)]
+        for mean in self._means:
+            first, last = max(0, math.floor((mean - reach) / SIDE)), math.floor((mean + reach) / SIDE)
+            near = [(at, max(SIDE * at - mean, mean - SIDE * (at + 1), 0.0)) for at in range(first, last + 1)]
+            found = [(MOST_CELLS * n + at, far + more) for n, far in found for at, more in near if far + more <= reach]
+        return [number for number, far in found if far > beyond]
 
 
 def features(problem: Problem) -> Features:

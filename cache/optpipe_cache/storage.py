@@ -6,34 +6,34 @@ database.
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from optpipe.errors import InputError
-from optpipe_cache.features import SUMMARY
 
 VERSION = 2  # of the file's tables, stored in its user_version
 BUSY_S = 10.0  # how long to wait for another process that writes
 
-COLUMNS = ("problem_sha256", "objective", "structure", "features", "used", "hits", "entry", *SUMMARY)
+COLUMNS = ("problem_sha256", "objective", "structure", "features", "cell", "used", "hits", "entry")
 
-_SCHEMA = f"""
+_SCHEMA = """
 CREATE TABLE IF NOT EXISTS schedules (
     problem_sha256 TEXT NOT NULL,
     objective TEXT NOT NULL,
     structure TEXT NOT NULL,
     features BLOB NOT NULL,
+    cell INTEGER NOT NULL,
     used TEXT NOT NULL,
     hits INTEGER NOT NULL,
     entry TEXT NOT NULL,
-    {", ".join(f"{name} INTEGER NOT NULL" for name in SUMMARY)},
     PRIMARY KEY (problem_sha256, objective)
 );
-CREATE INDEX IF NOT EXISTS by_summary ON schedules (structure, objective, {", ".join(SUMMARY)});
+CREATE INDEX IF NOT EXISTS by_cell ON schedules (structure, objective, cell, problem_sha256, features);
 CREATE INDEX IF NOT EXISTS by_use ON schedules (used);
 """
 
@@ -46,7 +46,7 @@ class StoredRow:
     objective: str
     structure: str
     features: bytes
-    summary: Mapping[str, int]  # of `Features`
+    cell: int  # of `Features`
     used: str  # when it was stored or found last: ISO time in UTC
     hits: int  # how often it was found
     entry: str  # JSON
@@ -54,7 +54,7 @@ class StoredRow:
     @property
     def columns(self) -> dict[str, object]:
         """All values by the names of their columns."""
-        return {name: getattr(self, name) for name in COLUMNS if name not in SUMMARY} | {**self.summary}
+        return {name: getattr(self, name) for name in COLUMNS}
 
 
 class Storage(Protocol):
@@ -66,11 +66,8 @@ class Storage(Protocol):
     def entry(self, problem_sha256: str, objective: str) -> str | None:
         """Return the entry of this problem."""
 
-    def similar(
-        self, structure: str, objective: str, summary: Mapping[str, int], reach: int, most: int
-    ) -> Sequence[tuple[str, bytes]]:
-        """Return (problem_sha256, features) of the entries of this structure whose summary differs by at most `reach`,
-        the sum of all differences; of more than `most` those used last."""
+    def similar(self, structure: str, objective: str, cells: Sequence[int], most: int) -> Sequence[tuple[str, bytes]]:
+        """Return (problem_sha256, features) of the entries of this structure in these cells, of `most` at most."""
 
     def entries(self) -> Sequence[tuple[str, int]]:
         """Return (entry, hits) of all rows, those used last first."""
@@ -121,18 +118,13 @@ class FileStorage:
             row = db.execute(query, (problem_sha256, objective)).fetchone()
         return row[0] if row else None
 
-    def similar(
-        self, structure: str, objective: str, summary: Mapping[str, int], reach: int, most: int
-    ) -> Sequence[tuple[str, bytes]]:
-        each = " AND ".join(f"{name} BETWEEN :{name} - :reach AND :{name} + :reach" for name in summary)
-        together = " + ".join(f"abs({name} - :{name})" for name in summary)
+    def similar(self, structure: str, objective: str, cells: Sequence[int], most: int) -> Sequence[tuple[str, bytes]]:
         query = (
-            "SELECT problem_sha256, features FROM schedules WHERE structure = :structure AND objective = :objective "
-            f"AND {each} AND {together} <= :reach ORDER BY used DESC LIMIT :most"
+            "SELECT problem_sha256, features FROM schedules WHERE structure = ? AND objective = ? "
+            "AND cell IN (SELECT value FROM json_each(?)) LIMIT ?"
         )
-        wanted = {"structure": structure, "objective": objective, "reach": reach, "most": most}
         with self._open() as db:
-            return db.execute(query, {**wanted, **summary}).fetchall()
+            return db.execute(query, (structure, objective, json.dumps(cells), most)).fetchall()
 
     def entries(self) -> Sequence[tuple[str, int]]:
         with self._open() as db:

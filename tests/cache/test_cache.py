@@ -12,6 +12,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError
+from optpipe.schedule import Schedule, check
 from optpipe_cache import Cache, default_path, distance, features, storage, structure
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
@@ -115,9 +116,15 @@ def test_the_nearest_comes_first(cache: Cache) -> None:
     assert 0 < hit.distance < distance(features(chain(forward=2.6)), features(chain(forward=1.2)))
 
 
-def test_a_nearer_schedule_that_does_not_fit_is_skipped(cache: Cache) -> None:
+def backwards(problem: Problem) -> Schedule:
+    """The last micro-batch first, so there is no next one."""
+    m = range(problem.microbatches)[::-1]
+    return Schedule.parse(problem, [[f"{s}F{j}" for j in m] + [f"{s}BW{j}" for j in m] for s in range(2)])
+
+
+def test_a_nearer_schedule_that_cannot_be_adapted_is_skipped(cache: Cache) -> None:
     wanted = chain(memory=3, m=4)
-    others = gpipe(chain(memory=4, m=4)), one_by_one(chain(memory=3, m=4, forward=1.25))
+    others = backwards(chain(memory=3, m=3)), one_by_one(chain(memory=3, m=4, forward=1.25))
     for schedule in others:
         cache.add(schedule, "feasible")
     near, far = (distance(features(wanted), features(schedule.problem)) for schedule in others)
@@ -125,6 +132,15 @@ def test_a_nearer_schedule_that_does_not_fit_is_skipped(cache: Cache) -> None:
     hit = cache.lookup(wanted)
     assert hit is not None
     assert (hit.schedule.method, hit.distance) == ("naive", far)
+
+
+def test_a_schedule_that_needs_more_memory_or_has_other_microbatches_is_adapted(cache: Cache) -> None:
+    cache.add(gpipe(chain(memory=4, m=4)), "feasible")
+    for wanted in (chain(memory=3, m=4), chain(memory=4, m=5), chain(memory=4, m=3)):
+        hit = cache.lookup(wanted)
+        assert hit is not None
+        assert not hit.exact
+        assert check(wanted, hit.schedule) == []
 
 
 def test_without_a_valid_schedule_there_is_no_hit(cache: Cache) -> None:

@@ -14,7 +14,7 @@ from support.strategies import problems
 
 from optpipe import Problem
 from optpipe_cache import Cache, distance, features, structure
-from optpipe_cache.features import REACH, STEP, SUMMARY
+from optpipe_cache.features import REACH, STEP
 
 TIMES = (1.0, 1.1, 0.9)
 
@@ -77,19 +77,21 @@ def test_a_tenth_is_a_distance_of_a_tenth() -> None:
 
 
 @given(problems(), problems())
-def test_terms_add_up_to_the_distance_and_summaries_are_no_further_apart(one: Problem, other: Problem) -> None:
+def test_terms_add_up_to_the_distance_and_a_cell_is_no_further_away(one: Problem, other: Problem) -> None:
     if structure(one) != structure(other):
         other = one.replace(p2p_ms=one.p2p_ms + 0.1)
     a, b = features(one), features(other)
     assert sum(a.terms(b).values()) == pytest.approx(distance(a, b))
     assert distance(a, b) == distance(b, a)
-    apart = sum(abs(a.summary[name] - b.summary[name]) for name in SUMMARY)
-    assert apart * STEP <= distance(a, b) + STEP * len(SUMMARY)
+    steps = distance(a, b) / STEP
+    assert b.cell in a.cells(steps + 0.01)
+    assert b.cell not in a.cells(steps + 0.01, beyond=steps + 0.01)
+    assert a.cell in a.cells(0.0)
 
 
 def test_the_key_is_the_same_on_every_machine() -> None:
     found = features(gpt())
-    assert list(found.summary.values()) == [403, 147, 154, 139, 130, 15]
+    assert found.cell == 3438394744833
     assert structure(gpt()) == "397ab73c1f7020384f42fc48c063d074298f3e9660bc6abbdf57eabc38da6d4b"
     assert found.steps[[0, 8, 16, 88, 90, 91]].tolist() == [147, 154, 139, 15, 577, 403]
 

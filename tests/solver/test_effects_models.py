@@ -16,13 +16,13 @@ from support.enumeration import best_of_all, problem_of, stage
 
 from optpipe import Problem, Schedule, certify, check
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
+from optpipe.reuse.repair import repair
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.budget import Budget
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cyclic.pattern import PatternModel, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
-from optpipe_solver.repair import repair
 
 PROBLEMS = {
     "offload": problem_of([stage(0, (2, 3, 1), 2, 1, (2, 2, 2)), stage(1, (3, 2, 2), 1)], [99, 99], 2, 3.0),

@@ -13,6 +13,7 @@ from support.units import ACTIVATION, units
 
 from optpipe import Problem, Schedule, check, simulate
 from optpipe.process.protocol import Bound, Incumbent, Infeasible, Programs, Request
+from optpipe.reuse.repair import repair
 from optpipe_cache import Cache, features
 from optpipe_cache.features import structure
 from optpipe_solver import cpsat, milp
@@ -22,7 +23,6 @@ from optpipe_solver.cpsat.grid_schedule import is_expressible
 from optpipe_solver.paths import allocation_times, has_only_known_ops, tails
 from optpipe_solver.portfolio import PlacementSearch, Portfolio
 from optpipe_solver.prune import prune
-from optpipe_solver.repair import repair
 
 EVICT = {"evict_ms": 0.25, "load_ms": 0.25, "evict_bytes": ACTIVATION}
 

@@ -12,9 +12,9 @@ from support.examples import examples
 from support.strategies import problems, schedules
 
 from optpipe import Device, Kind, Problem, Schedule, Stage, certify, check
+from optpipe.reuse.repair import repair
 from optpipe_solver.bounds.least_memory import least_memory
 from optpipe_solver.heuristics import STREAMS, generate
-from optpipe_solver.repair import repair
 
 OFFLOAD = {"offload_ms": 12.0, "reload_ms": 12.0, "offload_bytes": 500}
 

@@ -91,5 +91,5 @@ def _fill(storage: FileStorage, random: np.random.Generator, entries: int) -> No
     with closing(sqlite3.connect(storage.path)) as db, db:
         for n in range(entries):
             known_by = features(_problem(random))
-            row = StoredRow(f"{n:064}", "makespan", same, known_by.packed, known_by.summary, f"{n:09}", 0, "")
+            row = StoredRow(f"{n:064}", "makespan", same, known_by.packed, known_by.cell, f"{n:09}", 0, "")
             db.execute(f"INSERT INTO schedules ({', '.join(COLUMNS)}) VALUES ({marks})", row.columns)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from sqlalchemy import ColumnElement, Integer, Update, bindparam, delete, func, insert, literal, select, tuple_, update
+from sqlalchemy import ColumnElement, Update, bindparam, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from optpipe_cache import StoredRow
-from optpipe_cache.features import SUMMARY
 from optpipe_server.database.engine import Database
 from optpipe_server.database.tables import schedules
 
@@ -26,10 +25,8 @@ class TableStorage:
         with self._database.read() as db:
             return db.execute(_ENTRY, self._of(problem_sha256=problem_sha256, objective=objective)).scalar_one_or_none()
 
-    def similar(
-        self, structure: str, objective: str, summary: Mapping[str, int], reach: int, most: int
-    ) -> Sequence[tuple[str, bytes]]:
-        wanted = self._of(structure=structure, objective=objective) | {"reach": reach, "most": most, **summary}
+    def similar(self, structure: str, objective: str, cells: Sequence[int], most: int) -> Sequence[tuple[str, bytes]]:
+        wanted = self._of(structure=structure, objective=objective) | {"cells": cells, "most": most}
         with self._database.read() as db:
             return [(row.problem_sha256, row.features) for row in db.execute(_SIMILAR, wanted)]
 
@@ -79,15 +76,8 @@ def _where(*names: str) -> list[ColumnElement[bool]]:
 
 # Run with every submission, so built once.
 _ENTRY = select(schedules.c.entry).where(*_where("tenant", "problem_sha256", "objective"))
-_reach = bindparam("reach", type_=Integer)
-_differences = [(schedules.c[name], bindparam(name, type_=Integer)) for name in SUMMARY]
-_IN_REACH = [
-    *(column.between(wanted - _reach, wanted + _reach) for column, wanted in _differences),
-    sum((func.abs(column - wanted) for column, wanted in _differences), start=literal(0)) <= _reach,
-]
 _SIMILAR = (
     select(schedules.c.problem_sha256, schedules.c.features)
-    .where(*_where("tenant", "structure", "objective"), *_IN_REACH)
-    .order_by(schedules.c.used.desc())
+    .where(*_where("tenant", "structure", "objective"), schedules.c.cell.in_(bindparam("cells", expanding=True)))
     .limit(bindparam("most"))
 )

@@ -23,8 +23,6 @@ from sqlalchemy import (
     Text,
 )
 
-from optpipe_cache.features import SUMMARY
-
 State = Literal["queued", "running", "done", "infeasible", "failed", "cancelled"]
 # The other states are final, unless the job gets another problem.
 OPEN: tuple[State, ...] = ("queued", "running")
@@ -155,10 +153,10 @@ schedules = Table(
     Column("objective", String(16), primary_key=True),
     Column("structure", String(64), nullable=False),
     Column("features", LargeBinary, nullable=False),
+    Column("cell", BigInteger, nullable=False),  # of `optpipe_cache.features.Features`
     Column("used", String(40), nullable=False),
     Column("hits", Integer, nullable=False),
     Column("entry", Text, nullable=False),  # `optpipe_cache.Entry` as JSON
-    *(Column(name, Integer, nullable=False) for name in SUMMARY),
-    Index("ix_schedules_summary", "tenant", "structure", "objective", *SUMMARY),
+    Index("ix_schedules_cell", "tenant", "structure", "objective", "cell"),
     Index("ix_schedules_used", "tenant", "used"),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from optpipe.errors import OptPipeError
 from optpipe.process.protocol import Infeasible, Note, Request
+from optpipe.reuse.repair import repair
 from optpipe_solver import engines, methods, plan
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.bounds.least_memory import infeasibility
@@ -17,7 +18,6 @@ from optpipe_solver.portfolio.engine_runs import EngineRuns
 from optpipe_solver.portfolio.heuristic_runs import HeuristicRuns
 from optpipe_solver.portfolio.search_state import Emit, SearchState
 from optpipe_solver.portfolio.time_limit import TimeLimit
-from optpipe_solver.repair import repair
 from optpipe_solver.systems import generate
 from optpipe_solver.systems.variants import is_system
 

@@ -1,4 +1,4 @@
-"""Cached schedules are found by a summary of their features, and the longest unused go first.
+"""Cached schedules are found by the cell of their features, and the longest unused go first.
 
 What was cached has other features, so it goes: schedules are found again by solving.
 """
@@ -15,22 +15,21 @@ down_revision = "0002"
 branch_labels = None
 depends_on = None
 
-SUMMARY = ("memory", "forward", "backward_input", "backward_weight", "offload", "p2p")
 KEY = {"tenant": 64, "problem_sha256": 64, "objective": 16}  # the columns that stay, with their lengths
 
 
 def upgrade() -> None:
     _make(
         {
-            "ix_schedules_summary": ["tenant", "structure", "objective", *SUMMARY],
+            "ix_schedules_cell": ["tenant", "structure", "objective", "cell"],
             "ix_schedules_used": ["tenant", "used"],
         },
         sa.Column("structure", sa.String(64), nullable=False),
         sa.Column("features", sa.LargeBinary(), nullable=False),
+        sa.Column("cell", sa.BigInteger(), nullable=False),
         sa.Column("used", sa.String(40), nullable=False),
         sa.Column("hits", sa.Integer(), nullable=False),
         sa.Column("entry", sa.Text(), nullable=False),
-        *(sa.Column(name, sa.Integer(), nullable=False) for name in SUMMARY),
     )
 
 
