@@ -6,12 +6,12 @@ import torch.distributed.tensor.parallel
 import torch.profiler
 
 import optpipe_runtime.pipeline
-from optpipe import Schedule
+from optpipe import Schedule, anytime
 from optpipe.evaluate.jit import compile_at_once
 from support import problems, units
 from support.ranks import cases, worker
 
-__all__ = ["cases", "optpipe_runtime", "problems", "torch", "worker"]
+__all__ = ["anytime", "cases", "optpipe_runtime", "problems", "torch", "worker"]
 
 compile_at_once()  # as ranks do
 _ = Schedule.parse(units.units(1, 1), [["0F0", "0BW0"]]).compiled.places
