@@ -1,6 +1,7 @@
 """The same examples on every machine, and no deadline: machines are noisy. Which tests begin first. Databases for
 whoever asks."""
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 
@@ -25,6 +26,17 @@ def _patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anytime, "GRACE_S", GRACE_S)
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives to the end: nobody need search it for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,13 +9,14 @@ import httpx
 import pytest
 from support.following import until
 from support.ports import free_port
+from support.ranks import waiting
 from support.serve_process import serve_process
 
 from optpipe_cli import demo
 from optpipe_cli.bench.runtime import difference
 from optpipe_runtime.demo import reference
 from optpipe_runtime.demo.gpt import Size
-from optpipe_runtime.demo.train import DemoResult, DemoSettings, train
+from optpipe_runtime.demo.train import DemoResult, DemoSettings
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SMALL = DemoSettings(
@@ -95,7 +96,7 @@ def test_killing_the_service_does_not_stop_the_training(ranks, tmp_path, gate, s
 
         killer = threading.Thread(target=kill_it)
         killer.start()
-        told, _ = ranks(train, plan=plan, url=url)
+        told, _ = ranks(waiting.for_data, plan=plan, url=url)
         killer.join()
     assert len(told.steps) >= 2 * (plan.turn + 1), "the quiet phase, too, came to its end"
     assert sum(step.live for step in told.steps) == plan.most_live_steps, "the search never ended"
@@ -124,7 +125,7 @@ def test_a_service_that_is_killed_and_started_again_goes_on_with_the_same_job(ra
         killer = threading.Thread(target=kill_and_start_again)
         killer.start()
         plan = replace(SMALL, options={"time_limit_s": 3600.0})  # which counts while it is away, too
-        told, _ = ranks(train, plan=plan, url=url)
+        told, _ = ranks(waiting.for_data, plan=plan, url=url)
         killer.join()
         jobs = ask(url, "/v1/jobs")["jobs"]
         log, adoptions = (ask(url, f"{jobs[0]['url']}/{what}") for what in ("log", "adoptions"))

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.device import ON_CUDA
 from support.patience import GRACE_S
 
 STARTER = multiprocessing.get_context("forkserver")  # torch is imported once, so that ranks start in milliseconds
-STARTER.set_forkserver_preload(["torch.distributed", "optpipe_runtime.pipeline"])
+PRELOADED = "support.ranks.preload"
+STARTER.set_forkserver_preload([PRELOADED])
+TESTS = str(Path(__file__).parents[2])
 
 
 def serve(
     connection: Connection, rank: int, world: int, store: str, timeout_s: float, environment: dict[str, str]
 ) -> None:
+    assert PRELOADED in sys.modules
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment
     import torch
     import torch.distributed as dist
@@ -75,6 +82,9 @@ class Ranks:
 
     def _start(self) -> None:
         self._starts += 1
+        with pytest.MonkeyPatch.context() as patch:  # Python 3.11 hands it no `sys.path`
+            patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+            forkserver.ensure_running()
         store = str(self._folder / f"store{self._starts}")
         self._processes, self._connections = [], []
         for rank in range(self.world):
