@@ -41,7 +41,7 @@ from optpipe_runtime.execute.batch import cut
 from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
-from optpipe_runtime.measure.profiler import Measured, budget, profile
+from optpipe_runtime.measure.profiler import Measured, profile, require_budget
 from optpipe_runtime.post_validation import PostValidation, require_valid
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
@@ -431,8 +431,8 @@ class Pipeline:
         inputs, targets
             As for `step`.
         activation_budget_bytes
-            What this rank may hold of saved tensors, beside weights, gradients, optimizer state and workspace. On CUDA
-            by default what is free now, so take one optimizer step before.
+            What this rank may hold of saved tensors, beside weights, gradients, optimizer state, workspace, and two
+            messages each way for each neighbour. On CUDA by default what is free, so take one optimizer step before.
         offload_parts
             In how many parts an activation is offloaded.
         repeats
@@ -448,11 +448,12 @@ class Pipeline:
         rank = self._rank
         require_equal(rank.cpu_group, offload_parts=offload_parts, repeats=repeats)
 
-        def available() -> int:
+        def require_arguments() -> None:
             if repeats < 1 or offload_parts < 1:
                 raise InputError(f"repeats = {repeats}, offload_parts = {offload_parts}: both must be at least 1")
             require_bytes("activation_budget_bytes", activation_budget_bytes)
-            return budget(rank) if activation_budget_bytes is None else activation_budget_bytes
+            if activation_budget_bytes is None:
+                require_budget(rank)
 
         with rank.replicas.gathering():
             self._step_runner.gather_all()
@@ -460,9 +461,11 @@ class Pipeline:
             m = rank.layout.microbatches
             first_inputs = cut(inputs, m, "inputs")[0] if rank.takes_inputs else ()
             first_targets = cut(targets, m, "targets")[0] if rank.takes_targets else ()
-            budget_bytes = rank.cpu_group.on_each_rank(available)
+            rank.cpu_group.on_each_rank(require_arguments)
             with rank.team.local():
-                self.measured = profile(rank, first_inputs, first_targets, budget_bytes, offload_parts, repeats)
+                self.measured = profile(
+                    rank, first_inputs, first_targets, activation_budget_bytes, offload_parts, repeats
+                )
         if rank.cpu_group.rank == 0 and self.measured.launch_bound:
             log.warning(
                 "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound

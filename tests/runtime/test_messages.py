@@ -18,9 +18,9 @@ from support.strategies import schedules
 
 from optpipe.model.ops import Kind
 from optpipe.schedule import Schedule
+from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.lowering.plan import UNDER_WAY
 from optpipe_runtime.lowering.prepare import prepare
-from optpipe_runtime.measure.profiler import messages_reserve
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.stage.io import Spec, StageIO
 

@@ -27,6 +27,7 @@ from optpipe_runtime.memory.engines import ThreadEngine
 from optpipe_runtime.memory.host_pool import PAGE, HostPool, OnHost
 from optpipe_runtime.memory.link import Link
 
+PATIENCE_S = 60.0
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -66,13 +67,15 @@ class Driver:
     def __init__(self, patch: pytest.MonkeyPatch, result: int = 0) -> None:
         self.told: list[Any] = []
         self.cpus: set[int] = set()  # where the thread that locked could run
+        self.idle, self.unlocked = threading.Event(), threading.Event()  # the device; and memory, once it is idle
+        self.idle.set()
         self._result = result
         properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
         for name, fake in {
             "cudart": lambda: self,
             "check_error": self.check,
             "set_device": lambda device: self.told.append(("device", device, threading.current_thread())),
-            "synchronize": lambda device: self.told.append(device),
+            "synchronize": self.synchronize,
             "get_device_properties": lambda device: properties,
         }.items():
             patch.setattr(torch.cuda, name, fake)
@@ -84,7 +87,12 @@ class Driver:
 
     def cudaHostUnregister(self, address: int) -> int:
         self.told.append(("unlock", address))
+        self.unlocked.set()
         return 0
+
+    def synchronize(self, device: torch.device) -> None:
+        assert self.idle.wait(PATIENCE_S)
+        self.told.append(device)
 
     def check(self, result: int) -> None:
         if result:
@@ -106,8 +114,14 @@ def test_locked_memory_has_the_exact_size_and_is_unlocked_before_it_is_freed(mon
     assert address <= page.data_ptr() < address + locked
     del pool
     assert len(driver.told) == 2, "a page is still in use"
-    del page
-    assert driver.told[2:] == [CUDA, ("unlock", address)], "nothing is unlocked under a copy"
+    driver.idle.clear()
+    del page  # waits for no device, which may never be idle again
+    assert ("unlock", address) not in driver.told
+    driver.idle.set()
+    assert driver.unlocked.wait(PATIENCE_S)
+    (_, device, _), *told = driver.told[2:]
+    assert device == CUDA
+    assert told == [CUDA, ("unlock", address)], "nothing is unlocked under a copy"
 
 
 def test_large_memory_is_locked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

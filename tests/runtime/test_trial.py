@@ -135,18 +135,21 @@ def test_the_budget_of_a_gpu_leaves_room_for_gradients_and_messages(monkeypatch:
         number=0,
         layout=Layout.make([0, 0, 1], 2),
         io={(0, 0): sends, (1, 0): sends},
+        replicas=SimpleNamespace(parameters=lambda s: stages[s].parameters(), gradient_bytes=lambda s: 0),
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
     messages = 2 * 40 + 2 * 40
-    assert profiler.budget(rank) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one weight has no gradient yet"
+    assert profiler.budget(rank, {}) == int(0.9 * (7_000 + 3_000 - 400 - 100 - messages)), "one has no gradient yet"
+    found = {parameter: 600 for stage in stages.values() for parameter in stage.parameters()}
+    assert profiler.budget(rank, found) == int(0.9 * (7_000 + 3_000 - 600 - 200 - 100 - messages)), "larger than there"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2_000)
-    assert profiler.budget(rank) == 0
+    assert profiler.budget(rank, {}) == 0
 
 
 def test_a_cpu_has_no_default_budget() -> None:
     rank: Any = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(InputError, match="activation_budget_bytes is missing"):
-        profiler.budget(rank)
+        profiler.require_budget(rank)

@@ -323,6 +323,7 @@ def _update_engine(device: torch.device) -> CopyEngine:
     clock, idle = Clock(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark() -> Any:
+        torch.cuda.set_device(device)  # else this thread would start CUDA on the first device, too
         with torch.cuda.stream(idle):  # an event on an idle stream is done at once
             return clock.mark()
 

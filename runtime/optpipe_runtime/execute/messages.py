@@ -3,13 +3,14 @@
 Each ordered pair has a process group of its own, so that the two directions never wait for each other (one NCCL
 communicator has one stream for both). At most `UNDER_WAY` messages to one rank are under way: before another is sent,
 the host waits for the end of an earlier one, on CUDA the compute stream, and its tensors are let go. That waits for no
-op that comes later (`lowering.actions`). So what messages hold is known before the step (`Plan.message_peak`).
+op that comes later (`lowering.actions`). So what messages hold is known before the step (`Plan.message_peak`). Room for
+some is set aside beside the budget of activations (`messages_reserve`); a schedule with more takes it from that budget.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from optpipe.errors import InputError
 from optpipe_runtime.lowering.plan import UNDER_WAY, Message
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.team import Team, Transfer
-from optpipe_runtime.stage.io import Spec, Tensors
+from optpipe_runtime.stage.io import Spec, StageIO, Tensors
 
 
 class Messages:
@@ -128,3 +129,14 @@ def _alone(tensor: Tensor) -> Tensor:
     than its own bytes."""
     whole = tensor.resolve_conj().resolve_neg().contiguous()
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
+
+
+def messages_reserve(rank: int, layout: Layout, io: Mapping[tuple[int, int], StageIO]) -> int:
+    """The bytes that are set aside for messages, whatever the schedule: two to each other rank and two from it, the
+    largest ones. `Plan.message_peak` is what a schedule needs."""
+    largest: dict[tuple[int, int], int] = defaultdict(int)  # by sender and receiver
+    for r, s, after in layout.neighbours():
+        here, there = layout.placement[s], layout.placement[after]
+        for pair, specs in (((here, there), io[s, r].outputs), ((there, here), io[s, r].output_gradients)):
+            largest[pair] = max(largest[pair], sum(spec.nbytes for spec in specs))
+    return UNDER_WAY * sum(nbytes for pair, nbytes in largest.items() if rank in pair and pair[0] != pair[1])

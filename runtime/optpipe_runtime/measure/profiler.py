@@ -27,18 +27,19 @@ from math import ceil
 from typing import Any
 
 import torch
+from torch import nn
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.lowering.plan import UNDER_WAY, EvictionOrder, Message
+from optpipe_runtime.lowering.plan import EvictionOrder, Message
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
-from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.stage.io import StageIO, Tensors
+from optpipe_runtime.stage.io import Tensors
 from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
@@ -71,11 +72,14 @@ class Measured:
     launch_bound: tuple[tuple[int, str], ...]
 
 
+Sizes = dict[nn.Parameter, int]  # bytes of gradients
+
+
 def profile(
-    rank: Rank, inputs: Tensors, targets: Tensors, activation_budget_bytes: int, parts: int, repeats: int
+    rank: Rank, inputs: Tensors, targets: Tensors, given_budget: int | None, parts: int, repeats: int
 ) -> Measured:
     """Collective: see `Pipeline.profile`. `inputs` and `targets` are those of one micro-batch, on the ranks that need
-    them."""
+    them. Without a `given_budget` it is `budget`."""
     # Clones, because a stage or the loss may change them in place in every round.
     inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
     layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
@@ -83,11 +87,13 @@ def profile(
         s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)}
         for s, stage in rank.stages.items()
     }
+    gradients: Sizes = {}
     with ExitStack() as stack:
         for stage in rank.stages.values():
             stack.enter_context(_unchanged(stage))
         everything = [trial for by_route in trials.values() for trial in by_route.values()]
         _try_compute(rank, everything, clock, repeats)
+        gradients |= _gradients(rank)
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
         links, handover = _links(rank, trials, clock, repeats)
@@ -100,7 +106,7 @@ def profile(
     costs = {s: _costs(times[s], list(by_route.values()), parts) for s, by_route in trials.items()}
     host = _host_budget(rank, everything, costs)
     device = {
-        "activation_budget_bytes": activation_budget_bytes,
+        "activation_budget_bytes": budget(rank, gradients) if given_budget is None else given_budget,
         "host_memory_bytes": host,
         "peer": layout.peer(rank.number),
         "link": layout.link(rank.number),
@@ -382,30 +388,38 @@ def _launch_bound(rank: Rank, times: Mapping[int, Mapping[str, Spread]]) -> list
     return [(s, name) for s, spreads in times.items() for name, spread in spreads.items() if spread.launch_bound]
 
 
-def budget(rank: Rank) -> int:
-    """The free memory of a GPU, less gradients and casts of weights that are not allocated yet, less messages, less a
-    tenth for workspace. Its stages must have been learned. Not measured. Raises `InputError` on CPU."""
-    device = rank.device
-    if device.type != "cuda":
-        raise InputError("activation_budget_bytes is missing: how many bytes of activations may this rank hold?")
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def _gradients(rank: Rank) -> Sizes:
+    """What the gradients take that backwards have left, which may be less spread over inner peers than their parameters
+    are. Those of gathered parameters are noted where these are (`Sharded.gradient_bytes`)."""
+    rank.replicas.held_bytes()
     parameters = [parameter for stage in rank.stages.values() for parameter in stage.module.parameters()]
-    coming = sum(local(p).nbytes for p in parameters if p.requires_grad and p.grad is None)
-    coming += messages_reserve(rank.number, rank.layout, rank.io)
-    coming += sum(stage.cast_bytes for stage in rank.stages.values())
+    return {p: _gradient_bytes(p) for p in parameters if p.grad is not None and not p.grad.is_sparse}
+
+
+def _gradient_bytes(parameter: nn.Parameter) -> int:
+    """What its gradient takes. That of a sparse one depends on the batch, so it counts as if it was still to come."""
+    gradient = parameter.grad
+    return 0 if gradient is None or gradient.is_sparse else local(gradient).untyped_storage().nbytes()
+
+
+def require_budget(rank: Rank) -> None:
+    """Raises `InputError` on CPU, which has no `budget`."""
+    if rank.device.type != "cuda":
+        raise InputError("activation_budget_bytes is missing: how many bytes of activations may this rank hold?")
+
+
+def budget(rank: Rank, gradients: Sizes) -> int:
+    """The free memory of a GPU, less what else a step allocates: gradients, as large as they were found to be, casts of
+    weights, and messages; less a tenth for workspace."""
+    free, _ = torch.cuda.mem_get_info(rank.device)
+    cached = torch.cuda.memory_reserved(rank.device) - torch.cuda.memory_allocated(rank.device)
+    coming = messages_reserve(rank.number, rank.layout, rank.io)
+    for s, stage in rank.stages.items():
+        coming += stage.cast_bytes + rank.replicas.gradient_bytes(s)
+        for parameter in rank.replicas.parameters(s):
+            if parameter.requires_grad:
+                coming += max(0, gradients.get(parameter, local(parameter).nbytes) - _gradient_bytes(parameter))
     return max(0, int(0.9 * (free + cached - coming)))
-
-
-def messages_reserve(rank: int, layout: Layout, io: Mapping[tuple[int, int], StageIO]) -> int:
-    """The bytes to set aside for messages while the schedule is not known: two to each other rank and two from it, the
-    largest ones. `Plan.message_peak` is the figure of a schedule."""
-    largest: dict[tuple[int, int], int] = defaultdict(int)  # by sender and receiver
-    for r, s, after in layout.neighbours():
-        here, there = layout.placement[s], layout.placement[after]
-        for pair, specs in (((here, there), io[s, r].outputs), ((there, here), io[s, r].output_gradients)):
-            largest[pair] = max(largest[pair], sum(spec.nbytes for spec in specs))
-    return UNDER_WAY * sum(nbytes for pair, nbytes in largest.items() if rank in pair and pair[0] != pair[1])
 
 
 def _host_budget(rank: Rank, trials: Sequence[Trial], costs: Mapping[int, Mapping[str, Any]]) -> int | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -24,11 +26,12 @@ class HostMemory(mmap.mmap):
     """`HostMemory(-1, nbytes)`: zeros of exactly that many bytes. torch's own pinned memory comes in powers of two, up
     to twice as much.
 
-    It is freed with its last tensor. Forks of the process, such as a data loader's workers, share it: a private page
-    that is locked would be copied on write, and the device would then use the wrong one.
+    It is freed behind its last tensor, when copies that may still be under way have ended. Forks of the process, such
+    as a data loader's workers, share it: a private page that is locked would be copied on write, and the device would
+    then use the wrong one.
     """
 
-    _unlock: Callable[[], object] | None = None
+    _unlock: Sequence[Callable[[], object]] = ()  # in turn
 
     def tensor(self) -> Tensor:
         return torch.frombuffer(self, dtype=torch.uint8)
@@ -38,16 +41,22 @@ class HostMemory(mmap.mmap):
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = self.tensor().data_ptr()
         torch.cuda.check_error(driver.cudaHostRegister(address, len(self), ALL_CONTEXTS))
-        self._unlock = partial(_unlock, driver, device, address)
+        self._unlock = (
+            partial(torch.cuda.set_device, device),  # else a new thread would start CUDA on the first one, too
+            partial(torch.cuda.synchronize, device),
+            partial(driver.cudaHostUnregister, address),
+        )
 
     def __del__(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
+        # In a thread, which keeps the memory meanwhile: a device that waits for a rank that is gone never ends. When
+        # the interpreter ends, no thread starts any more, and the memory ends with the process.
+        if self._unlock and not sys.is_finalizing():
+            Thread(target=_in_turn, args=(self._unlock, self), name="optpipe-unlock", daemon=True).start()
 
 
-def _unlock(driver: Any, device: torch.device, address: int) -> None:
-    torch.cuda.synchronize(device)  # a copy may still be under way
-    driver.cudaHostUnregister(address)
+def _in_turn(calls: Sequence[Callable[[], object]], _: HostMemory) -> None:
+    for call in calls:
+        call()
 
 
 def allocate(nbytes: int, device: torch.device) -> HostMemory:

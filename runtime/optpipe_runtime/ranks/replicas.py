@@ -20,7 +20,7 @@ stage several times (`lowering.windows`): `window` takes part of its gradients a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +114,10 @@ class Replicas:
         """After an evaluation's last use of a stage: shards its parameters again."""
         if s in self._sharded:
             self._sharded[s].shard()
+
+    def parameters(self, s: int) -> Iterable[nn.Parameter]:
+        """The parameters of a stage as they are between steps: of sharded ones the shards."""
+        return self._sharded[s].parameters() if s in self._sharded else self.modules[s].parameters()
 
     def parameter_bytes(self, s: int) -> int:
         """What the whole parameters of a stage take where they are gathered. It must have been gathered before."""

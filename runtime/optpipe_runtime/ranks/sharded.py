@@ -27,7 +27,7 @@ class Sharded:
     """Of one stage. `ranks` are those over which it is sharded or copied; `shards` tells whether it is sharded."""
 
     def __init__(self, s: int, module: nn.Module, team: Team) -> None:
-        self._stage = s
+        self._stage, self._module = s, module
         self.ranks: set[int] = set()
         self._whole = False
         self._in_windows: set[int] | None = None  # the parameters with a gradient in a step's windows, by their places
@@ -73,6 +73,11 @@ class Sharded:
     def wait(self) -> None:
         while self._waiting:
             self._waiting.pop(0).wait()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Gathered or not: of sharded parameters the shards."""
+        shards = {getattr(p, "_unsharded_param", None): p.sharded_param for p in self._fsdp_parameters}
+        return [shards.get(parameter, parameter) for parameter in self._module.parameters()]
 
     @property
     def parameter_bytes(self) -> int:
