@@ -3,6 +3,7 @@ training runs.
 
 - `pipeline`, `follow`, `factory`, `in_torch`: what users call; `arguments`, `build`, `step_runner`: the parts of
   `Pipeline`;
+- `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
+    from optpipe_runtime.models import stages_of
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
@@ -48,6 +50,7 @@ _HOME = {
     "TorchSchedule": "in_torch",
     "prepare": "lowering.prepare",
     "register_split": "stage.split",
+    "stages_of": "models",
     "torch_schedule": "in_torch",
     "weight_grads": "stage.split",
 }
@@ -66,6 +69,7 @@ __all__ = [
     "TorchSchedule",
     "prepare",
     "register_split",
+    "stages_of",
     "torch_schedule",
     "weight_grads",
 ]

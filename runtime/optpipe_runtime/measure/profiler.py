@@ -33,12 +33,13 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import UNDER_WAY, EvictionOrder, Message
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.stage.io import StageIO, Tensors
+from optpipe_runtime.stage.io import StageIO, clones
 from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
@@ -71,16 +72,16 @@ class Measured:
     launch_bound: tuple[tuple[int, str], ...]
 
 
-def profile(
-    rank: Rank, inputs: Tensors, targets: Tensors, activation_budget_bytes: int, parts: int, repeats: int
-) -> Measured:
-    """Collective: see `Pipeline.profile`. `inputs` and `targets` are those of one micro-batch, on the ranks that need
-    them."""
+def profile(rank: Rank, batch: Batch, activation_budget_bytes: int, parts: int, repeats: int) -> Measured:
+    """Collective: see `Pipeline.profile`. The first micro-batch of the batch is used."""
+    m = rank.layout.microbatches
     # Clones, because a stage or the loss may change them in place in every round.
-    inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
+    inputs = clones(batch.cut_inputs(m)[0]) if rank.takes_inputs else ()
+    targets = clones(batch.cut_targets(m)[0]) if rank.takes_targets else ()
     layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
+    named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
     trials = {
-        s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)}
+        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in _routes(rank, s)}
         for s, stage in rank.stages.items()
     }
     with ExitStack() as stack:
