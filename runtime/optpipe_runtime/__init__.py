@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
-    from optpipe_runtime.models import stages_of
+    from optpipe_runtime.models.stages import stages_of
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
@@ -50,7 +50,7 @@ _HOME = {
     "TorchSchedule": "in_torch",
     "prepare": "lowering.prepare",
     "register_split": "stage.split",
-    "stages_of": "models",
+    "stages_of": "models.stages",
     "torch_schedule": "in_torch",
     "weight_grads": "stage.split",
 }

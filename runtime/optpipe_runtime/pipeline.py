@@ -42,7 +42,7 @@ from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.measure.profiler import Measured, budget, profile
-from optpipe_runtime.models.stages import shared_parameters
+from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.post_validation import PostValidation, require_valid
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from optpipe.errors import InputError
 from optpipe_runtime.stage.io import Kwargs, tensors_in
 
-FIRST_DIMENSION = TensorChunkSpec(0)  # type: ignore[no-untyped-call]
+
+class _First:
+    """As torch's `TensorChunkSpec(0)`. To import torch.distributed.pipelining takes half a second."""
+
+    split_dim = 0
+
+
+FIRST = _First()
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Batch:
         given = self.kwargs_of(stage)
         specs = self.specs.kwargs
         chunks = {
-            name: _chunks(value, microbatches, f"kwargs[{name!r}]", specs.get(name, FIRST_DIMENSION))
+            name: _chunks(value, microbatches, f"kwargs[{name!r}]", specs.get(name, FIRST))
             for name, value in given.items()
         }
         return [{name: chunk[j] for name, chunk in chunks.items()} for j in range(microbatches)]
@@ -86,7 +92,7 @@ def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None 
         )
     if specs is not None and len(specs) != len(values):
         raise InputError(f"args_chunk_spec has {len(specs)} entries: {name} has {len(values)}, one entry each")
-    given = specs or (FIRST_DIMENSION,) * len(values)
+    given = specs or (FIRST,) * len(values)
     return list(
         zip(*(_chunks(value, microbatches, name, spec) for value, spec in zip(values, given, strict=True)), strict=True)
     )
@@ -107,9 +113,12 @@ def _chunks(value: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
 def _leaf_chunks(leaf: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
     if isinstance(leaf, Tensor) and leaf.requires_grad:
         raise InputError(f"{name} requires a gradient, and a step computes those of parameters only: detach it")
-    if not isinstance(spec, TensorChunkSpec):  # None, or torch's own class for it
+    dim: int | None = getattr(spec, "split_dim", None)
+    if dim is None:  # None itself, or torch's own class for it
         return [leaf] * microbatches
     if isinstance(leaf, BlockMask):
+        from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
         chunks, _ = split_args_kwargs_into_chunks((leaf,), None, microbatches)
         if len(chunks) != microbatches:
             raise InputError(
@@ -118,7 +127,6 @@ def _leaf_chunks(leaf: Any, microbatches: int, name: str, spec: Any) -> list[Any
         return [chunk[0] for chunk in chunks]
     if not isinstance(leaf, Tensor):
         return [leaf] * microbatches
-    dim = spec.split_dim
     size = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
     if not size or size % microbatches:
         which = "first dimension" if dim == 0 else f"dimension {dim}"

@@ -3,7 +3,3 @@
 `chain` cuts a list of layers, `causal_lm` a causal language model of transformers, `traced` what torch's
 `SplitPoint`s have cut. Each gives stages that are `Part`s.
 """
-
-from optpipe_runtime.models.stages import stages_of
-
-__all__ = ["stages_of"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Protocol
 
@@ -35,3 +36,13 @@ def evenly(layers: int, stages: int) -> list[int]:
     """So many layers for each stage that none has more than one more than another."""
     cuts = [round(layers * k / stages) for k in range(stages + 1)]
     return [b - a for a, b in pairwise(cuts)]
+
+
+def shared_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
+    """Those of this rank's stages that other ranks have, too, by a key that is the same on all ranks."""
+    found: dict[str, nn.Parameter] = {}
+    for stage in stages.values():
+        for part in stage.modules():
+            if isinstance(part, Part):
+                found |= {key: part.get_parameter(name) for key, name in part.shared.items()}
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -116,13 +116,3 @@ def _note_shared(parts: Sequence[Part], placement: Sequence[int]) -> None:
             first = min(names)
             for s, name in names.items():
                 parts[s].shared[f"{first}.{names[first]}"] = name
-
-
-def shared_parameters(stages: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    """Those of this rank's stages that other ranks have, too, by a key that is the same on all ranks."""
-    found: dict[str, nn.Parameter] = {}
-    for stage in stages.values():
-        for part in stage.modules():
-            if isinstance(part, Part):
-                found |= {key: part.get_parameter(name) for key, name in part.shared.items()}
-    return found
