@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.ranks.cases import numbers
-from support.ranks.models import MICROBATCHES, programs
 from torch import Tensor
 
 from optpipe_runtime import Pipeline, stages_of
+from support.ranks.cases import numbers
+from support.ranks.models import MICROBATCHES, programs
 
 WORDS, LENGTH = 64, 16
 SIZES = {
