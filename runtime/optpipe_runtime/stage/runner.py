@@ -297,7 +297,7 @@ class StageRunner:
         if running.backward == Kind.BW:
             needs_mode = not running.io.as_torch
         elif running.backward == Kind.B and self.calls is not None and not self.calls.walked:
-            needs_mode, hooked = self.calls.others, self.calls.hooked(self.norms_wait, self._mode)
+            needs_mode, hooked = self.calls.need_mode(self.norms_wait), self.calls.hooked(self.norms_wait, self._mode)
         with self._mode() if needs_mode else _NOTHING, hooked, self._delayed.watched():
             yield
 
