@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import optpipe
-from optpipe_runtime import Pipeline, stages_of
+from optpipe_runtime import Pipeline, on_all_ranks, profile_layers, stages_of
 from optpipe_runtime.demo import text  # a text; use your own here
 
 MICROBATCHES, SEQUENCES, CONTEXT = 8, 2, 64
@@ -25,9 +25,6 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    placement = [*range(dist.get_world_size())] * 2  # two stages on each rank
-    stages = stages_of(model, placement)
-    optimizer = torch.optim.AdamW([p for stage in stages.values() for p in stage.parameters()], lr=1e-3)
     corpus = text.corpus()
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -37,9 +34,20 @@ def main() -> None:
         tokens, _ = text.batch(corpus, step, MICROBATCHES * SEQUENCES, CONTEXT)
         return tokens, tokens
 
-    with Pipeline(stages, placement, loss, MICROBATCHES) as pipe:
-        problem = pipe.profile(*batch(0), activation_budget_bytes=16 * 2**20)
-        pipe.load(optpipe.solve(problem, time_limit_s=5).schedule if dist.get_rank() == 0 else None)
+    # Where the model is cut, and which rank runs which of its layers, is found with the schedule.
+    problem = profile_layers(model, loss, MICROBATCHES, *batch(0), activation_budget_bytes=16 * 2**20)
+    found = optpipe.solve(problem, placements="all", time_limit_s=10).schedule if dist.get_rank() == 0 else None
+    schedule = on_all_ranks(found)
+    stages = stages_of(model, schedule)
+    optimizer = torch.optim.AdamW([p for stage in stages.values() for p in stage.parameters()], lr=1e-3)
+
+    with Pipeline(stages, [stage.device for stage in schedule.problem.stages], loss, MICROBATCHES) as pipe:
+        pipe.load(schedule)
+        if dist.get_rank() == 0:
+            print(
+                f"{schedule.method} in {schedule.makespan_ms:.1f} ms; {schedule.placement or 'one stage a rank'}",
+                flush=True,
+            )
         for step in range(steps):
             optimizer.zero_grad()
             report = pipe.step(*batch(step))

@@ -100,7 +100,7 @@ class _Stage(Part):
     """`model` is the model with this stage's layers."""
 
     def __init__(self, model: Any, begins: bool, ends: bool) -> None:
-        super().__init__()
+        super().__init__("model.")
         self.model, self._ends = model, ends
         self._given = "input_ids" if begins else "inputs_embeds"
 

@@ -13,6 +13,8 @@ from torch.distributed.pipelining import Pipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from optpipe.errors import InputError
+from optpipe.model.placement import Placement
+from optpipe.schedule import Schedule
 from optpipe_runtime.models.causal_lm import CausalLM
 from optpipe_runtime.models.chain import Layers
 from optpipe_runtime.models.part import Model, Part
@@ -20,7 +22,7 @@ from optpipe_runtime.models.traced import traced
 
 
 def stages_of(
-    model: Any, placement: Sequence[int], layers: Sequence[int] | None = None, rank: int | None = None
+    model: Any, placement: Sequence[int] | Schedule, layers: Sequence[int] | None = None, rank: int | None = None
 ) -> dict[int, nn.Module]:
     """Cuts a model into the stages of a `Pipeline`. The stages share the model's parameters.
 
@@ -37,7 +39,7 @@ def stages_of(
         - a `Pipe`, which torch.distributed.pipelining.pipeline has cut at `SplitPoint`s;
         - torch's `PipelineStage`s of this rank, in a list.
     placement
-        The rank of each stage, as for `Pipeline`.
+        The rank of each stage, as for `Pipeline`. Or a schedule for a problem of `profile_layers`: its stages.
     layers
         How many layers each stage gets; of a language model, embedding and head are one each. None: about equally
         many.
@@ -54,6 +56,8 @@ def stages_of(
     InputError
         If the model is of another kind, or cannot be cut so.
     """
+    if isinstance(placement, Schedule):
+        layers, placement = _as_found(placement, layers)
     rank = dist.get_rank() if rank is None else rank
     own = [s for s, owner in enumerate(placement) if owner == rank]
     if isinstance(model, list | tuple) and model and all(isinstance(part, _PipelineStageBase) for part in model):
@@ -67,7 +71,7 @@ def stages_of(
     else:
         known = model_of(model)
         parts = [known.part(a, b) for a, b in pairwise((0, *accumulate(_counts(known, placement, layers))))]
-    _note_shared(parts, placement)
+    _note_names(parts, placement)
     return {s: parts[s] for s in own}
 
 
@@ -100,19 +104,34 @@ def _counts(model: Model, placement: Sequence[int], layers: Sequence[int] | None
     return list(layers)
 
 
+def _as_found(schedule: Schedule, layers: Sequence[int] | None) -> tuple[Sequence[int] | None, list[int]]:
+    """The layers of each stage, and their ranks, of a schedule whose problem has layers."""
+    problem = schedule.problem
+    if len(problem.all_routes) > 1:
+        raise InputError(f"placement is a schedule for {len(problem.all_routes)} routes: make its stages by hand")
+    if layers is None and problem.layers is not None:
+        found = schedule.placement or Placement.balanced(problem, 1)
+        if found.apply(problem).stages != problem.stages:
+            raise InputError("placement is a schedule whose stages are not those of its problem's layers: give layers")
+        layers = found.layers
+    return layers, [stage.device for stage in problem.stages]
+
+
 def _require_none(layers: Sequence[int] | None, what: str) -> None:
     if layers is not None:
         raise InputError(f"layers = {list(layers)}: {what} cannot be cut in another way")
 
 
-def _note_shared(parts: Sequence[Part], placement: Sequence[int]) -> None:
-    """Notes in each part which of its parameters are on other ranks, too."""
-    uses: dict[nn.Parameter, dict[int, str]] = defaultdict(dict)  # names, by stage
+def _note_names(parts: Sequence[Part], placement: Sequence[int]) -> None:
+    """Notes in each part the names of its parameters in the whole model, and which of them are on other ranks, too."""
+    uses: dict[nn.Parameter, list[tuple[int, str]]] = defaultdict(list)
     for s, part in enumerate(parts):
-        for name, parameter in part.named_parameters():
-            uses[parameter][s] = name
-    for names in uses.values():
-        if len({placement[s] for s in names}) > 1:
-            first = min(names)
-            for s, name in names.items():
-                parts[s].shared[f"{first}.{names[first]}"] = name
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            uses[parameter].append((s, name))
+    for found in uses.values():
+        first, name = found[0]
+        whole = name.removeprefix(parts[first].prefix)
+        for s, own in found:
+            parts[s].whole_names[own] = whole
+            if len({placement[k] for k, _ in found}) > 1:
+                parts[s].shared[whole] = own

@@ -88,7 +88,7 @@ class _Stage(Part):
         sources: Sequence[Callable[[Sequence[Any], Sequence[Any]], Any]],
         names: Sequence[str],
     ) -> None:
-        super().__init__()
+        super().__init__("module.")
         self.module, self._inside, self._sources, self._names = module, inside, sources, names
 
     def forward(self, *given: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:

@@ -22,6 +22,10 @@ Found = tuple[list[StepReport], dict[str, Any]]  # a report of each way, and gra
 
 
 def programs(placement: Sequence[int], how: str) -> Schedule:
+    return Schedule.parse(cases.problem(placement, MICROBATCHES), in_turn(placement, how))
+
+
+def in_turn(placement: Sequence[int], how: str) -> list[list[str]]:
     """Micro-batch by micro-batch, with split backwards; every activation kept, offloaded or recomputed."""
     between = {"kept": "", "offloaded": "ODR", "recomputed": "C"}[how]
     lists: list[list[str]] = [[] for _ in range(max(placement) + 1)]
@@ -30,7 +34,7 @@ def programs(placement: Sequence[int], how: str) -> Schedule:
             lists[owner] += [f"{s}F{j}", *(f"{s}{kind}{j}" for kind in between if kind in "OD")]
         for s, owner in reversed(list(enumerate(placement))):
             lists[owner] += [*(f"{s}{kind}{j}" for kind in between if kind in "RC"), f"{s}B{j}", f"{s}W{j}"]
-    return Schedule.parse(cases.problem(placement, MICROBATCHES), lists)
+    return lists
 
 
 class Decoder(nn.Module):
@@ -113,6 +117,10 @@ def model(kind: str) -> Any:
     if kind == "layers":
         return nn.Sequential(nn.Embedding(WORDS, WIDTH), Layer(), nn.Tanh(), Layer(), nn.Linear(WIDTH, WORDS))
     return Skips()
+
+
+def model_layers() -> int:
+    return len(model("layers"))
 
 
 def data(kind: str) -> tuple[Any, Tensor, dict[str, Any]]:
