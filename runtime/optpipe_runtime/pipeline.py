@@ -41,6 +41,7 @@ from optpipe_runtime.execute.batch import Batch, ChunkSpecs
 from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.measure.at_b import tell
 from optpipe_runtime.measure.profiler import Measured, budget, profile
 from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.post_validation import PostValidation, require_valid
@@ -495,6 +496,8 @@ class Pipeline:
             budget_bytes = rank.cpu_group.on_each_rank(available)
             with rank.team.local():
                 self.measured = profile(rank, batch, budget_bytes, offload_parts, repeats)
+        if rank.cpu_group.rank == 0:
+            tell(self.measured.at_b)
         if rank.cpu_group.rank == 0 and self.measured.launch_bound:
             log.warning(
                 "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, pairwise
 from math import ceil
@@ -36,6 +36,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import UNDER_WAY, EvictionOrder, Message
+from optpipe_runtime.measure.at_b import AtB, at_b
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
 from optpipe_runtime.ranks.layout import Layout
 from optpipe_runtime.ranks.parts import local
@@ -64,12 +65,15 @@ class Measured:
         The spread of a message's time from one rank to another.
     launch_bound
         On GPUs, stage and name of each time that may be the host's.
+    at_b
+        By stage, which weight gradients come at B, and how much of its time they take.
     """
 
     problem: Problem
     stages: tuple[Mapping[str, Spread], ...]
     links: Mapping[tuple[int, int], Spread]
     launch_bound: tuple[tuple[int, str], ...]
+    at_b: Mapping[int, AtB] = field(default_factory=dict)
 
 
 def profile(rank: Rank, batch: Batch, activation_budget_bytes: int, parts: int, repeats: int) -> Measured:
@@ -89,6 +93,7 @@ def profile(rank: Rank, batch: Batch, activation_budget_bytes: int, parts: int, 
             stack.enter_context(_unchanged(stage))
         everything = [trial for by_route in trials.values() for trial in by_route.values()]
         _try_compute(rank, everything, clock, repeats)
+        left_at_b = at_b(rank, everything, clock, repeats)
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
         links, handover = _links(rank, trials, clock, repeats)
@@ -124,6 +129,7 @@ def profile(rank: Rank, batch: Batch, activation_budget_bytes: int, parts: int, 
         stages=tuple({k: times[k] for k in costs if k in times} for costs, times in own),
         links={pair: spread for *_, links, _ in gathered for pair, spread in links.items()},
         launch_bound=tuple(found for *_, bound in gathered for found in bound),
+        at_b=left_at_b,
     )
 
 

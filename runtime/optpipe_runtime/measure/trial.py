@@ -160,6 +160,15 @@ class Trial:
         }
         self.sizes |= {name: max(nbytes, self.sizes.get(name, 0)) for name, nbytes in held.items()}
 
+    def backward(self, times: OpTimer, name: str) -> None:
+        """Runs F, B and W, and times B."""
+        stage, gradients = self.stage, self._fresh_gradients()
+        stage.start_step(self._batch, self.parts)
+        stage.forward(0, self._fresh_inputs(), self._targets, route=self.route, backward=Kind.B, kwargs=self._kwargs)
+        with times.of(name):
+            stage.backward(0, gradients, split=True)
+        stage.weight(0)
+
     def outputs(self) -> Tensors:
         """What a forward gives to the next stage, newly computed."""
         self.forward(0)
