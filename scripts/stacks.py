@@ -1,5 +1,5 @@
-"""Runs the tests of schedules in other projects' packages, each in an environment with real packages, and prints what
-they found as a table: `make stacks`.
+"""Runs the tests of schedules and models in other projects' packages, each in an environment with real packages, and
+prints what they found as a table: `make stacks`.
 
     python scripts/stacks.py FOLDER [NAME...]
 
@@ -33,6 +33,7 @@ STACKS = {
     "torch-2.15.0": _torch("2.15.0"),
     # torchtitan imports triton, which torch brings only with CUDA.
     "torchtitan-0.3.0": Stack(("torchtitan==0.3.0", "torch==2.13.0", "triton"), (f"{TRAINING}[torchtitan]",)),
+    "transformers-5.23.0": Stack(("transformers==5.23.0", "torch==2.13.0"), ("tests/runtime/test_huggingface.py",)),
     "nemo-automodel-0.7.0": Stack(("nemo-automodel==0.7.0", "torch==2.13.0"), (f"{TRAINING}[automodel]",)),
 }
 NEEDS = ("--editable", ".[runtime,postgres]", "pytest", "pytest-timeout", "hypothesis")  # of the tests

@@ -95,7 +95,7 @@ def _measure(
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     setup = factory(dist.get_rank(), dist.get_world_size())
     with setup.pipeline(microbatches) as pipe:
-        pipe.profile(setup.inputs, setup.targets, activation_budget_bytes, parts, repeats)
+        pipe.profile(setup.inputs, setup.targets, activation_budget_bytes, parts, repeats, setup.kwargs)
         measured = pipe.measured if dist.get_rank() == 0 else None
     dist.destroy_process_group()
     return measured

@@ -1,8 +1,9 @@
 """The runtime: runs OptPipe schedules on torch.distributed, measures models, and swaps better schedules in while a
 training runs.
 
-- `pipeline`, `follow`, `factory`, `in_torch`: what users call; `arguments`, `build`, `step_runner`: the parts of
-  `Pipeline`;
+- `pipeline`, `follow`, `layered`, `factory`, `in_torch`: what users call;
+- `arguments`, `build`, `step_runner`: the parts of `Pipeline`;
+- `models`: a model becomes stages;
 - `ranks`: the ranks of a pipeline, and how they agree;
 - `lowering`: from a schedule to what one rank does;
 - `memory`: what a stage keeps, offloads and reloads; `stage`: the ops of one stage; `execute`: one step of a rank;
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
     from optpipe_runtime.factory import Setup
     from optpipe_runtime.follow import Follower
     from optpipe_runtime.in_torch import TorchSchedule, torch_schedule
+    from optpipe_runtime.layered import on_all_ranks, profile_layers
     from optpipe_runtime.lowering.plan import Plan
     from optpipe_runtime.lowering.prepare import prepare
     from optpipe_runtime.measure.drift import Profiler
+    from optpipe_runtime.models.part import as_whole
+    from optpipe_runtime.models.stages import stages_of
     from optpipe_runtime.pipeline import Pipeline
     from optpipe_runtime.ranks.layout import Layout
     from optpipe_runtime.service.client import ScheduleClient
@@ -46,8 +50,12 @@ _HOME = {
     "Setup": "factory",
     "StepReport": "execute.report",
     "TorchSchedule": "in_torch",
+    "as_whole": "models.part",
+    "on_all_ranks": "layered",
     "prepare": "lowering.prepare",
+    "profile_layers": "layered",
     "register_split": "stage.split",
+    "stages_of": "models.stages",
     "torch_schedule": "in_torch",
     "weight_grads": "stage.split",
 }
@@ -64,8 +72,12 @@ __all__ = [
     "Setup",
     "StepReport",
     "TorchSchedule",
+    "as_whole",
+    "on_all_ranks",
     "prepare",
+    "profile_layers",
     "register_split",
+    "stages_of",
     "torch_schedule",
     "weight_grads",
 ]

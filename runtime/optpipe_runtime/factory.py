@@ -38,6 +38,8 @@ class Setup:
         A whole batch, as for `Pipeline.step`.
     options
         Further arguments of `Pipeline`, by name.
+    kwargs
+        Named arguments of the stages, as for `Pipeline.step`.
     """
 
     stages: Mapping[int, nn.Module]
@@ -46,6 +48,7 @@ class Setup:
     inputs: Any
     targets: Any
     options: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[Any, Any] = field(default_factory=dict)
 
     def pipeline(self, microbatches: int) -> Pipeline:
         """Makes the pipeline. Collective. Raises `InputError` for an unknown option."""

@@ -19,6 +19,7 @@ which schedules were swapped in, and how long a step takes by each."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Unpack
 
@@ -100,11 +101,17 @@ class Follower:
         self._count = 0
         self._suspected = False  # whether times had drifted when the ranks last gathered
 
-    def step(self, inputs: Any = None, targets: Any = None) -> StepReport:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        kwargs: Mapping[Any, Any] | None = None,
+        outputs: bool = False,
+    ) -> StepReport:
         """`Pipeline.step`, by the best schedule known by now. Collective."""
         pipe = self._pipe
         if pipe.problem is None and (pipe.schedule is not None or self._activation_budget_bytes is not None):
-            self._profile(inputs, targets)
+            self._profile(inputs, targets, kwargs)
         if pipe.schedule is None:
             pipe.load(one_at_a_time(pipe.problem or pipe.layout.unmeasured()))
         if pipe.problem is not None and pipe.problem is not self._problem:
@@ -114,7 +121,7 @@ class Follower:
             self._adoptions.offered(self._client, offer)
         before = pipe.version
         tracing = len(self._steps) in self._traced
-        report = pipe.step(inputs, targets, trace=tracing)
+        report = pipe.step(inputs, targets, trace=tracing, kwargs=kwargs, outputs=outputs)
         if tracing:
             self._profiler.add(report)
         self._steps.append(_Step(report.losses or [], report.step_ms, report.peak_activation_bytes, report.version))
@@ -138,9 +145,9 @@ class Follower:
                 self._url, problem, warm_start=self._pipe.schedule, key=self._key, **self._options.arguments()
             )
 
-    def _profile(self, inputs: Any, targets: Any) -> None:
+    def _profile(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> None:
         """Profiles, and loads again what runs already, as a schedule of the profiled problem."""
-        problem = self._pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts)
+        problem = self._pipe.profile(inputs, targets, self._activation_budget_bytes, self._offload_parts, kwargs=kwargs)
         if (running := self._pipe.schedule) is not None:
             self._pipe.load(Schedule(problem, running.programs, running.links, running.method))
 

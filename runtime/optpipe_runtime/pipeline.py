@@ -37,11 +37,13 @@ from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_runtime.arguments import require_bytes, require_equal
 from optpipe_runtime.build import build
-from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.execute.batch import Batch, ChunkSpecs
 from optpipe_runtime.execute.host_optimizer import Factory, HostOptimizer
 from optpipe_runtime.execute.report import StepReport
 from optpipe_runtime.lowering.plan import Plan
+from optpipe_runtime.measure.at_b import tell
 from optpipe_runtime.measure.profiler import Measured, profile, require_budget
+from optpipe_runtime.models.part import shared_parameters
 from optpipe_runtime.post_validation import PostValidation, require_valid
 from optpipe_runtime.ranks.clipping import clip
 from optpipe_runtime.ranks.layout import Layout
@@ -122,6 +124,10 @@ class Pipeline:
     inner
         The ranks that compute this rank's stages together with this one, by tensor, context or expert parallelism: a
         DeviceMesh of any dimensions, or a process group (docs/training.md).
+    args_chunk_spec, kwargs_chunk_spec
+        How inputs and named arguments are cut into micro-batches, as in torch.distributed.pipelining: a
+        `TensorChunkSpec` for each input, or by name; None for a value that all micro-batches get whole. By default
+        along the first dimension.
 
     Attributes
     ----------
@@ -151,20 +157,33 @@ class Pipeline:
         whole_gradients: int | None = None,
         group: dist.ProcessGroup | None = None,
         inner: dist.ProcessGroup | DeviceMesh | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
     ) -> None:
         layout = placement, microbatches, routes, microbatch_routes, peers, links, full_duplex
         hosts = host_optimizers, clip_host_updates
         self._rank = build(stages, layout, loss_fn, host_memory_bytes, *hosts, whole_gradients, (group, inner))
+        self._chunk_specs = ChunkSpecs(args_chunk_spec, kwargs_chunk_spec or {})
         self._clips_host_updates = clip_host_updates
         self._step_runner = StepRunner(self._rank)
         self._schedules = self._step_runner.schedules
+        own = shared_parameters(stages)
+        for key in sorted({key for keys in self._rank.cpu_group.gather(list(own)) for key in keys}):
+            self._step_runner.ties.append(Tie(own.get(key), self._rank.cpu_group, self._rank.team))
         self.measured: Measured | None = None
         self._closed = False
 
     # Training
 
     @_collective
-    def step(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        trace: bool = False,
+        kwargs: Mapping[Any, Any] | None = None,
+        outputs: bool = False,
+    ) -> StepReport:
         """Runs one training step, forward and backward. The optimizer is the caller's. Collective.
 
         If shapes, the modules' modes or what is trained have changed since the last step, the stages are learned again.
@@ -172,27 +191,42 @@ class Pipeline:
         Parameters
         ----------
         inputs
-            Where a route begins: the whole batch on this rank's device, a tensor or a tuple of tensors. It is cut into
-            micro-batches along the first dimension. Other ranks may leave it out.
+            Where a route begins: the whole batch on this rank's device, a tensor or a tuple of tensors and other
+            values. Tensors are cut into micro-batches along the first dimension. Other ranks may leave it out.
         targets
             The same, where a route ends.
         trace
             Whether to report the time of every op.
+        kwargs
+            Named arguments, such as masks: for all stages of this rank, or for each by its number. They are cut as
+            inputs are.
+        outputs
+            Whether the report has what the modules return where a route ends.
 
         Returns
         -------
         StepReport
             Losses, times and peak bytes of this rank. No rank waits here until the others have ended the step, too.
         """
-        return self._step_runner.step(inputs, targets, trace)
+        return self._step_runner.step(self._batch(inputs, targets, kwargs), trace, outputs)
 
     @_collective
-    def evaluate(self, inputs: Any = None, targets: Any = None, trace: bool = False) -> StepReport:
+    def evaluate(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        trace: bool = False,
+        kwargs: Mapping[Any, Any] | None = None,
+        outputs: bool = False,
+    ) -> StepReport:
         """Computes the losses of a batch by the forwards of the loaded schedule. Collective.
 
         Arguments are those of `step`. The modules' modes are the caller's.
         """
-        return self._step_runner.evaluate(inputs, targets, trace)
+        return self._step_runner.evaluate(self._batch(inputs, targets, kwargs), trace, outputs)
+
+    def _batch(self, inputs: Any, targets: Any, kwargs: Mapping[Any, Any] | None) -> Batch:
+        return Batch(inputs, targets, kwargs or {}, self._chunk_specs)
 
     @_collective
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -420,6 +454,7 @@ class Pipeline:
         activation_budget_bytes: int | None = None,
         offload_parts: int = 1,
         repeats: int = 7,
+        kwargs: Mapping[Any, Any] | None = None,
     ) -> Problem:
         """Measures every stage and link. Collective.
 
@@ -428,7 +463,7 @@ class Pipeline:
 
         Parameters
         ----------
-        inputs, targets
+        inputs, targets, kwargs
             As for `step`.
         activation_budget_bytes
             What this rank may hold of saved tensors, beside weights, gradients, optimizer state, workspace, and two
@@ -457,15 +492,13 @@ class Pipeline:
 
         with rank.replicas.gathering():
             self._step_runner.gather_all()
-            self._step_runner.require_learned(inputs, targets)
-            m = rank.layout.microbatches
-            first_inputs = cut(inputs, m, "inputs")[0] if rank.takes_inputs else ()
-            first_targets = cut(targets, m, "targets")[0] if rank.takes_targets else ()
+            batch = self._batch(inputs, targets, kwargs)
+            self._step_runner.require_learned(batch)
             rank.cpu_group.on_each_rank(require_arguments)
             with rank.team.local():
-                self.measured = profile(
-                    rank, first_inputs, first_targets, activation_budget_bytes, offload_parts, repeats
-                )
+                self.measured = profile(rank, batch, activation_budget_bytes, offload_parts, repeats)
+        if rank.cpu_group.rank == 0:
+            tell(self.measured.at_b)
         if rank.cpu_group.rank == 0 and self.measured.launch_bound:
             log.warning(
                 "these times may be those of the launches on the host (stage, time): %s", self.measured.launch_bound

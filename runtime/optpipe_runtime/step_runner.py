@@ -19,9 +19,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optpipe.errors import OptPipeError
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.rank import Rank
@@ -56,7 +57,7 @@ class StepRunner:
         self._last_ms, self._last_version = 0.0, 0  # of the last step here, until the others are told
         self._gathers_again = False
 
-    def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+    def step(self, batch: Batch, trace: bool, outputs: bool) -> StepReport:
         self._reductions.start_step(self._agree_on_windows())
         if self._gathers_again:  # as another replica may, which corrects its parameters in this step only
             with self._replicas.gathering():
@@ -64,7 +65,7 @@ class StepRunner:
         report = None
         while report is None:
             with self._replicas.gathering():
-                report = self._step(inputs, targets, trace)
+                report = self._step(batch, trace, outputs)
                 if report is not None:
                     self._reductions.finish()
         for tie in self.ties:
@@ -73,13 +74,13 @@ class StepRunner:
         norm = self.validations[-1].norm if self.validations else None
         return replace(report, version=self._last_version, grad_norm=norm)
 
-    def evaluate(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+    def evaluate(self, batch: Batch, trace: bool, outputs: bool) -> StepReport:
         with self._replicas.gathering():
-            if not self._rank.cpu_group.minimum(self._learner.knows_batch(inputs, targets))[0]:
-                self.learn(inputs, targets)
+            if not self._rank.cpu_group.minimum(self._learner.knows_batch(batch))[0]:
+                self.learn(batch)
             plan = self.schedules.plan
             with self._rank.team.local():
-                report = self.executor.run(plan, inputs, targets, trace, evaluating=True)
+                report = self.executor.run(plan, batch, trace, evaluating=True, outputs=outputs)
         return replace(report, version=self.schedules.running.version)
 
     def settle(self) -> None:
@@ -93,18 +94,18 @@ class StepRunner:
         """Ends the threads that it has started."""
         self._reductions.close()
 
-    def require_learned(self, inputs: Any, targets: Any) -> None:
-        if not self._rank.cpu_group.minimum(self._learner.knows(inputs, targets))[0]:
-            self.learn(inputs, targets)
+    def require_learned(self, batch: Batch) -> None:
+        if not self._rank.cpu_group.minimum(self._learner.knows(batch))[0]:
+            self.learn(batch)
 
-    def learn(self, inputs: Any, targets: Any) -> None:
+    def learn(self, batch: Batch) -> None:
         """Learns what passes between the stages, and reserves host memory for what it finds."""
         if self._learner.done and self.schedules.problem is not None:
             log.warning(
                 "the batch or the stages differ from the profiled ones: the time and memory that the "
                 "schedule needs are not known"
             )
-        self._learn(inputs, targets)
+        self._learn(batch)
         if self.schedules.running.plan is not None:
             with self._rank.team.local():
                 self.schedules.reserve(self.schedules.running.plan)
@@ -115,9 +116,9 @@ class StepRunner:
             optimizer.synchronize()
         self._replicas.gather_all()
 
-    def _learn(self, inputs: Any, targets: Any) -> None:
+    def _learn(self, batch: Batch) -> None:
         self.gather_all()
-        self._learner.learn(inputs, targets)
+        self._learner.learn(batch)
         self.executor.forget_sizes()
 
     def _agree_on_windows(self) -> bool:
@@ -131,11 +132,11 @@ class StepRunner:
         # On all ranks of the pipeline, where that decides whether the step can be undone.
         return bool(self._rank.cpu_group.minimum(agreed)[0]) if running.on_trial else agreed
 
-    def _step(self, inputs: Any, targets: Any, trace: bool) -> StepReport | None:
+    def _step(self, batch: Batch, trace: bool, outputs: bool) -> StepReport | None:
         """A step that counts. None if it does not, because parameters were corrected: run it again with these."""
         running = self.schedules.running
         while True:
-            vote = self._vote(self._learner.knows(inputs, targets))
+            vote = self._vote(self._learner.knows(batch))
             # By an update that was not the right one, a module may fail on one of the inner peers only.
             settling = bool(self.validations) and not self._can_stop
             can_run = self._can_undo and self._learner.done and running.plan is not None and not settling
@@ -145,18 +146,18 @@ class StepRunner:
                 if self._correct():
                     return None
                 if not all_know and self._learner.done:
-                    self.learn(inputs, targets)
+                    self.learn(batch)
                 if not self._reductions.in_windows:  # which are those of the schedule that runs
-                    self.schedules.swap_if_due((inputs, targets))
-                self._learn_first(inputs, targets)
+                    self.schedules.swap_if_due(batch)
+                self._learn_first(batch)
             # What windows have reduced is in the other replicas' gradients, so a step in windows is no trial.
             trial = running.on_trial and self._can_undo and self._can_stop and not self._reductions.in_windows
-            outcome = self._run(inputs, targets, trace, vote, settled=meeting, trial=trial)
+            outcome = self._run(batch, trace, outputs, vote, settled=meeting, trial=trial)
             if not meeting and vote.doomed:
                 self._undo(outcome)
                 if self._correct():
                     return None
-                self.learn(inputs, targets)
+                self.learn(batch)
             elif trial and not self._rank.cpu_group.minimum(not outcome.complaint)[0]:
                 self._undo(outcome)
                 self._swap_back(outcome.complaint)
@@ -173,7 +174,7 @@ class StepRunner:
         known = self._rank.cpu_group.peers_agree(known) if self._can_undo else known
         return _Vote(known, shared, self.schedules, self.validations)
 
-    def _run(self, inputs: Any, targets: Any, trace: bool, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
+    def _run(self, batch: Batch, trace: bool, outputs: bool, vote: _Vote, settled: bool, trial: bool) -> _Outcome:
         """This rank's part of a step. `settled`: no vote of another rank will undo it."""
         plan, doomed = self.schedules.plan, not settled and not vote.known
         if not settled and not doomed and self._accumulates():  # to copy gradients before each step would cost more
@@ -195,11 +196,13 @@ class StepRunner:
                 else:
                     self._replicas.forget()
 
-            undo = snapshot(self._rank, (inputs, targets)) if trial or not settled else None
+            undo = snapshot(self._rank, batch) if trial or not settled else None
             for tie in self.ties:
                 tie.start_step()
             try:
-                report = self.executor.run(plan, inputs, targets, trace, completed=completed, window_ended=window_ended)
+                report = self.executor.run(
+                    plan, batch, trace, outputs=outputs, completed=completed, window_ended=window_ended
+                )
                 return _Outcome(report, undo)
             except LostError:
                 raise
@@ -226,11 +229,11 @@ class StepRunner:
     def _accumulates(self) -> bool:
         return any(p.grad is not None for stage in self._rank.stages.values() for p in stage.module.parameters())
 
-    def _learn_first(self, inputs: Any, targets: Any) -> None:
+    def _learn_first(self, batch: Batch) -> None:
         """If nothing was learned yet, or for another number of micro-batches."""
         while not self._learner.done:
             plan = self.schedules.plan
-            self._learn(inputs, targets)
+            self._learn(batch)
             complaint = self._memory_complaint(plan)
             if not self._rank.cpu_group.minimum(not complaint)[0]:
                 self._swap_back(complaint)

@@ -90,7 +90,7 @@ def test_few_steps_are_traced(every: int, traced: list[int]) -> None:
         def gather(self, value: Any) -> list[Any]:
             return [value]
 
-        def step(self, inputs: Any, targets: Any, trace: bool) -> StepReport:
+        def step(self, inputs: Any, targets: Any, trace: bool, **_: Any) -> StepReport:
             self.traced.append(trace)
             ran = (OpTime(Op(Kind.F, 0, 0), 0.0, float(len(self.traced)), 0, 0, None),)
             return StepReport([0.0], 1.0, 0 if trace else None, 0, 0, 0, None, trace=ran if trace else ())

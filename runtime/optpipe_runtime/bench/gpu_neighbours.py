@@ -19,6 +19,7 @@ import torch
 
 from optpipe.schedule import Schedule
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.messages import Messages
 from optpipe_runtime.execute.reductions import Reductions
@@ -60,7 +61,7 @@ def emulate(pipe: Pipeline, schedule: Schedule, device: int) -> tuple[Callable[[
     messages = EmulatedMessages(rank.team, rank.device, arrivals(schedule, device))
     own = replace(rank, layout=layout, stages={device: rank.stages[device]}, messages=messages)
     executor = Executor(own, Reductions(rank.replicas, rank.device))
-    return lambda inputs, targets: executor.run(plan, inputs, targets, trace=True), messages.timer
+    return lambda inputs, targets: executor.run(plan, Batch(inputs, targets), trace=True), messages.timer
 
 
 class Timer(Protocol):

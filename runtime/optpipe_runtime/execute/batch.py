@@ -1,34 +1,137 @@
-"""Cuts a batch into micro-batches."""
+"""`Batch`: what a rank gives to one step, and how it is cut into micro-batches.
+
+Values may be tensors, torch's `BlockMask`s, anything else, and tuples, lists and dicts of these. A tensor is cut along
+its first dimension, or as a chunk spec of torch.distributed.pipelining says; every micro-batch gets what is no tensor
+as it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from optpipe.errors import InputError
-from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.io import Kwargs, tensors_in
 
 
-def cut(batch: Any, microbatches: int, name: str) -> list[Tensors]:
-    """Equal micro-batches along the first dimension. Raises `InputError` if the batch does not divide."""
-    tensors = batch if isinstance(batch, tuple | list) else (batch,)
-    if not tensors:
+class _First:
+    """As torch's `TensorChunkSpec(0)`. To import torch.distributed.pipelining takes half a second."""
+
+    split_dim = 0
+
+
+FIRST = _First()
+
+
+@dataclass(frozen=True)
+class ChunkSpecs:
+    """How arguments are cut: for positional ones a spec each, for the others by name. None cuts along the first
+    dimension what has one."""
+
+    args: tuple[Any, ...] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The whole batch of a step on one rank.
+
+    Attributes
+    ----------
+    inputs, targets
+        A value, or a tuple or list of values, for the first stage and for the loss.
+    kwargs
+        Named arguments: for all stages of this rank, or by number of the stage.
+    specs
+        How inputs and kwargs are cut.
+    """
+
+    inputs: Any = None
+    targets: Any = None
+    kwargs: Mapping[Any, Any] = field(default_factory=dict)
+    specs: ChunkSpecs = field(default_factory=ChunkSpecs)
+
+    def cut_inputs(self, microbatches: int) -> list[tuple[Any, ...]]:
+        return cut(self.inputs, microbatches, "inputs", self.specs.args)
+
+    def cut_targets(self, microbatches: int) -> list[tuple[Any, ...]]:
+        return cut(self.targets, microbatches, "targets")
+
+    def cut_kwargs(self, stage: int, microbatches: int) -> list[Kwargs]:
+        """Those of a stage here, by micro-batch."""
+        given = self.kwargs_of(stage)
+        specs = self.specs.kwargs
+        chunks = {
+            name: _chunks(value, microbatches, f"kwargs[{name!r}]", specs.get(name, FIRST))
+            for name, value in given.items()
+        }
+        return [{name: chunk[j] for name, chunk in chunks.items()} for j in range(microbatches)]
+
+    def kwargs_of(self, stage: int) -> Kwargs:
+        by_stage = bool(self.kwargs) and all(isinstance(key, int) for key in self.kwargs)
+        return dict(self.kwargs.get(stage, {}) if by_stage else self.kwargs)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tensors_in((self.inputs, self.targets, dict(self.kwargs)))
+
+
+def cut(batch: Any, microbatches: int, name: str, specs: tuple[Any, ...] | None = None) -> list[tuple[Any, ...]]:
+    """Equal micro-batches, each a tuple with one entry for each value. Raises `InputError` if the batch has no tensor
+    or does not divide."""
+    values = batch if isinstance(batch, tuple | list) else (batch,)
+    if not values:
         raise InputError(f"{name} is empty: this rank needs a tensor, or a tuple of tensors, of the whole batch")
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise InputError(
-                f"{name} is {type(tensor).__name__}: this rank needs a tensor, or a tuple of tensors, of the "
-                "whole batch"
-            )
-        if tensor.requires_grad:
-            raise InputError(f"{name} requires a gradient, and a step computes those of parameters only: detach it")
-        if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % microbatches:
-            raise InputError(
-                f"{name} has shape {list(tensor.shape)}: its first dimension must be a multiple of the "
-                f"{microbatches} micro-batches"
-            )
-    # By `data`, so that a change of one micro-batch in place does not count as a change of the others.
+    if not tensors_in(tuple(values)):
+        raise InputError(
+            f"{name} is {type(values[0]).__name__}: this rank needs a tensor, or a tuple of tensors, of the whole batch"
+        )
+    if specs is not None and len(specs) != len(values):
+        raise InputError(f"args_chunk_spec has {len(specs)} entries: {name} has {len(values)}, one entry each")
+    given = specs or (FIRST,) * len(values)
     return list(
-        zip(*([part.data for part in tensor.split(len(tensor) // microbatches)] for tensor in tensors), strict=True)
+        zip(*(_chunks(value, microbatches, name, spec) for value, spec in zip(values, given, strict=True)), strict=True)
     )
+
+
+def _chunks(value: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
+    """One value by micro-batch."""
+    leaves, shape = tree_flatten(value, is_leaf=lambda found: isinstance(found, BlockMask))
+    specs, _ = tree_flatten(spec)
+    if len(specs) == 1:
+        specs *= len(leaves)
+    if len(specs) != len(leaves):
+        raise InputError(f"the chunk spec of {name} has {len(specs)} entries: there are {len(leaves)} values")
+    parts = [_leaf_chunks(leaf, microbatches, name, one) for leaf, one in zip(leaves, specs, strict=True)]
+    return [tree_unflatten([part[j] for part in parts], shape) for j in range(microbatches)]
+
+
+def _leaf_chunks(leaf: Any, microbatches: int, name: str, spec: Any) -> list[Any]:
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        raise InputError(f"{name} requires a gradient, and a step computes those of parameters only: detach it")
+    dim: int | None = getattr(spec, "split_dim", None)
+    if dim is None:  # None itself, or torch's own class for it
+        return [leaf] * microbatches
+    if isinstance(leaf, BlockMask):
+        from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+        chunks, _ = split_args_kwargs_into_chunks((leaf,), None, microbatches)
+        if len(chunks) != microbatches:
+            raise InputError(
+                f"{name} is a BlockMask of {leaf.kv_num_blocks.size(0)}: there are {microbatches} micro-batches"
+            )
+        return [chunk[0] for chunk in chunks]
+    if not isinstance(leaf, Tensor):
+        return [leaf] * microbatches
+    size = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
+    if not size or size % microbatches:
+        which = "first dimension" if dim == 0 else f"dimension {dim}"
+        raise InputError(
+            f"{name} has shape {list(leaf.shape)}: its {which} must be a multiple of the {microbatches} micro-batches"
+        )
+    # By `data`, so that a change of one micro-batch in place does not count as a change of the others.
+    return [part.data for part in leaf.split(size // microbatches, dim)]  # type: ignore[no-untyped-call]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from optpipe.errors import OptPipeError
 from optpipe.model.ops import BACKWARD, OPTIMIZER, Kind, Op
 from optpipe_runtime.clock import Clock
-from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.execute.reductions import Reductions
 from optpipe_runtime.execute.report import StepRecord, StepReport
@@ -19,7 +18,7 @@ from optpipe_runtime.lowering.plan import Action, Message, Plan
 from optpipe_runtime.lowering.windows import Windows, windows
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.ranks.layout import Layout
-from optpipe_runtime.stage.io import Spec, StageIO, Tensors
+from optpipe_runtime.stage.io import Spec, StageIO, Tensors, tensors_in
 from optpipe_runtime.stage.runner import StageRunner
 
 log = logging.getLogger("optpipe.runtime")
@@ -55,29 +54,32 @@ class Executor:
     def run(
         self,
         plan: Plan,
-        inputs: Any,
-        targets: Any,
+        batch: Batch,
         trace: bool = False,
         evaluating: bool = False,
+        outputs: bool = False,
         completed: Callable[[int], object] = lambda _: None,
         window_ended: Callable[[int], object] = lambda _: None,
     ) -> StepReport:
         """Runs one step: computes losses, and adds the gradients of the mean loss to the parameters' `.grad`.
 
-        `inputs` are needed where a route begins, `targets` where one ends: a tensor or a tuple of tensors, the whole
-        batch. With `evaluating` only losses are computed. `completed` is called with a stage after the op by which its
-        gradients are complete, and in a step that is in windows `window_ended` after the last op of an earlier window.
-        Bytes are counted in a traced step, and in the first by a plan.
+        The batch's inputs are needed where a route begins, its targets where one ends. With `evaluating` only losses
+        are computed; with `outputs` what the last modules return is kept for the report. `completed` is called with a
+        stage after the op by which its gradients are complete, and in a step that is in windows `window_ended` after
+        the last op of an earlier window. Bytes are counted in a traced step, and in the first by a plan.
         """
         m, replicas = self._layout.microbatches, self._rank.replicas
-        given = cut(inputs, m, "inputs") if self._rank.takes_inputs else []
-        asked = cut(targets, m, "targets") if self._rank.takes_targets else []
+        given = batch.cut_inputs(m) if self._rank.takes_inputs else []
+        asked = batch.cut_targets(m) if self._rank.takes_targets else []
+        named = {s: batch.cut_kwargs(s, m) for s in self._stages} if batch.kwargs else {}
         self._start(plan, evaluating)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
         counting = not evaluating and (trace or plan is not self._counted)
-        step = StepRecord(plan, given, asked, evaluating, self._clock.mark if trace else _no_mark, counting)
+        step = StepRecord(plan, given, asked, named, evaluating, self._clock.mark if trace else _no_mark, counting)
+        for stage in self._stages.values():
+            stage.results = step.results if outputs else None
         begun = self._clock.mark()
         at: Op | str = "the beginning of the step"
         actions, done = plan.forwards if evaluating else plan.actions, 0
@@ -139,6 +141,7 @@ class Executor:
             cuda_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             excess=step.excess,
             trace=tuple(step.trace(self._clock, begun)) if trace else (),
+            outputs=[step.results[j] for j in sorted(step.results)] if step.results else None,
         )
 
     def skip(self, plan: Plan) -> None:
@@ -277,8 +280,9 @@ class Executor:
         match kind:
             case Kind.F:
                 target, route = step.targets[j] if ends else (), self._layout.microbatch_routes[j]
+                kwargs = step.kwargs[s][j] if step.kwargs else {}
                 if step.evaluating:
-                    made = stage.evaluate(received, target, route)
+                    made = stage.evaluate(j, received, target, route, kwargs)
                 else:
                     plan, activation = step.plan, (s, j)
                     split, leaving = activation in plan.split, activation in plan.leaving
@@ -290,6 +294,7 @@ class Executor:
                         route=route,
                         backward=Kind.B if split else None if leaving else Kind.BW,
                         captured=step.counting or leaving,
+                        kwargs=kwargs,
                     )
                 if ends:
                     step.losses[j] = made[0]
@@ -326,7 +331,8 @@ class Executor:
             step.inputs[0] if s in self._layout.first else (),
             step.targets[0] if s in self._layout.last else (),
         )
-        stage.start_step((*given, *asked), step.plan.problem.stages[s].offload_parts)
+        named = step.kwargs[s][0] if step.kwargs else {}
+        stage.start_step(tensors_in((given, asked, named)), step.plan.problem.stages[s].offload_parts)
 
     def _take(self, step: StepRecord, message: Message) -> Tensors:
         step.awaited = message

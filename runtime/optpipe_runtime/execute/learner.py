@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import InputError
-from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
-from optpipe_runtime.stage.io import Spec, StageIO, Tensors
+from optpipe_runtime.stage.io import Spec, StageIO
 from optpipe_runtime.stage.learn import learn
 
 
@@ -31,15 +32,15 @@ class Learner:
         """Makes the next step learn again."""
         self._learned = None
 
-    def knows(self, inputs: Any, targets: Any) -> bool:
+    def knows(self, batch: Batch) -> bool:
         """Whether the batch, the modules' modes and what is trained are on this rank as they were."""
-        return self._learned == self._signature(inputs, targets)
+        return self._learned == self._signature(batch)
 
-    def knows_batch(self, inputs: Any, targets: Any) -> bool:
+    def knows_batch(self, batch: Batch) -> bool:
         """Whether the batch is on this rank as it was."""
-        return self._learned is not None and self._learned[0] == self._signature(inputs, targets)[0]
+        return self._learned is not None and self._learned[0] == self._signature(batch)[0]
 
-    def learn(self, inputs: Any, targets: Any) -> None:
+    def learn(self, batch: Batch) -> None:
         """Collective: learns the shapes of what passes between the stages, and which gradients come back. Each inner
         peer learns its own; what decides about an op's collectives is agreed on."""
         self._learned = None
@@ -50,7 +51,7 @@ class Learner:
                 found: StageIO | InputError | None = None
                 if layout.placement[s] == self._rank.number:
                     try:
-                        found = self._stage(r, s, learned[-1].outputs if learned else None, inputs, targets)
+                        found = self._stage(r, s, learned[-1].outputs if learned else None, batch)
                     except InputError as error:
                         found = error  # for all ranks, so that none waits for ever
                     except BaseException as error:
@@ -71,29 +72,30 @@ class Learner:
                 if s in self._rank.stages:
                     self._rank.stages[s].io[r] = io
                 needed = io.asked
-        self._learned = self._signature(inputs, targets)
+        self._learned = self._signature(batch)
 
-    def _stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, inputs: Any, targets: Any) -> StageIO:
+    def _stage(self, r: int, s: int, specs: tuple[Spec, ...] | None, batch: Batch) -> StageIO:
+        m = self._rank.layout.microbatches
         if specs is None:
-            given = self._first(inputs, "inputs")
+            given = batch.cut_inputs(m)[0]
         else:
             given = tuple(spec.zeros(self._rank.device).requires_grad_(spec.requires_grad) for spec in specs)
         ends = s == self._rank.layout.routes[r][-1]
-        target = self._first(targets, "targets") if ends else None
-        return learn(self._rank.stages[s], given, target, r, begins=specs is None)
+        target = batch.cut_targets(m)[0] if ends else None
+        return learn(self._rank.stages[s], given, target, r, begins=specs is None, kwargs=batch.cut_kwargs(s, m)[0])
 
-    def _first(self, value: Any, what: str) -> Tensors:
-        """The first micro-batch."""
-        return cut(value, self._rank.layout.microbatches, what)[0]
-
-    def _signature(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    def _signature(self, batch: Batch) -> tuple[Any, Any]:
         """Two keys: shapes and types of the batch, and autocast; the modes of modules and what is trained."""
         rank, modules = self._rank, [stage.module for stage in self._rank.stages.values()]
-        batch = [inputs] * rank.takes_inputs + [targets] * rank.takes_targets
-        tensors = [value if isinstance(value, tuple | list) else (value,) for value in batch]
-        given = [
-            [(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else None for t in group] for group in tensors
-        ]
+        values = [batch.inputs] * rank.takes_inputs + [batch.targets] * rank.takes_targets
+        named = [batch.kwargs_of(s) for s in rank.stages] if batch.kwargs else []
+        given = (
+            [
+                [(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else type(t) for t in tree_leaves(value)]
+                for value in (*values, *named)
+            ],
+            [sorted(kwargs) for kwargs in named],
+        )
         kind = rank.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         modes = [part.training for module in modules for part in module.modules()]

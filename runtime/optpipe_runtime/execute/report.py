@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from optpipe.model.ops import Op
 from optpipe_runtime.clock import Clock
 from optpipe_runtime.lowering.plan import Message, Plan
 from optpipe_runtime.memory.engines import Handle
-from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.io import Kwargs
 
 
 class OpTime(NamedTuple):
@@ -84,6 +84,9 @@ class StepReport:
         The times of all ops, if asked for.
     version
         How many schedules had been swapped in.
+    outputs
+        If asked for, what the module at the end of the route returned, detached, by micro-batch; None where no route
+        ends. They are no part of the activations that are counted.
     grad_norm
         With `post_validate`, the norm of all gradients at the last optimizer step before this step: not finite if that
         was skipped. Else None.
@@ -102,6 +105,7 @@ class StepReport:
     trace: tuple[OpTime, ...] = ()
     version: int = 0
     grad_norm: float | None = None
+    outputs: list[Any] | None = None
 
     @property
     def loss(self) -> float | None:
@@ -115,14 +119,16 @@ class StepRecord:
     def __init__(
         self,
         plan: Plan,
-        inputs: list[Tensors],
-        targets: list[Tensors],
+        inputs: list[tuple[Any, ...]],
+        targets: list[tuple[Any, ...]],
+        kwargs: Mapping[int, list[Kwargs]],
         evaluating: bool,
         mark: Callable[[], Any],
         counting: bool = True,
     ) -> None:
         self.plan, self.inputs, self.targets, self.evaluating, self.mark = plan, inputs, targets, evaluating, mark
-        self.counting = counting
+        self.counting, self.kwargs = counting, kwargs
+        self.results: dict[int, Any] = {}  # what the last modules return, by micro-batch, if asked for
         self.losses: dict[int, Tensor] = {}
         self.awaited: Message | None = None  # while the host waits for it
         self.times: list[tuple[Op, Any, Any, Sequence[Handle]]] = []  # op, start, end, and the copies that it issued

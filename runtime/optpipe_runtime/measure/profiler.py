@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, pairwise
 from math import ceil
@@ -34,12 +34,14 @@ from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.records import EVICTION, OFFLOAD, RECOMPUTE
 from optpipe_runtime.clock import Clock
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import EvictionOrder, Message
+from optpipe_runtime.measure.at_b import AtB, at_b
 from optpipe_runtime.measure.trial import OpTimer, Spread, Trial
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.stage.io import Tensors
+from optpipe_runtime.stage.io import clones
 from optpipe_runtime.stage.runner import StageRunner
 
 WARM_UP = 2  # rounds
@@ -64,27 +66,31 @@ class Measured:
         The spread of a message's time from one rank to another.
     launch_bound
         On GPUs, stage and name of each time that may be the host's.
+    at_b
+        By stage, which weight gradients come at B, and how much of its time they take.
     """
 
     problem: Problem
     stages: tuple[Mapping[str, Spread], ...]
     links: Mapping[tuple[int, int], Spread]
     launch_bound: tuple[tuple[int, str], ...]
+    at_b: Mapping[int, AtB] = field(default_factory=dict)
 
 
 Sizes = dict[nn.Parameter, int]  # bytes of gradients
 
 
-def profile(
-    rank: Rank, inputs: Tensors, targets: Tensors, given_budget: int | None, parts: int, repeats: int
-) -> Measured:
-    """Collective: see `Pipeline.profile`. `inputs` and `targets` are those of one micro-batch, on the ranks that need
-    them. Without a `given_budget` it is `budget`."""
+def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repeats: int) -> Measured:
+    """Collective: see `Pipeline.profile`. The first micro-batch of the batch is used. Without a `given_budget` it is
+    `budget`."""
+    m = rank.layout.microbatches
     # Clones, because a stage or the loss may change them in place in every round.
-    inputs, targets = (tuple(tensor.clone() for tensor in given) for given in (inputs, targets))
+    inputs = clones(batch.cut_inputs(m)[0]) if rank.takes_inputs else ()
+    targets = clones(batch.cut_targets(m)[0]) if rank.takes_targets else ()
     layout, clock = rank.layout, Clock(rank.device, rank.team.require_alive)
+    named = {s: clones(batch.cut_kwargs(s, m)[0]) for s in rank.stages}
     trials = {
-        s: {r: Trial(stage, r, inputs, targets, parts, clock) for r in _routes(rank, s)}
+        s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in _routes(rank, s)}
         for s, stage in rank.stages.items()
     }
     gradients: Sizes = {}
@@ -94,6 +100,7 @@ def profile(
         everything = [trial for by_route in trials.values() for trial in by_route.values()]
         _try_compute(rank, everything, clock, repeats)
         gradients |= _gradients(rank)
+        left_at_b = at_b(rank, everything, clock, repeats)
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
         links, handover = _links(rank, trials, clock, repeats)
@@ -129,6 +136,7 @@ def profile(
         stages=tuple({k: times[k] for k in costs if k in times} for costs, times in own),
         links={pair: spread for *_, links, _ in gathered for pair, spread in links.items()},
         launch_bound=tuple(found for *_, bound in gathered for found in bound),
+        at_b=left_at_b,
     )
 
 

@@ -19,7 +19,7 @@ from optpipe_runtime.clock import Clock
 from optpipe_runtime.memory.engines import Handle
 from optpipe_runtime.memory.host_pool import HostPool
 from optpipe_runtime.memory.peers import Peers
-from optpipe_runtime.stage.io import Spec, Tensors
+from optpipe_runtime.stage.io import Kwargs, Spec, Tensors, tensors_in
 from optpipe_runtime.stage.runner import StageRunner
 
 
@@ -107,18 +107,25 @@ class OpTimer:
 
 
 class Trial:
-    """`inputs` and `targets` are of one micro-batch, where the route begins or ends here. Activations leave in `parts`
+    """`given` are inputs, targets and named arguments of one micro-batch, the first two where the route begins or ends
+    here. Activations leave in `parts`
     parts."""
 
     def __init__(
-        self, stage: StageRunner, route: int, inputs: Tensors, targets: Tensors, parts: int, clock: Clock
+        self,
+        stage: StageRunner,
+        route: int,
+        given: tuple[tuple[Any, ...], tuple[Any, ...], Kwargs],
+        parts: int,
+        clock: Clock,
     ) -> None:
         self.stage, self.route, self.parts = stage, route, parts
         io = stage.io[route]
+        inputs, targets, self._kwargs = given
         self._inputs = inputs if io.begins else ()
         self._targets = targets if io.ends else ()
         self._gradients = () if io.ends else io.output_gradients
-        self._batch = (*self._inputs, *self._targets)
+        self._batch = tensors_in((self._inputs, self._targets, self._kwargs))
         self.compute_times, self.copy_times, self.eviction_times = OpTimer(clock), OpTimer(clock), OpTimer(clock)
         self.sizes: dict[str, int] = {}  # where they vary, those that are safe for every round
         self._generator = torch.Generator(stage.device).manual_seed(stage.index)
@@ -130,12 +137,13 @@ class Trial:
         """Runs F, then F again with C, then B and W. Notes the bytes held after each."""
         stage = self.stage
         inputs, gradients = [self._fresh_inputs(), self._fresh_inputs()], self._fresh_gradients()
+        how: dict[str, Any] = {"route": self.route, "backward": Kind.B, "kwargs": self._kwargs}
         stage.start_step(self._batch, self.parts)
         with self.compute_times.of("forward_ms"):
-            stage.forward(0, inputs.pop(), self._targets, route=self.route, backward=Kind.B)
+            stage.forward(0, inputs.pop(), self._targets, **how)
         saved = stage.held_bytes(0)
         stage.forget(0)
-        stage.forward(0, inputs.pop(), self._targets, recompute=True, route=self.route, backward=Kind.B)
+        stage.forward(0, inputs.pop(), self._targets, recompute=True, **how)
         checkpoint = stage.held_bytes(0)
         with self.compute_times.of("recompute_ms"):
             stage.recompute(0)
@@ -152,6 +160,15 @@ class Trial:
         }
         self.sizes |= {name: max(nbytes, self.sizes.get(name, 0)) for name, nbytes in held.items()}
 
+    def backward(self, times: OpTimer, name: str) -> None:
+        """Runs F, B and W, and times B."""
+        stage, gradients = self.stage, self._fresh_gradients()
+        stage.start_step(self._batch, self.parts)
+        stage.forward(0, self._fresh_inputs(), self._targets, route=self.route, backward=Kind.B, kwargs=self._kwargs)
+        with times.of(name):
+            stage.backward(0, gradients, split=True)
+        stage.weight(0)
+
     def outputs(self) -> Tensors:
         """What a forward gives to the next stage, newly computed."""
         self.forward(0)
@@ -162,7 +179,9 @@ class Trial:
     def forward(self, microbatch: int) -> None:
         """Runs F without timing it. Call `forget` afterwards."""
         self.stage.start_step(self._batch, self.parts)
-        self._made = self.stage.forward(microbatch, self._fresh_inputs(), self._targets, route=self.route)
+        self._made = self.stage.forward(
+            microbatch, self._fresh_inputs(), self._targets, route=self.route, kwargs=self._kwargs
+        )
 
     def forget(self, microbatch: int) -> None:
         self._made = ()
@@ -214,7 +233,8 @@ class Trial:
         return freed
 
     def _fresh_inputs(self) -> Tensors:
-        return self._inputs or tuple(map(self._noise, self.stage.io[self.route].inputs))
+        io = self.stage.io[self.route]
+        return self._inputs if io.begins else tuple(map(self._noise, io.inputs))
 
     def _fresh_gradients(self) -> Tensors:
         return tuple(map(self._noise, self._gradients))

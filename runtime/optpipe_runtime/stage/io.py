@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from optpipe.errors import InputError
 
+T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
+Kwargs = dict[str, Any]  # what a stage gets by name from the batch, for a micro-batch or for all
 LossFn = Callable[..., Tensor]  # (output, *targets) -> the mean loss of a micro-batch
 
 
@@ -40,6 +43,17 @@ class Spec(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
+def tensors_in(value: Any) -> Tensors:
+    """The tensors in a value and in the tuples, lists and dicts that it is made of."""
+    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def clones(value: T) -> T:
+    """The same value with clones of its tensors."""
+    cloned: T = tree_map_only(Tensor, Tensor.clone, value)
+    return cloned
+
+
 def as_tensors(value: Any, what: str) -> Tensors:
     """What `what` returns, a tensor or a tuple of tensors, as a tuple. Raises `InputError` for anything else."""
     tensors = value if isinstance(value, tuple | list) else (value,)
@@ -61,7 +75,7 @@ class StageIO:
     Attributes
     ----------
     inputs
-        The tensors that the stage gets.
+        The tensors that the stage gets, without those of `kwargs`.
     begins
         Whether the route begins here: the inputs are then the batch.
     ends

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -12,13 +15,20 @@ from optpipe_runtime.memory import buffers
 from optpipe_runtime.memory.activation import Activation
 from optpipe_runtime.memory.host_pool import Nowhere
 from optpipe_runtime.stage.entrance import reached_inputs
-from optpipe_runtime.stage.io import Spec, StageIO, Tensors
-from optpipe_runtime.stage.runner import Running, StageRunner, clones
+from optpipe_runtime.stage.io import Spec, StageIO, Tensors, clones, tensors_in
+from optpipe_runtime.stage.runner import Running, StageRunner
 from optpipe_runtime.stage.split import Calls, computed_at_once, would_hold
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def learn(
-    stage: StageRunner, inputs: Tensors, target: Tensors | None = None, route: int = 0, begins: bool = False
+    stage: StageRunner,
+    inputs: Tensors,
+    target: Tensors | None = None,
+    route: int = 0,
+    begins: bool = False,
+    kwargs: Mapping[str, Any] = _NONE,
 ) -> StageIO:
     """Fills in the stage's `io` on a route, and returns it. All outputs that require a gradient count as needed.
 
@@ -29,15 +39,18 @@ def learn(
     target
         Of one micro-batch, where the route ends here; else None.
     begins
-        Whether the route begins here: the inputs are then the batch.
+        Whether the route begins here: the inputs are then the batch, and may be other values than tensors.
+    kwargs
+        What the module gets by name, of one micro-batch.
     """
-    io = StageIO(tuple(Spec.of(tensor) for tensor in inputs), begins, ends=target is not None)
+    io = StageIO(tuple(Spec.of(tensor) for tensor in tensors_in(inputs)), begins, ends=target is not None)
     stage.at_b = None
     if route <= min(stage.io, default=route):  # a route learned before decides for all
         stage.norms_wait, stage.calls = True, Calls(stage.module)
     with stage.replay.undisturbed(), torch.enable_grad():
-        copies, asked, changed = clones(inputs), clones(target or ()), buffers.watch(stage.module)
-        outputs = stage.outputs(io, copies, asked)
+        copies, asked, named = clones((inputs, target or (), dict(kwargs)))
+        changed = buffers.watch(stage.module)
+        outputs = stage.outputs(io, copies, asked, named)
         if io.ends and not outputs[0].requires_grad:
             raise InputError(
                 "the loss requires no gradient: loss_fn must compute it, by torch, from the output of the last stage"
@@ -46,23 +59,27 @@ def learn(
     stage.io[route] = io = replace(
         io,
         outputs=tuple(Spec.of(output) for output in outputs),
-        reached=tuple(reached_inputs(output, inputs) for output in outputs),
+        reached=tuple(reached_inputs(output, tensors_in(inputs)) for output in outputs),
         needed=tuple(k for k, output in enumerate(outputs) if output.requires_grad),
-        changes_inputs=any(tensor._version for tensor in (*copies, *asked)),
+        changes_inputs=any(tensor._version for tensor in tensors_in((copies, asked, named))),
     )
     del outputs
-    stage.io[route] = _with_blocks(stage, io, inputs, target or (), route)
+    stage.io[route] = _with_blocks(stage, io, inputs, target or (), route, kwargs)
     return stage.io[route]
 
 
-def _with_blocks(stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, route: int) -> StageIO:
+def _with_blocks(
+    stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, route: int, kwargs: Mapping[str, Any]
+) -> StageIO:
     """Adds the sizes of the blocks that a forward saves, which of them a drop does not free, and whether torch's own
     graph saves as little."""
     assert stage.calls is not None
     before = computed_at_once()
     stage.noting = stage.calls.note
     try:
-        running, activation = _run(stage, io, inputs, target, route, None)  # its graph lives as long as `running`
+        running, activation = _run(
+            stage, io, inputs, target, route, kwargs, None
+        )  # its graph lives as long as `running`
     finally:
         stage.noting = None
     stage.calls.walked |= computed_at_once() != before
@@ -83,19 +100,25 @@ def _with_blocks(stage: StageRunner, io: StageIO, inputs: Tensors, target: Tenso
     )
     del running, activation
     stage.io[route] = io
-    _, activation = _run(stage, io, inputs, target, route, Kind.BW)
+    _, activation = _run(stage, io, inputs, target, route, kwargs, Kind.BW)
     stage.end_step()
     return replace(io, as_torch=activation.nbytes <= nbytes)
 
 
 def _run(
-    stage: StageRunner, io: StageIO, inputs: Tensors, target: Tensors, route: int, backward: Kind | None
+    stage: StageRunner,
+    io: StageIO,
+    inputs: Tensors,
+    target: Tensors,
+    route: int,
+    kwargs: Mapping[str, Any],
+    backward: Kind | None,
 ) -> tuple[Running, Activation]:
     """Runs a forward for which this backward op is known to come, and forgets it."""
     with stage.replay.undisturbed():
-        batch, asked = clones(inputs) if io.begins else (), clones(target)
-        stage.start_step((*batch, *asked), 1)
-        given = batch or tuple(tensor.detach().clone() for tensor in inputs)
-        stage.forward(0, given, asked, route=route, backward=backward)
+        batch, asked, named = clones((inputs if io.begins else (), target, dict(kwargs)))
+        stage.start_step(tensors_in((batch, asked, named)), 1)
+        given = batch if io.begins else tuple(tensor.detach().clone() for tensor in inputs)
+        stage.forward(0, given, asked, route=route, backward=backward, kwargs=named)
         running = stage.forget(0)
         return running, running.activation

@@ -3,13 +3,16 @@ Their order and their messages are the executor's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from optpipe.errors import InputError
 from optpipe.model.ops import Kind
@@ -20,12 +23,13 @@ from optpipe_runtime.memory.link import Link
 from optpipe_runtime.memory.storage import storage_key
 from optpipe_runtime.ranks.parts import local
 from optpipe_runtime.stage.entrance import enter
-from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors
+from optpipe_runtime.stage.io import LossFn, StageIO, Tensors, as_tensors, clones, tensors_in
 from optpipe_runtime.stage.replay import Replay
 from optpipe_runtime.stage.split import Calls, Casts, Delayed, Splitting, WeightQueue, accumulated, delaying
 from optpipe_runtime.stage.split.mode import Note
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass
@@ -47,7 +51,8 @@ class StageRunner:
     """A module with its ops.
 
     `io` says what the stage gets and gives on each route, once `learn` has run. `at_b` names the parameters whose
-    gradient does not wait for W; it is None before the first B. `calls` are the modules and functions that `learn`
+    gradient does not wait for W; it is None before the first B. `results` are what the module returned where the route
+    ends, by micro-batch, if they are to be kept; else None. `calls` are the modules and functions that `learn`
     found called; while it runs, `noting` notes them. `norms_wait` tells whether layer norms leave their weight
     gradients to W.
     """
@@ -72,6 +77,7 @@ class StageRunner:
         self.calls: Calls | None = None
         self.at_b: frozenset[str] | None = None
         self.noting: Note | None = None
+        self.results: dict[int, Any] | None = None
         self._parts = 1
         self._sizes: tuple[int, ...] = ()  # bytes of the last forward's blocks, 0 for one that stays
         self._excluded: frozenset[int] = frozenset()  # keys of storages that are no activations
@@ -122,6 +128,7 @@ class StageRunner:
         route: int = 0,
         backward: Kind | None = None,
         captured: bool = True,
+        kwargs: Mapping[str, Any] = _NONE,
     ) -> Tensors:
         """F: the outputs for the next stage, or the loss. With `recompute` only the inputs are kept, and C runs the
         forward again. Host time is saved if it is known which `backward` op will come, B or BW, and if what autograd
@@ -130,20 +137,28 @@ class StageRunner:
         running = Running(io, self._new_activation(io), backward=backward, captured=captured)
         self._running[microbatch] = running
         if not recompute:
-            return self._forward(running, inputs, target)
-        for tensor in inputs:
+            return self._forward(running, microbatch, inputs, target, kwargs)
+        for tensor in tensors_in(inputs):
             running.activation.keep(tensor)
-        running.again = self._again(running, inputs, target)
+        running.again = self._again(running, microbatch, inputs, target, kwargs)
         if io.changes_inputs:
-            inputs, target = clones(inputs), clones(target)
+            inputs, target, kwargs = clones((inputs, target, dict(kwargs)))
         with torch.no_grad(), Splitting(self.norms_wait, self._casts):
-            return self._detached(running, self.outputs(io, inputs, target))
+            return self._detached(running, self.outputs(io, inputs, target, kwargs, microbatch))
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensors, target: Tensors = (), route: int = 0) -> Tensors:
+    def evaluate(
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        target: Tensors = (),
+        route: int = 0,
+        kwargs: Mapping[str, Any] = _NONE,
+    ) -> Tensors:
         """F without a backward to follow: keeps nothing."""
         io = self.io[route]
-        return self._detached(Running(io, self._new_activation(io)), self.outputs(io, inputs, target))
+        made = self.outputs(io, inputs, target, kwargs, microbatch)
+        return self._detached(Running(io, self._new_activation(io)), made)
 
     def recompute(self, microbatch: int) -> None:
         """C: the forward again, with the random numbers and buffers of the first time, and now keeping what the
@@ -198,11 +213,15 @@ class StageRunner:
         self._delayed.drain()
         self.end_step()
 
-    def outputs(self, io: StageIO, inputs: Tensors, target: Tensors) -> Tensors:
+    def outputs(
+        self, io: StageIO, inputs: Tensors, target: Tensors, kwargs: Mapping[str, Any], microbatch: int | None = None
+    ) -> Tensors:
         """What the module returns, or the loss where the route ends."""
-        result = self.module(*inputs)
+        result = self.module(*inputs, **kwargs)
         if io.ends:
             assert self._loss_fn is not None
+            if self.results is not None and microbatch is not None:
+                self.results[microbatch] = tree_map_only(Tensor, Tensor.detach, result)
             result = self._loss_fn(result, *target)
             if not isinstance(result, Tensor) or result.numel() != 1:
                 raise InputError("loss_fn must return a tensor with one number, the mean loss of a micro-batch")
@@ -227,21 +246,25 @@ class StageRunner:
     def _new_activation(self, io: StageIO) -> Activation:
         return Activation(self.device, self._excluded, io.shared_blocks)
 
-    def _again(self, running: Running, inputs: Tensors, target: Tensors) -> Callable[[], None]:
+    def _again(
+        self, running: Running, microbatch: int, inputs: Tensors, target: Tensors, kwargs: Mapping[str, Any]
+    ) -> Callable[[], None]:
         as_first = self.replay.as_now()
 
         def again() -> None:
             with as_first():
-                self._forward(running, inputs, target)
+                self._forward(running, microbatch, inputs, target, kwargs)
 
         return again
 
-    def _forward(self, running: Running, inputs: Tensors, target: Tensors) -> Tensors:
+    def _forward(
+        self, running: Running, microbatch: int, inputs: Tensors, target: Tensors, kwargs: Mapping[str, Any]
+    ) -> Tensors:
         io = running.io
-        wanted = [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
+        wanted = [] if io.begins else [k for k, spec in enumerate(io.inputs) if spec.requires_grad]
         capture = running.activation.capture() if running.captured else nullcontext()
         with torch.enable_grad(), capture, self._splitting(running):
-            outputs = self.outputs(io, enter(inputs, wanted, running.input_gradients), target)
+            outputs = self.outputs(io, enter(inputs, wanted, running.input_gradients), target, kwargs, microbatch)
         if any(out.requires_grad and not spec.requires_grad for out, spec in zip(outputs, io.outputs, strict=False)):
             raise InputError(
                 f"stage {self.index} needs a gradient that it did not need at the start: unfreeze first, then "
@@ -250,6 +273,10 @@ class StageRunner:
         running.edges = {k: get_gradient_edge(outputs[k]) for k in io.needed if outputs[k].requires_grad}
         if running.captured:
             self._sizes = running.activation.sizes()
+            if io.ends and self.results is not None:  # a result that is saved, too, may leave
+                self.results[microbatch] = tree_map_only(
+                    Tensor, lambda t: t.clone() if running.activation.holds(t) else t, self.results[microbatch]
+                )
         return self._detached(running, outputs)
 
     def _detached(self, running: Running, outputs: Tensors) -> Tensors:
@@ -270,7 +297,7 @@ class StageRunner:
         if running.backward == Kind.BW:
             needs_mode = not running.io.as_torch
         elif running.backward == Kind.B and self.calls is not None and not self.calls.walked:
-            needs_mode, hooked = self.calls.others, self.calls.hooked(self.norms_wait, self._mode)
+            needs_mode, hooked = self.calls.need_mode(self.norms_wait), self.calls.hooked(self.norms_wait, self._mode)
         with self._mode() if needs_mode else _NOTHING, hooked, self._delayed.watched():
             yield
 
@@ -318,7 +345,3 @@ class StageRunner:
     def activation(self, microbatch: int) -> Activation:
         """What the stage keeps of a micro-batch."""
         return self._running[microbatch].activation
-
-
-def clones(tensors: Iterable[Tensor]) -> Tensors:
-    return tuple(tensor.clone() for tensor in tensors)

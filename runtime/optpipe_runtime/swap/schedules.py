@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from optpipe.errors import InputError, OptPipeError, ScheduleError
 from optpipe.evaluate.jit import compile_at_once
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_runtime.execute.batch import cut
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
 from optpipe_runtime.execute.messages import messages_reserve
@@ -34,7 +33,7 @@ class Schedules:
         self.running = RunningSchedule(rank.cpu_group)
         self._beside = CpuGroup(rank.team)  # for threads that prepare offers beside the training
         self._offers = Offers(rank.cpu_group, self._prepare_offer, self._accept)
-        self._batch: tuple[Any, Any] = None, None  # inputs and targets of this step
+        self._batch = Batch()  # of this step
 
     @property
     def plan(self) -> Plan:
@@ -94,7 +93,7 @@ class Schedules:
         """Whether the ranks have to meet before the next step."""
         return self._offers.due or self.running.back is not None
 
-    def swap_if_due(self, batch: tuple[Any, Any]) -> None:
+    def swap_if_due(self, batch: Batch) -> None:
         """Collective, before a step with this batch."""
         self._batch = batch
         if self._offers.due and (plan := self._offers.take()) is not None:
@@ -190,11 +189,13 @@ class Schedules:
         if self._same_microbatches(plan):
             self.require_memory(plan)
             return
-        inputs, targets = self._batch
+        m = plan.problem.microbatches
         if self._rank.takes_inputs:
-            cut(inputs, plan.problem.microbatches, "inputs")
+            self._batch.cut_inputs(m)
         if self._rank.takes_targets:
-            cut(targets, plan.problem.microbatches, "targets")
+            self._batch.cut_targets(m)
+        for s in self._rank.stages:
+            self._batch.cut_kwargs(s, m)
 
     def _change_microbatches(self, plan: Plan) -> None:
         """Changes the pipeline to another number of micro-batches. The next step learns its stages again."""

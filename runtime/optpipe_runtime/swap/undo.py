@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from optpipe.errors import OptPipeError
+from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.rank import Rank
 
 
-def snapshot(rank: Rank, batch: Sequence[Any]) -> Callable[[], None]:
+def snapshot(rank: Rank, batch: Batch) -> Callable[[], None]:
     """Saves what a step changes on this rank: gradients, the buffers that forwards write, a batch that stages change in
     place, and torch's random numbers; not what modules keep in Python. Returns a function that restores it."""
     restores = [stage.replay.snapshot() for stage in rank.stages.values()]
     of_batch = [io for stage in rank.stages.values() for io in stage.io.values() if io.begins or io.ends]
     copies: list[tuple[Tensor, Tensor]] = []
     if any(io.changes_inputs for io in of_batch):
-        values = [value for given in batch for value in (given if isinstance(given, tuple | list) else (given,))]
-        copies = [(tensor, tensor.clone()) for tensor in values if isinstance(tensor, Tensor)]
+        copies = [(tensor, tensor.clone()) for tensor in batch.tensors()]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(rank.device) if rank.device.type == "cuda" else None
 

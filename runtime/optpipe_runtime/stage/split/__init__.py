@@ -1,9 +1,9 @@
 """Split backward: the input gradient now (B), the weight gradient later (W).
 
-`layers` splits linear, embedding and layer norm, `graph` the other products with parameters, both under the mode
+`layers` splits linear, embedding and norms, `graph` the other products with parameters, both under the mode
 `Splitting`. `hooked` does the first in less host time, for modules that a stage is known to call. A user's own autograd
 function returns its `weight_grads`. `modules` is for modules with a queue of their own, as TransformerEngine's. Every
-other parameter gets its gradient at B: scales of other norms, parameters that are computed from others, an LSTM's, and
+other parameter gets its gradient at B: those of other norms, parameters that are computed from others, an LSTM's, and
 all within a compiled module.
 """
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from optpipe.errors import InputError
 from optpipe_runtime.ranks.parts import local
-from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, weight_grads
+from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, waits, weight_grads
 
 
 def split(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -56,7 +56,7 @@ class _Split(torch.autograd.Function):
         kept.clear()
         ctx.kept, ctx.y, ctx.inputs = kept, get_gradient_edge(y), {i: get_gradient_edge(inner[i]) for i in inputs}
         ctx.weights, ctx.count, ctx.name = {i: values[i] for i in weights}, len(values), func.__name__
-        ctx.waiting = local(y).nbytes + sum(local(values[i]).nbytes for i in inputs)
+        ctx.waiting = waits(y, *(values[i] for i in inputs))
         return not_a_view(y.detach())
 
     @staticmethod

@@ -15,43 +15,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from optpipe.errors import InputError
 from optpipe_runtime.memory.activation import Staying
-from optpipe_runtime.stage.split.mode import Splitting, waiting
+from optpipe_runtime.stage.split import layers
+from optpipe_runtime.stage.split.mode import SCALES, Splitting, is_norm, waiting
 from optpipe_runtime.stage.split.queue import accumulate, filling
 
 
 class Hooked:
-    """These modules with forwards of their own, while active. What needs a node in Python gets it from `splitting`."""
+    """These modules with forwards of their own, while active, and the `scaling` ones with a weight of its own. What
+    needs a node in Python gets it from `splitting`."""
 
-    def __init__(self, modules: Iterable[nn.Module], splitting: Callable[[], Splitting]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], splitting: Callable[[], Splitting], scaling: Iterable[nn.Module] = ()
+    ) -> None:
         self._forwards: list[tuple[dict[str, Any], Callable[..., Tensor]]] = [
             (vars(module), partial(_FORWARDS[type(module).forward], module, splitting)) for module in modules
         ]
+        self._scales = [(vars(module), _Scale.of(module._parameters["weight"])) for module in scaling]
 
     def __enter__(self) -> None:
         for attributes, forward in self._forwards:
             attributes["forward"] = forward
+        for attributes, weight in self._scales:
+            attributes["weight"] = weight  # is found before the parameter
 
     def __exit__(self, *error: object) -> None:
         for attributes, _ in self._forwards:
             attributes.pop("forward", None)
+        for attributes, _ in self._scales:
+            attributes.pop("weight", None)
 
 
 class Calls:
-    """What a stage calls: `modules` are those that `Hooked` takes, and `others` tells whether weights are used outside
-    of them. `walked` tells whether the stage computes gradients within its forward, by which it would miss weights that
-    are detached."""
+    """What a stage calls: `modules` are those that `Hooked` takes, `scaling` those that end in a product with their
+    weight, as RMS norms that are written out. `others` tells whether weights are used outside of them, and
+    `other_norms` whether those of norms are. `walked` tells whether the stage computes gradients within its forward, by
+    which it would miss weights that are detached."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: dict[nn.Module, None] = {}
-        self.others = self.walked = False
-        kinds = _OF_MODULES.values()
+        self.scaling: dict[nn.Module, None] = {}
+        self.others = self.other_norms = self.walked = False
         self._by_weight = {
             id(part._parameters["weight"]): part
             for part in module.modules()
-            if type(part).forward in kinds and "forward" not in vars(part) and "weight" in part._parameters
+            if "forward" not in vars(part) and "weight" in part._parameters
         }
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -59,11 +70,24 @@ class Calls:
         module = self._by_weight.get(id(weights[0])) if weights else None
         if module is not None and type(module).forward is _OF_MODULES.get(func):
             self.modules[module] = None
+        elif (
+            module is not None
+            and func in SCALES
+            and type(module).forward not in _FORWARDS
+            and torch.is_grad_enabled()  # not within an autograd function
+        ):
+            self.scaling[module] = None
         elif weights:
-            self.others = True
+            self.others |= not is_norm(func)
+            self.other_norms |= is_norm(func)
+
+    def need_mode(self, norms: bool) -> bool:
+        return self.others or (norms and self.other_norms)
 
     def hooked(self, norms: bool, splitting: Callable[[], Splitting]) -> Hooked:
-        return Hooked([part for part in self.modules if norms or not isinstance(part, nn.LayerNorm)], splitting)
+        if norms:
+            return Hooked(self.modules, splitting, self.scaling)
+        return Hooked([part for part in self.modules if not isinstance(part, nn.LayerNorm | nn.RMSNorm)], splitting)
 
 
 def _linear(module: nn.Linear, splitting: Callable[[], Splitting], input: Tensor) -> Tensor:
@@ -97,10 +121,25 @@ def _embedding(module: nn.Embedding, splitting: Callable[[], Splitting], input: 
     return splitting().run(functional.embedding, input, module.weight, *options)
 
 
+def _scaled(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.mul(x, weight.detach())
+    node: Any = y.grad_fn
+    node.register_prehook(_ScaleHook(weight, None, x))
+    return y
+
+
+def _rms_norm(module: nn.RMSNorm, splitting: Callable[[], Splitting], x: Tensor) -> Tensor:
+    shape, weight = module.normalized_shape, module._parameters["weight"]
+    if _simple(x, weight, None) and layers.ends_in_product(x.device.type):
+        return _scaled(functional.rms_norm(x, shape, None, module.eps), module.weight)
+    return splitting().run(functional.rms_norm, x, shape, weight, module.eps)
+
+
 _FORWARDS: dict[Any, Callable[..., Tensor]] = {
     nn.Linear.forward: _linear,
     nn.LayerNorm.forward: _layer_norm,
     nn.Embedding.forward: _embedding,
+    nn.RMSNorm.forward: _rms_norm,
 }
 
 
@@ -108,7 +147,34 @@ _OF_MODULES: dict[Any, Any] = {  # functions, with the forwards of the modules t
     functional.linear: nn.Linear.forward,
     functional.layer_norm: nn.LayerNorm.forward,
     functional.embedding: nn.Embedding.forward,
+    functional.rms_norm: nn.RMSNorm.forward,
 }
+
+
+class _Scale(Tensor):
+    """A parameter by which a module multiplies. In any other op it is the parameter itself. Where no op is called, as
+    by an autograd function, it is a view of the parameter."""
+
+    parameter: Tensor
+
+    @classmethod
+    def of(cls, parameter: Any) -> _Scale:
+        with torch.enable_grad():
+            made: _Scale = parameter.as_subclass(cls)
+        made.parameter = parameter
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in SCALES and not kwargs and len(args) == 2:
+            scale, x = args if isinstance(args[0], cls) else args[::-1]
+            if not isinstance(x, cls) and isinstance(x, Tensor) and _simple(x, scale.parameter, None):
+                return _scaled(x, scale.parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(cls, lambda scale: scale.parameter, (args, dict(kwargs or {})))
+            return func(*args, **kwargs)
 
 
 def _simple(input: Tensor, weight: Any, bias: Any) -> bool:
@@ -195,6 +261,15 @@ class _LinearHook(_Hook):
                 accumulate((weight, bias), (dy.t().mm(x), dy.sum(0)), holds)
 
         return run, holds
+
+
+class _ScaleHook(_Hook):
+    __slots__ = ()
+
+    def job(self, dy: Tensor, *saved: Tensor) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        (x,) = saved
+        weight, holds = self.weight, (dy, x)
+        return lambda: accumulate((weight,), ((dy * x).sum_to_size(weight.shape),), holds), holds
 
 
 class _LayerNormHook(_Hook):

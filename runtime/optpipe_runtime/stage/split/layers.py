@@ -4,17 +4,19 @@ computes the same products as plain autograd. With parameters that are DTensors 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from optpipe_runtime.memory.activation import require_unchanged
 from optpipe_runtime.stage.split import graph
 from optpipe_runtime.stage.split.casts import Casts
-from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, weight_grads
+from optpipe_runtime.stage.split.queue import can_wait, not_a_view, plain, waits, weight_grads
 
 
 def linear(casts: Casts, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,6 +70,47 @@ def layer_norm(
     return result
 
 
+def exported_embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    """aten.embedding"""
+    padding = None if padding_idx < 0 else padding_idx
+    return embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+def exported_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """aten.layer_norm"""
+    return layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is None or not ends_in_product(input.device.type):
+        return graph.split(functional.rms_norm, input, normalized_shape, weight, eps)
+    # The product alone is split: gradients of its input then add up in torch's own order.
+    return graph.split(torch.mul, functional.rms_norm(input, normalized_shape, None, eps), weight)
+
+
+@lru_cache
+def ends_in_product(device: str) -> bool:
+    """Whether torch computes an RMS norm by simpler ops, of which the last one is the product with the weight."""
+    with saved_tensors_hooks(_same, _same), torch.enable_grad():
+        x, weight = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+        return type(functional.rms_norm(x, (2,), weight).grad_fn).__name__ == "MulBackward0"
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
+
+
 class _Linear(torch.autograd.Function):
     """y = x weightᵀ + bias for x of any number of dimensions. Under autocast x is cast already, and the parameters are
     cast by `casts`."""
@@ -79,7 +122,7 @@ class _Linear(torch.autograd.Function):
         y = not_a_view(
             functional.linear(x, casts.of(weight, x.dtype), None if bias is None else casts.of(bias, x.dtype))
         )
-        ctx.waiting = x.nbytes + y.nbytes
+        ctx.waiting = waits(y, x)
         return y
 
     @staticmethod
@@ -103,7 +146,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(indices)
         ctx.weight, ctx.how = weight, (padding, scale_by_frequency)
         y = torch.ops.aten.embedding(weight, indices, padding, scale_by_frequency, False)
-        ctx.waiting = indices.nbytes + y.nbytes
+        ctx.waiting = waits(y, indices)
         return y
 
     @staticmethod
@@ -124,7 +167,7 @@ class _LayerNorm(torch.autograd.Function):
         y, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.shape, ctx.weight, ctx.bias, ctx.version = shape, weight, bias, weight._version
-        ctx.waiting = x.nbytes + y.nbytes
+        ctx.waiting = waits(y, x)
         return y
 
     @staticmethod

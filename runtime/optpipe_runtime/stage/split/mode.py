@@ -18,6 +18,7 @@ from optpipe_runtime.stage.split import graph, layers
 from optpipe_runtime.stage.split.casts import Casts
 from optpipe_runtime.stage.split.queue import can_wait
 
+aten = torch.ops.aten
 Note = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]  # func, args, kwargs
 _BY_GRAPH: frozenset[Any] = frozenset(
     {
@@ -28,28 +29,48 @@ _BY_GRAPH: frozenset[Any] = frozenset(
         getattr(torch, "_grouped_mm", torch.bmm),  # inside functional.grouped_mm, which some releases lack
     }
 )
-# Other norms and scales take too little time at W for the memory that they would hold until then.
-_WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH} | {
+_EXPORTED: frozenset[Any] = frozenset(  # the same, as torch.export writes them
+    getattr(getattr(aten, name), overload)
+    for name in (
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        *("bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm"),
+    )
+    if hasattr(aten, name)
+    for overload in getattr(aten, name).overloads()
+    if "out" not in overload
+)
+LINEAR = frozenset({functional.linear, aten.linear.default})
+# Batch and group norms take too little time at W for the memory that they would hold until then.
+_WAITING: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in _BY_GRAPH | _EXPORTED} | {
     functional.embedding: layers.embedding,
+    aten.embedding.default: layers.exported_embedding,
 }
 _AT_EACH_USE = Casts(keep=False)
-_WITH_NORMS = _WAITING | {functional.layer_norm: layers.layer_norm}
+# A norm that is written out ends in a product with its scale.
+SCALES: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, aten.mul.Tensor})
+_NORMS: dict[Any, Callable[..., Tensor]] = {func: partial(graph.split, func) for func in SCALES} | {
+    **dict.fromkeys((functional.rms_norm, torch.rms_norm, aten.rms_norm.default), layers.rms_norm),
+    functional.layer_norm: layers.layer_norm,
+    aten.layer_norm.default: layers.exported_layer_norm,
+}
+_WITH_NORMS = _WAITING | _NORMS
 
 
 def waiting(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The weights of a call whose gradients may wait for W, by any of the ways here."""
-    if (
-        func is not functional.linear
-        and func is not functional.multi_head_attention_forward
-        and func not in _WITH_NORMS
-    ):
+    if func not in LINEAR and func is not functional.multi_head_attention_forward and func not in _WITH_NORMS:
         return []
     return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and can_wait(value)]
 
 
+def is_norm(func: Any) -> bool:
+    """Whether a call leaves weight gradients to W only where norms do."""
+    return func in _NORMS
+
+
 class Splitting(TorchFunctionMode):
-    """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; layer
-    norms only with `norms`. Under autocast parameters are cast by `casts`, unless it has `cache_enabled=False`.
+    """While active, ops with parameters leave their weight gradients to the queue of the B that reaches them; norms and
+    scales only with `norms`. Under autocast parameters are cast by `casts`, unless it has `cache_enabled=False`.
 
     Ops within a compiled module do not, because its graph has to stay whole. Neither do ops within vmap and its like,
     which accept no custom autograd function. `note` is told all calls.
@@ -72,7 +93,7 @@ class Splitting(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._note is not None and not _transformed():
             self._note(func, args, kwargs)
-        if func is functional.linear and not _transformed():
+        if func in LINEAR and not _transformed():
             return layers.linear(self._casts, *args, **kwargs)
         waits, opened = self._waiting.get(func), func is functional.multi_head_attention_forward
         if (waits is None and not opened) or not torch.is_grad_enabled() or _transformed():
@@ -98,12 +119,14 @@ def _opened(func: FunctionType) -> FunctionType:
 
 
 def would_hold(edges: Iterable[GradientEdge]) -> int:
-    """An upper bound on the bytes that a graph made under `Splitting` leaves to W: inputs of its ops, and the gradients
-    that reach them."""
+    """An upper bound on the bytes that a graph made under `Splitting` leaves to W: inputs of its ops, each counted
+    once, and the gradients that reach them."""
     nodes: list[Any] = [edge.node for edge in edges]
     seen = set(nodes)
     for node in nodes:  # the list grows in the loop
         fresh = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= fresh
         nodes += fresh
-    return sum(getattr(node, "waiting", 0) for node in nodes)
+    found: list[tuple[int, dict[int, int]]] = [node.waiting for node in nodes if hasattr(node, "waiting")]
+    inputs = {key: nbytes for _, inputs in found for key, nbytes in inputs.items()}
+    return sum(nbytes for nbytes, _ in found) + sum(inputs.values())

@@ -144,8 +144,8 @@ def accumulated(parameter: Tensor) -> tuple[int, int]:
 
 
 def can_wait(weight: Tensor) -> bool:
-    """Whether the gradient may come at W: that of a parameter, or of views and casts of one, whose backward needs
-    nothing saved.
+    """Whether the gradient may come at W: that of a parameter, or of views and casts of one, or one plus a constant,
+    whose backward needs nothing saved.
 
     A weight that is computed from parameters otherwise, as by weight norm, has a graph that can be walked only once,
     and something else may walk it at B. A parameter's hooks are called at B, so its gradient must be there then.
@@ -157,11 +157,17 @@ def can_wait(weight: Tensor) -> bool:
         if leaf is not None:
             known = type(leaf) in (nn.Parameter, DTensor) and isinstance(leaf, nn.Parameter)
             return known and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
-        if node is None or _saves(type(node)) or len(node.next_functions) != 1:
+        after = [] if node is None or _saves(type(node)) else [n for n, _ in node.next_functions if n is not None]
+        if len(after) != 1:
             return False
-        node = node.next_functions[0][0]
+        node = after[0]
         leaf = getattr(node, "variable", None)
     return False
+
+
+def waits(y: Tensor, *inputs: Tensor) -> tuple[int, dict[int, int]]:
+    """What an op leaves to W at most: the bytes of its output's gradient, and those of its inputs, by storage."""
+    return local(y).nbytes, {storage_key(x): local(x).nbytes for x in inputs}
 
 
 def plain(tensor: Tensor) -> bool:

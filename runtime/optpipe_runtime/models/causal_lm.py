@@ -1,0 +1,126 @@
+"""A causal language model of transformers (Llama, Qwen3, Mixtral and those that are built alike).
+
+A stage is a copy of the model's own objects with the layers that are not here left out, so the model's own forward
+makes rotary embeddings, masks and position ids, in each stage for itself. The parameters are those of the model and
+keep its names.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import InputError
+from optpipe_runtime.models.part import Part, evenly
+
+DECODER = ("embed_tokens", "layers", "norm")  # what has parameters beside the head
+
+
+class CausalLM:
+    """A `Model`: its embedding, its decoder layers, and its norm with the head count as layers."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises `InputError` if the model is built in another way."""
+        self._model, self._kind = model, type(model).__name__
+        decoder: Any = getattr(model, "base_model", None)
+        children = dict(decoder.named_children()) if isinstance(decoder, nn.Module) else {}
+        missing = [name for name in DECODER if name not in children]
+        if missing or decoder is model or not isinstance(children["layers"], nn.ModuleList):
+            raise InputError(
+                f"model is a {self._kind}: a causal language model of transformers needs a decoder with "
+                f"{', '.join(DECODER)}; give a list of its layers, or cut it by torch's SplitPoint"
+            )
+        other = [name for name, child in children.items() if name not in DECODER and any(child.parameters())]
+        if other:
+            raise InputError(f"model is a {self._kind}: its {other[0]} has parameters, and belongs to no stage")
+        if getattr(model.config, "output_router_logits", False):
+            raise InputError(
+                f"model is a {self._kind} with output_router_logits: its loss needs the routers of all layers, which "
+                "are in different stages; set config.output_router_logits = False"
+            )
+        self._decoder, self._count = decoder, len(children["layers"])
+        self._require_plain()
+
+    @property
+    def layers(self) -> int:
+        return self._count + 2
+
+    def even(self, stages: int) -> list[int]:
+        """Decoder layers evenly, embedding and head to the first and to the last stage."""
+        if stages == 1:
+            return [self.layers]
+        counts = evenly(self._count, stages)
+        return [counts[0] + 1, *counts[1:-1], counts[-1] + 1]
+
+    def part(self, first: int, end: int) -> Part:
+        return _Stage(self._cut(first, end), first == 0, end == self.layers)
+
+    def _cut(self, first: int, end: int) -> Any:
+        """The model with these layers only. Left-out decoder layers hand on what they get, so that the others keep
+        their numbers."""
+        decoder, model = _shallow(self._decoder), _shallow(self._model)
+        here = range(first - 1, end - 1)
+        decoder.layers = nn.ModuleList(
+            layer if i in here else _Skipped() for i, layer in enumerate(self._decoder.layers)
+        )
+        if first > 0:
+            decoder.embed_tokens = None
+        if end < self.layers:
+            decoder.norm = nn.Identity()
+            for name, child in model.named_children():
+                if child is not self._decoder:
+                    setattr(model, name, None)
+        setattr(model, model.base_model_prefix, decoder)
+        return model
+
+    def _require_plain(self) -> None:
+        """Raises `InputError` if the forward does more to hidden states than its layers do: each stage would do it
+        again."""
+        skeleton: Any = _shallow(self._decoder)
+        for name, child in self._decoder.named_children():
+            if name not in DECODER:
+                setattr(skeleton, name, copy.deepcopy(child).to_empty(device="cpu"))
+        skeleton.layers, skeleton.norm, skeleton.embed_tokens = nn.ModuleList(), nn.Identity(), None
+        skeleton.layers.extend(_Skipped() for _ in range(self._count))
+        hidden = torch.zeros(1, 1, self._model.config.hidden_size)
+        with torch.no_grad(), torch.device("cpu"):
+            found = skeleton(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        if found is not hidden:
+            raise InputError(
+                f"model is a {self._kind}: its forward changes hidden states outside of its layers; give a list of its "
+                "layers, or cut it by torch's SplitPoint"
+            )
+
+
+class _Stage(Part):
+    """`model` is the model with this stage's layers."""
+
+    def __init__(self, model: Any, begins: bool, ends: bool) -> None:
+        super().__init__("model.")
+        self.model, self._ends = model, ends
+        self._given = "input_ids" if begins else "inputs_embeds"
+
+    def forward(self, value: Tensor, **kwargs: Any) -> Tensor:
+        """The hidden states behind this stage's layers, or the logits."""
+        called = self.model if self._ends else self.model.base_model
+        output: Any = called(**{self._given: value}, use_cache=False, **kwargs)
+        result: Tensor = output.logits if self._ends else output.last_hidden_state
+        return result
+
+
+class _Skipped(nn.Module):
+    """In the place of a layer of another stage."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
+
+
+def _shallow(module: Any) -> Any:
+    """A copy with the same parts, which can be replaced in it."""
+    made = copy.copy(module)
+    vars(made).update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, Mapping)})
+    return made

@@ -1,0 +1,137 @@
+"""`stages_of`: the stages of a model that are on this rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import Pipe
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from optpipe.errors import InputError
+from optpipe.model.placement import Placement
+from optpipe.schedule import Schedule
+from optpipe_runtime.models.causal_lm import CausalLM
+from optpipe_runtime.models.chain import Layers
+from optpipe_runtime.models.part import Model, Part
+from optpipe_runtime.models.traced import traced
+
+
+def stages_of(
+    model: Any, placement: Sequence[int] | Schedule, layers: Sequence[int] | None = None, rank: int | None = None
+) -> dict[int, nn.Module]:
+    """Cuts a model into the stages of a `Pipeline`. The stages share the model's parameters.
+
+    A parameter that stages on several ranks use, such as an embedding that is the head, too, is tied by the `Pipeline`.
+
+    Parameters
+    ----------
+    model
+        The same on every rank, of these kinds:
+
+        - a list of layers, or an nn.Sequential: each layer takes what the one before returns;
+        - a causal language model of transformers, such as LlamaForCausalLM: the first stage takes `input_ids`, the last
+          one returns logits, and each takes further arguments of the model's forward by name;
+        - a `Pipe`, which torch.distributed.pipelining.pipeline has cut at `SplitPoint`s;
+        - torch's `PipelineStage`s of this rank, in a list.
+    placement
+        The rank of each stage, as for `Pipeline`. Or a schedule for a problem of `profile_layers`: its stages.
+    layers
+        How many layers each stage gets; of a language model, embedding and head are one each. None: about equally
+        many.
+    rank
+        The number of this rank in `placement`. None: that of torch.distributed.
+
+    Returns
+    -------
+    dict[int, nn.Module]
+        The stages of this rank, by number.
+
+    Raises
+    ------
+    InputError
+        If the model is of another kind, or cannot be cut so.
+    """
+    if isinstance(placement, Schedule):
+        layers, placement = _as_found(placement, layers)
+    rank = dist.get_rank() if rank is None else rank
+    own = [s for s, owner in enumerate(placement) if owner == rank]
+    if isinstance(model, list | tuple) and model and all(isinstance(part, _PipelineStageBase) for part in model):
+        _require_none(layers, "torch's PipelineStages")
+        return {stage.stage_index: stage.submod for stage in model}
+    if isinstance(model, Pipe):
+        _require_none(layers, "a Pipe")
+        if model.num_stages != len(placement):
+            raise InputError(f"placement has {len(placement)} stages: the Pipe was cut into {model.num_stages}")
+        parts = traced(model)
+    else:
+        known = model_of(model)
+        parts = [known.part(a, b) for a, b in pairwise((0, *accumulate(_counts(known, placement, layers))))]
+    _note_names(parts, placement)
+    return {s: parts[s] for s in own}
+
+
+def model_of(model: Any) -> Model:
+    """Raises `InputError` if there is no way to cut it."""
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        return Layers(model.named_children())
+    if isinstance(model, list | tuple) and model and all(isinstance(layer, nn.Module) for layer in model):
+        return Layers((str(i), layer) for i, layer in enumerate(model))
+    if isinstance(model, nn.Module):
+        return CausalLM(model)
+    raise InputError(
+        f"model is a {type(model).__name__}: must be a list of layers, an nn.Sequential, a causal language model of "
+        "transformers, a Pipe, or a list of PipelineStages"
+    )
+
+
+def _counts(model: Model, placement: Sequence[int], layers: Sequence[int] | None) -> list[int]:
+    stages = len(placement)
+    if stages > model.layers:
+        raise InputError(f"placement has {stages} stages: the model has {model.layers} layers")
+    if layers is None:
+        return model.even(stages)
+    if len(layers) != stages:
+        raise InputError(f"layers has {len(layers)} entries: placement has {stages} stages, one entry each")
+    if min(layers) < 1 or sum(layers) != model.layers:
+        raise InputError(
+            f"layers = {list(layers)}: must be at least 1 each, and {model.layers} together, as the model has"
+        )
+    return list(layers)
+
+
+def _as_found(schedule: Schedule, layers: Sequence[int] | None) -> tuple[Sequence[int] | None, list[int]]:
+    """The layers of each stage, and their ranks, of a schedule whose problem has layers."""
+    problem = schedule.problem
+    if len(problem.all_routes) > 1:
+        raise InputError(f"placement is a schedule for {len(problem.all_routes)} routes: make its stages by hand")
+    if layers is None and problem.layers is not None:
+        found = schedule.placement or Placement.balanced(problem, 1)
+        if found.apply(problem).stages != problem.stages:
+            raise InputError("placement is a schedule whose stages are not those of its problem's layers: give layers")
+        layers = found.layers
+    return layers, [stage.device for stage in problem.stages]
+
+
+def _require_none(layers: Sequence[int] | None, what: str) -> None:
+    if layers is not None:
+        raise InputError(f"layers = {list(layers)}: {what} cannot be cut in another way")
+
+
+def _note_names(parts: Sequence[Part], placement: Sequence[int]) -> None:
+    """Notes in each part the names of its parameters in the whole model, and which of them are on other ranks, too."""
+    uses: dict[nn.Parameter, list[tuple[int, str]]] = defaultdict(list)
+    for s, part in enumerate(parts):
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            uses[parameter].append((s, name))
+    for found in uses.values():
+        first, name = found[0]
+        whole = name.removeprefix(parts[first].prefix)
+        for s, own in found:
+            parts[s].whole_names[own] = whole
+            if len({placement[k] for k, _ in found}) > 1:
+                parts[s].shared[whole] = own

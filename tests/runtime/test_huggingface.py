@@ -1,0 +1,59 @@
+"""Models of transformers, as they come, and the example that trains one. `make stacks` runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import table
+from support.ranks import huggingface
+from support.ranks.worker import Ranks
+
+from optpipe_runtime import stages_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral"])
+def test_losses_are_those_of_the_model_itself(ranks: Ranks, name: str) -> None:
+    """With a mask and positions, to the bit, in stages of which one is the head alone; and the gradients."""
+    torch.set_num_threads(1)
+    placement = [0, 1, 0]
+    losses, whole = huggingface.plain(name)
+    (found, gradients), (_, others) = ranks(huggingface.trained, name=name, placement=placement)
+    assert found == losses
+    table.note(name, ranks.world, "stages_of", 0.0)
+    gradients = {key.split(".model.", 1)[1]: value for key, value in (gradients | others).items()}
+    for key, parameter in whole.named_parameters():
+        np.testing.assert_allclose(gradients[key], parameter.grad, rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize("name", ["Gemma", "Gemma3", "Mistral"])
+def test_stages_in_a_row_are_the_model(name: str) -> None:
+    whole = huggingface.model(name)
+    tokens, kwargs = huggingface.data(0)
+    value = tokens
+    for stage in stages_of(whole, [0, 0, 0], [1, 4, 1], rank=0).values():
+        value = stage(value, **kwargs)
+    assert torch.equal(value, whole(tokens, use_cache=False, **kwargs).logits)
+
+
+@pytest.mark.stacks
+def test_the_example_learns() -> None:
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "examples/train_hf.py", "--steps", "12"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ran = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5

@@ -1,0 +1,82 @@
+"""What ranks run in `test_huggingface`: models of transformers, which is there in an environment of `make stacks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optpipe_runtime import Pipeline, stages_of
+from support.ranks.cases import numbers
+from support.ranks.models import MICROBATCHES, programs
+
+WORDS, LENGTH = 64, 16
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "Mixtral": {"num_local_experts": 4},
+    "Gemma": {"head_dim": 8},
+    "Gemma3": {"head_dim": 8},
+    "Mistral": {},
+}
+
+
+def model(name: str) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")(**SIZES | MORE[name])
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def data(step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tokens, and named arguments: sequences are filled up at their beginnings."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(WORDS, (2 * MICROBATCHES, LENGTH), generator=generator)
+    begins = torch.randint(LENGTH // 2, (2 * MICROBATCHES, 1), generator=generator)
+    mask = (torch.arange(LENGTH) >= begins).long()
+    return tokens, {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def trained(name: str, placement: list[int]) -> tuple[list[list[float] | None], dict[str, Any]]:
+    """A step in each way: losses, and gradients of the last."""
+    whole = model(name)
+    stages, losses = stages_of(whole, placement), []
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = whole.loss_function(logits, labels, WORDS)
+        return found
+
+    with Pipeline(stages, placement, loss, MICROBATCHES) as pipe:
+        for step, how in enumerate(("kept", "offloaded", "recomputed")):
+            pipe.load(programs(placement, how))
+            for stage in stages.values():
+                stage.zero_grad()
+            tokens, kwargs = data(step)
+            losses.append(pipe.step(tokens, tokens, kwargs=kwargs).losses)
+    return losses, numbers(stages)
+
+
+def plain(name: str) -> tuple[list[list[float]], Any]:
+    """The model's own loss, micro-batch by micro-batch."""
+    whole, losses = model(name), []
+    for step in range(3):
+        whole.zero_grad()
+        tokens, kwargs = data(step)
+        losses.append([])
+        for j in range(MICROBATCHES):
+            here = slice(2 * j, 2 * j + 2)
+            named = {name: value[here] for name, value in kwargs.items()}
+            loss = whole(input_ids=tokens[here], labels=tokens[here], use_cache=False, **named).loss
+            torch.autograd.backward(loss / MICROBATCHES)
+            losses[-1].append(loss.item())
+    return losses, whole
