@@ -28,11 +28,12 @@ class LazyJit:
     def __call__(self, work: int, *args: Any) -> Any:
         self._work += work
         if not self._compiled and (_eager or self._work > ENOUGH):
-            self._function, self._compiled = _compiled(self._function), True
+            self._function, self._compiled = compiled(self._function), True
         return self._function(*args)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled by numba at its first call; as it is where there is no numba."""
     try:
         import numba
     except ImportError:  # as where only a GPU is measured (docs/gpu.md): the same, but slower

@@ -35,6 +35,7 @@ class Engine(Protocol):
 
 
 REGISTRY = {  # name -> module:object
+    "relax": "optpipe_solver.relax:ENGINE",
     "dispatch": "optpipe_solver.dispatch:ENGINE",
     "cyclic": "optpipe_solver.cyclic:ENGINE",
     "lns": "optpipe_solver.lns:ENGINE",

@@ -75,14 +75,15 @@ class EngineRun:
 
 
 AUTO = (
-    EngineRun("dispatch", 0.10),  # rules of a list scheduler; the sooner, the better what the others start from
-    EngineRun("cyclic", 0.10),  # patterns, and windows of the best of them
-    EngineRun("cpsat", 0.17, max_forwards=64),  # the whole problem at once: proves what is small
-    EngineRun("lns", 0.09),  # windows of the best schedule
+    EngineRun("dispatch", 0.09),  # rules of a list scheduler; the sooner, the better what the others start from
+    EngineRun(methods.RELAX, 0.12),  # bounds by one device alone; mostly over soon, once it is compiled
+    EngineRun("cyclic", 0.09),  # patterns, and windows of the best of them
+    EngineRun("cpsat", 0.13, max_forwards=64),  # the whole problem at once: proves what is small
+    EngineRun("lns", 0.08),  # windows of the best schedule
     EngineRun("milp", 0.03),  # the paper's formulation; proves what is tiny
-    EngineRun("cpsat", 0.09),  # the whole problem if it is not too large for that, in another neighbourhood
+    EngineRun("cpsat", 0.05),  # the whole problem if it is not too large for that, in another neighbourhood
     EngineRun("lns", 0.05, repeat=True, from_scratch=True),
-    EngineRun("dispatch", 0.06, repeat=True),
+    EngineRun("dispatch", 0.05, repeat=True),
     EngineRun("lns", 0.05, repeat=True),
 )
 JITTER_RUN = EngineRun(methods.ROBUST, 0.25, repeat=True)  # beside the others where op times vary

@@ -32,7 +32,7 @@ def trivial_bound(problem: Problem, objective: Objective = "makespan") -> float:
     one micro-batch's round trip from it and back. Where all micro-batches enter on one device, that device starts at 0,
     so its span is its end, and waits for the last input gradient of every other one.
     """
-    paths, ms = _paths(problem), _shortest(problem)
+    paths, ms = shortest_paths(problem), shortest_times(problem)
     whole, inputs = _work(problem, (Kind.B, Kind.W))[paths.used], _work(problem, (Kind.B,))[paths.used]
     if objective == "span":
         trips = (trip + ms[Kind.W, s] for (_, s), trip in paths.round_trip.items())
@@ -59,7 +59,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     `deferral_bound` holds as well.
     """
     problem = without_evictions(problem)
-    paths, ms, held = _paths(problem), _shortest(problem), stage_bytes(problem)
+    paths, ms, held = shortest_paths(problem), shortest_times(problem), stage_bytes(problem)
     work = _work(problem, (Kind.B, Kind.W))
     passing = np.bincount(problem.costs.route, minlength=len(problem.all_routes)).tolist()
     own: list[list[tuple[int, int]]] = [[] for _ in problem.devices]
@@ -70,7 +70,7 @@ def memory_bound(problem: Problem, objective: Objective = "makespan") -> float:
     for d in np.flatnonzero(paths.used).tolist():
         stages = [(held[s], ms[:, s]) for _, s in own[d]]
         idle, once = _idle(problem, [s for _, s in own[d]], ms)
-        for measure in _measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
+        for measure in measures(problem.devices[d].activation_budget_bytes, [held[s] for _, s in own[d]]):
             groups = [
                 (passing[r], _choices(problem, s, held[s], ms[:, s], paths.round_trip[r, s], measure))
                 for r, s in own[d]
@@ -134,7 +134,7 @@ def _idle(problem: Problem, stages: Sequence[int], ms: Floats) -> tuple[float, F
 Measure = Callable[[int], float]
 
 
-def _measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
+def measures(memory: int, stages: list[StageBytes]) -> list[Measure]:
     """Return bytes' share of the memory, and the dual feasible functions that give more for some of these sizes."""
     if not memory:
         return [lambda size: 0.0]
@@ -188,8 +188,8 @@ def deferral_bound(problem: Problem, objective: Objective = "makespan") -> float
     gradient left out as memory can hold (a fractional knapsack), plus the path from s back to the first stage. That
     is a bound on the span, too, where the first stage's device starts at 0; elsewhere there is none, 0.
     """
-    costs, ms, held = problem.costs, _shortest(problem), stage_bytes(problem)
-    paths = _paths(problem)
+    costs, ms, held = problem.costs, shortest_times(problem), stage_bytes(problem)
+    paths = shortest_paths(problem)
     passing = np.bincount(costs.route, minlength=len(problem.all_routes))
     if objective == "span" and not paths.one_entry:
         return 0.0
@@ -238,15 +238,15 @@ class _Paths(NamedTuple):
     longest: float  # of one micro-batch through all stages and back
 
 
-def _shortest(problem: Problem) -> Floats:
+def shortest_times(problem: Problem) -> Floats:
     """Return (len(Kind), S) the least time of each op: of a pair its share, where W may be a part of a paired BW."""
     ms = problem.costs.ms.copy()
     ms[[Kind.F, Kind.B, Kind.W]] *= problem.overlap_factor or 1.0
     return ms
 
 
-def _paths(problem: Problem) -> _Paths:
-    device, ms = problem.costs.device, _shortest(problem)
+def shortest_paths(problem: Problem) -> _Paths:
+    device, ms = problem.costs.device, shortest_times(problem)
     arrives = np.full(len(problem.devices), np.inf)
     leaves, returns = arrives.copy(), arrives.copy()
     round_trip: dict[tuple[int, int], float] = {}
