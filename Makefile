@@ -41,6 +41,7 @@ check: setup ## check style, types and imports
 
 check-web: ## check the types of the code of pages; needs Node
 	npx --yes --package typescript@5 tsc --project optpipe/show/web
+	npx --yes --package typescript@5 tsc --project server/optpipe_server/web
 
 # Both at a time: mypy has one process.
 test: setup ## check, and run the whole suite

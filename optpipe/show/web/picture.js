@@ -11,7 +11,7 @@ import { onThemeChange } from "./theme.js";
  * @typedef {import("./draw.js").Chosen} Chosen
  * @typedef {import("./draw.js").View} View
  * @typedef {{update: (found: Document) => Promise<void>, close: () => void, chosen: () => Chosen | null,
- *   plot: HTMLElement, tools: HTMLElement, placeOf: (event: MouseEvent) => Place | null}} Shown
+ *   choose: (chosen: Chosen | null) => void, plot: HTMLElement, tools: HTMLElement, placeOf: (event: MouseEvent) => Place | null}} Shown
  * @typedef {NonNullable<ReturnType<typeof import("./layout.js").placeAt>>} Place
  */
 
@@ -102,7 +102,7 @@ export async function show(place, found, chose = () => {}) {
   const below = element("div", "below");
   const around = () => {
     const several = schedules.length > 1;
-    changes.hidden = !several;
+    changes.hidden = !schedules.some(({ ops }) => ops.changed);
     above.replaceChildren(legend(found), tools);
     below.replaceChildren(
       ...schedules.map((schedule) => shares(found, schedule, several)),
@@ -135,6 +135,7 @@ export async function show(place, found, chose = () => {}) {
     plot,
     tools,
     placeOf,
+    choose,
     chosen: () => view.chosen,
     async update(next) {
       const [from, to] = view.range;

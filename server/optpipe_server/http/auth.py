@@ -27,11 +27,16 @@ from optpipe_server.settings import LOCAL
 
 T = TypeVar("T")
 
-WITHOUT_KEY = ("/healthz", "/readyz")
+WITHOUT_KEY = ("/healthz", "/readyz", "/", "/page/{name:path}")
 READ, SUBMIT, ADMIN = {"GET": "read"}, {"POST": "submit"}, {"GET": "admin"}
 ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the first match counts
     "/metrics": ADMIN,
     "/openapi.json": READ,
+    "/v1/queue": READ,
+    "/v1/presets": READ,
+    "/v1/estimate": {"POST": "read"},
+    "/v1/figure": {"POST": "read"},
+    "/v1/workbench": {"POST": "read"},
     "/v1/jobs": READ | SUBMIT,
     "/v1/jobs/{job_id}": READ | {"PATCH": "submit", "DELETE": "submit"},
     "/v1/jobs/{job_id}/cancel": SUBMIT,
@@ -45,6 +50,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the firs
     "/v1/jobs/{job_id}/log": READ,
     "/v1/jobs/{job_id}/trace": READ,
     "/v1/jobs/{job_id}/timeline": READ,
+    "/v1/jobs/{job_id}/figure": READ,
     "/v1/jobs/{job_id}/export": READ,
     "/v1/check": {"POST": "read"},
     "/v1/simulate": {"POST": "read"},
@@ -57,6 +63,7 @@ MOST_REMEMBERED = 1000
 LOOKUPS_AT_ONCE = 4  # of keys: made-up ones must not take all of the database's connections
 
 _PATHS = [(compile_path(path)[0], methods) for path, methods in ROUTES.items()]
+_OPEN = [compile_path(path)[0] for path in WITHOUT_KEY]
 _BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
 
 
@@ -82,7 +89,7 @@ class AuthMiddleware:
         self._app, self._callers = app, _Callers(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"], scope["path"]) not in (("GET", path) for path in WITHOUT_KEY):
+        if scope["type"] == "http" and not (scope["method"] == "GET" and _is_open(scope["path"])):
             caller = await self._caller(scope)
             wanted = _wanted(scope["method"], scope["path"])
             if wanted not in caller.scopes:
@@ -155,9 +162,14 @@ def _wanted(method: str, path: str) -> str:
             if method not in methods:
                 raise _other_method(methods)
             return methods[method]
-    if path in WITHOUT_KEY:
+    if _is_open(path):
         raise _other_method(("GET",))
     raise ReplyError(404, "There is no such route; GET /openapi.json describes all routes.")
+
+
+def _is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return any(pattern.fullmatch(path) for pattern in _OPEN)
 
 
 def _other_method(methods: Iterable[str]) -> ReplyError:

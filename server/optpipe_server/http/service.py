@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from sqlalchemy import Row
 
+from optpipe.comparison import GENERATOR
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
@@ -36,6 +37,7 @@ from optpipe_server.http.replies import ReplyError
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.warm_process import WarmProcess
 from optpipe_server.work import Reaper, Supervisor, default_worker_name
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class Service:
         )
         self._read_limiter = anyio.CapacityLimiter(1)
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
+        self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held)
@@ -78,7 +81,7 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            ends = (self.first_schedules.close, self.supervisor.stop, self.reaper.stop)
+            ends = (self.first_schedules.close, self.generator.close, self.supervisor.stop, self.reaper.stop)
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
             asyncio.get_running_loop().call_later(ABORT_S, self.database.abort_connections)
 
