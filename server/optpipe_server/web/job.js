@@ -46,7 +46,8 @@ export async function showJob(place, id, signal) {
   const found = element("div", "scrolls");
   const drawing = element("div", "drawing-place");
   const adopted = element("div", "");
-  const lines = element("ol", "log");
+  const lines = element("ol", "");
+  const log = element("div", "log", lines);
   const failed = element("div", "");
   /** @type {{job: Job | null, incumbents: Incumbent[], bounds: {at: number, value: number}[], version: number,
    *   drawn: string, lastLine: number, shown: import("/page/picture/picture.js").Shown | null}} */
@@ -61,9 +62,9 @@ export async function showJob(place, id, signal) {
     drawing,
   );
   schedule.classList.add("wide");
-  lines.tabIndex = 0;
-  lines.setAttribute("role", "log");
-  lines.setAttribute("aria-label", "Log");
+  log.tabIndex = 0;
+  log.setAttribute("role", "log");
+  log.setAttribute("aria-label", "Log");
   found.tabIndex = 0;
   found.setAttribute("role", "region");
   found.setAttribute("aria-label", "Incumbents");
@@ -73,7 +74,7 @@ export async function showJob(place, id, signal) {
     figures,
     element("div", "cards", card("Convergence", curve), card("Incumbents", found)),
     schedule,
-    element("div", "cards", card("In training", adopted), card("Log", lines)),
+    element("div", "cards", card("In training", adopted), card("Log", log)),
   );
   signal.addEventListener("abort", () => state.shown?.close());
 
@@ -172,10 +173,10 @@ export async function showJob(place, id, signal) {
     for (const line of told.lines) {
       if (line.number <= state.lastLine) continue;
       state.lastLine = line.number;
-      const atEnd = lines.scrollTop + lines.clientHeight > lines.scrollHeight - 30;
+      const atEnd = log.scrollTop + log.clientHeight > log.scrollHeight - 30;
       const time = element("time", "", new Date(line.at).toLocaleTimeString());
       lines.append(element("li", line.level, time, element("span", "", line.text)));
-      if (atEnd) lines.scrollTop = lines.scrollHeight;
+      if (atEnd) log.scrollTop = log.scrollHeight;
     }
     redrawCurve();
     await draw();

@@ -167,10 +167,11 @@ export async function showWorkbench(place, query, signal) {
       const input = document.createElement("input");
       Object.assign(input, { type: "range", min, max, step });
       input.value = String(values[key]);
-      const output = document.createElement("output");
+      const output = element("span", "value");
+      output.setAttribute("aria-hidden", "true"); // the slider says it
       const tell = () => {
         output.textContent = text(values[key], values);
-        input.setAttribute("aria-valuetext", output.textContent);
+        input.setAttribute("aria-valuetext", output.textContent ?? "");
       };
       tell();
       input.addEventListener("input", () => {
