@@ -96,7 +96,9 @@ async def presets(context: Context) -> Response:
 async def estimate_problem(request: Request, context: Context) -> Response:
     """The problem of training a known model on known GPUs, by formula."""
     sent = await request.body()
-    return _json(await context.service.checks.run(lambda: _estimated(parse(EstimateBody, sent, "estimate"))))
+    return _json(
+        await context.service.checks.run(context.tenant, lambda: _estimated(parse(EstimateBody, sent, "estimate")))
+    )
 
 
 def _estimated(asked: EstimateBody) -> dict[str, Any]:

@@ -141,14 +141,14 @@ async def show_log(
 async def show_trace(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
-    return json_reply(await context.service.pictures.run(lambda: trace(_schedule(incumbent))))
+    return json_reply(await context.service.pictures.run(context.tenant, lambda: trace(_schedule(incumbent))))
 
 
 @router.get("/timeline", responses=responses(200, schemas.Timeline, examples.TIMELINE, 404, 409, 422))
 async def show_timeline(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
-    return json_reply(await context.service.pictures.run(lambda: _timeline(incumbent)))
+    return json_reply(await context.service.pictures.run(context.tenant, lambda: _timeline(incumbent)))
 
 
 @router.get("/figure", responses=responses(200, schemas.Figure, examples.FIGURE, 404, 409, 422))
@@ -168,7 +168,7 @@ async def show_figure(
     found, other, bound_ms = await context.query_job(job_id, both)
     return json_reply(
         await context.service.pictures.run(
-            lambda: text(figure(_schedule(found), _schedule(other) if other else None, bound_ms))
+            context.tenant, lambda: text(figure(_schedule(found), _schedule(other) if other else None, bound_ms))
         )
     )
 
@@ -207,7 +207,9 @@ async def export(
 ) -> Response:
     """A schedule as rows that PyTorch's pipelining reads."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
-    rows = await context.service.pictures.run(lambda: export_schedule(_schedule(incumbent), to, without_offload))
+    rows = await context.service.pictures.run(
+        context.tenant, lambda: export_schedule(_schedule(incumbent), to, without_offload)
+    )
     return Response(rows, media_type="text/csv")
 
 

@@ -48,9 +48,9 @@ async def submit(
     if idempotency_key is not None:
         job_id = await context.service.submitted(context.tenant, idempotency_key, sent)
     if job_id is None:
-        job_id, new = await context.service.submit(
-            context.tenant, await context.service.read(Submission, sent, "job"), idempotency_key, sent
-        )
+        async with context.service.turns.one(context.tenant):
+            submission = await context.service.read(Submission, sent, "job")
+            job_id, new = await context.service.submit(context.tenant, submission, idempotency_key, sent)
     return await context.job_reply(job_id, 201 if new else 200, {"Location": job_url(job_id)})
 
 
@@ -118,7 +118,7 @@ async def show_job(
         job = await context.query_job(job_id, lambda job: job)
         if not over(job) if if_none_match is None else matches_etag(if_none_match, job.version):
             async with (
-                context.service.job_updates.subscribe(job.id, job.version) as topic,
+                context.service.job_updates.subscribe(context.tenant, job.id, job.version) as topic,
                 context.cancelled_on_disconnect(),
             ):
                 await topic.until(
@@ -150,7 +150,9 @@ async def follow(job_id: JobId, context: Context, last_event_id: LastEventId = N
     job, after = await context.query_job(job_id, lambda job: job), int(last_event_id or 0)
     if last_event_id and over(job) and job.last_seq <= after:
         return Response(status_code=204)
-    return EventStream(context.service.job_updates, job.id, job.version, after, context.service.settings.ping_s)
+    return EventStream(
+        context.service.job_updates, context.tenant, job.id, job.version, after, context.service.settings.ping_s
+    )
 
 
 @router.post("/jobs/{job_id}/cancel", status_code=202, responses=responses(202, schemas.Job, examples.JOB, 404))
@@ -195,10 +197,12 @@ async def change_problem(job_id: JobId, request: Request, context: Context) -> R
 
     The job goes on from its best schedule, and its whole time limit counts anew.
     """
-    changed = await context.service.read(ProblemBody, await request.body(), "job")
-    await context.query_job(job_id, lambda job: None)
+    sent = await request.body()
     try:
-        await context.service.change_problem(context.tenant, job_id, changed.problem)
+        async with context.service.turns.one(context.tenant):
+            changed = await context.service.read(ProblemBody, sent, "job")
+            await context.query_job(job_id, lambda job: None)
+            await context.service.change_problem(context.tenant, job_id, changed.problem)
     except LookupError:
         raise ReplyError(404, "There is no such job.") from None
     return await context.job_reply(job_id)

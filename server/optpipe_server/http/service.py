@@ -34,6 +34,7 @@ from optpipe_server.http.bodies import Model, Submission, parse
 from optpipe_server.http.compute_queue import ComputeQueue
 from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.shares import Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
+OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
 SMALL_BODY = 2**15  # bytes; one that large is read in a millisecond
 TRIES = 5  # to change a problem while incumbents come in
 ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
@@ -67,6 +69,7 @@ class Service:
             anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE),
         )
         self._read_limiter = anyio.CapacityLimiter(1)
+        self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
         self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
         self.first_schedules = FirstSchedules(self.settings, self.caches)
@@ -136,7 +139,7 @@ class Service:
             if initial.best.status == "unknown":  # the search may find one in the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
-                    async with self.job_updates.subscribe(job_id, 1) as topic:
+                    async with self.job_updates.subscribe(tenant, job_id, 1) as topic:
                         await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
             FIRST.observe(time.monotonic() - began)
         return job_id, new

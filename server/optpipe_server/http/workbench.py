@@ -116,7 +116,7 @@ async def all_schedules(request: Request, context: Context) -> Response:
                 f"workbench: problem has {forwards} forwards, stages times micro-batches: expected up to "
                 f"{MOST_FORWARDS} here"
             )
-        return _json(await service.sketches.run(lambda: _all(service.generator, asked)))
+        return _json(await service.sketches.run(context.tenant, lambda: _all(service.generator, asked)))
     raise ReplyError(408, "The client disconnected.")
 
 
@@ -128,7 +128,9 @@ async def all_schedules(request: Request, context: Context) -> Response:
 async def picture_of(request: Request, context: Context) -> Response:
     """What is wrong with a schedule, and what the interactive picture draws of it."""
     sent = await request.body()
-    return _json(await context.service.checks.run(lambda: text(_drawn(parse(ScheduleBody, sent, "figure")))))
+    return _json(
+        await context.service.checks.run(context.tenant, lambda: text(_drawn(parse(ScheduleBody, sent, "figure"))))
+    )
 
 
 def _drawn(sent: ScheduleBody) -> dict[str, Any]:
