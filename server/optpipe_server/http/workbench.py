@@ -59,8 +59,8 @@ class WorkbenchReply(Record):
 
 
 class FigureReply(Record):
-    """What is wrong with a schedule, and its picture, unless its ops wait for each other or are not those of its
-    problem."""
+    """What is wrong with a schedule, and its picture, unless it has no ops, they wait for each other, or they are not
+    those of its problem."""
 
     wrong: list[str]
     figure: schemas.Figure | None
@@ -139,7 +139,7 @@ def _drawn(sent: ScheduleBody) -> dict[str, Any]:
         raise InputError(f"figure: schedule has {ops} ops: expected up to {MOST_OPS} here")
     wrong = check(schedule.problem, schedule)[:MOST_WRONG]
     try:
-        return {"wrong": wrong, "figure": figure(schedule)}
+        return {"wrong": wrong, "figure": figure(schedule) if ops else None}
     except ScheduleError:  # a deadlock, or other ops than the problem's, as `wrong` tells
         return {"wrong": wrong, "figure": None}
 

@@ -411,7 +411,7 @@ export async function showWorkbench(place, query, signal) {
       verdict.replaceChildren(notice("good", `Valid: ${ms(takes)}, ${than}.${hint}`));
       return;
     }
-    const list = element("ul", "", ...wrong.slice(0, 4).map((text) => element("li", "", text)));
+    const list = element("ul", "", ...wrong.slice(0, 4).map((text) => element("li", "", text.split("\n")[0])));
     if (wrong.length > 4) list.append(element("li", "", `and ${wrong.length - 4} more`));
     const title = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
     const made_ = element("div", "notice wrong", element("strong", "", title), list);
