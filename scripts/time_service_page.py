@@ -98,7 +98,7 @@ def listen(url: str, job: str, arrived: dict[int, float]) -> None:
 
 def take(browser: Any, url: str, folder: Path) -> None:
     """Write the picture of the workbench."""
-    page = browser.new_page(viewport={"width": 1400, "height": 1180})
+    page = browser.new_page(viewport={"width": 1200, "height": 1010})
     page.goto(url + WORKBENCH)
     page.wait_for_selector("[data-drawn][data-method]")
     page.wait_for_timeout(500)

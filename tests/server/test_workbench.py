@@ -28,7 +28,7 @@ def test_it_has_the_rows_of_a_comparison(client: httpx.Client) -> None:
     drawn = {
         row["method"]: reply["figure"]["schedules"][row["drawn"]] for row in reply["rows"] if row["drawn"] is not None
     }
-    rows = [row for row in compare(PROBLEM, [row["method"] for row in reply["rows"]]).rows]
+    rows = compare(PROBLEM, [row["method"] for row in reply["rows"]]).rows
     assert {row.method: row.makespan_ms for row in rows if row.schedule} == {
         method: schedule["makespan_ms"] for method, schedule in drawn.items()
     }
