@@ -40,9 +40,15 @@ def files() -> dict[str, tuple[bytes, str, str]]:
     }
 
 
-_PAGE: Described = {200: {"description": "OK", "content": {"text/html": {}}}, 304: {"description": "Not changed"}}
+_PAGE: Described = {
+    200: {"description": "OK", "content": {"text/html": {"example": "<!doctype html>"}}},
+    304: {"description": "Not changed"},
+}
 _FILE: Described = {
-    200: {"description": "OK", "content": {"text/javascript": {}, "text/css": {}, "text/html": {}}},
+    200: {
+        "description": "OK",
+        "content": {"text/javascript": {"example": "// @ts-check"}, "text/css": {"example": "a {}"}},
+    },
     304: {"description": "Not changed"},
     404: responses(200, None, None, 404)[404],
 }
