@@ -41,6 +41,7 @@ check: setup ## check style, types and imports
 
 check-web: ## check the types of the code of pages; needs Node
 	npx --yes --package typescript@5 tsc --project optpipe/show/web
+	npx --yes --package typescript@5 tsc --project server/optpipe_server/web
 
 docs: setup ## build the site of the docs in the folder site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

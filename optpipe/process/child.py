@@ -15,7 +15,7 @@ from optpipe.errors import FrameError, SolverError
 from optpipe.options import SearchOptions
 from optpipe.process import process_tree
 from optpipe.process.niceness import group_as_nice
-from optpipe.process.protocol import End, Frame, Refused, Request, parse_frame
+from optpipe.process.protocol import CompareRequest, End, Frame, Refused, Request, parse_frame
 
 LONGEST_LINE = 2**26  # bytes; a schedule of 64 devices × 512 micro-batches with every activation offloaded has 2^21
 ENDING_S = 5.0  # how long a child that has closed its output may take to end
@@ -86,7 +86,7 @@ class Child:
         finally:
             self.close()
 
-    def ask(self, request: Request) -> Iterator[Frame]:
+    def ask(self, request: Request | CompareRequest) -> Iterator[Frame]:
         """As `frames`, of a child that reads `requests` and was started without one: afterwards it can be asked again.
 
         One request at a time; where an answer raised an error or was not heard to its end, only `close` is left.

@@ -70,9 +70,10 @@ class Request(SolveOptions):
 
 
 class CompareRequest(CompareOptions):
-    """What is asked of a process that compares methods."""
+    """What is asked of a process that compares methods. `number` is as of `Request`."""
 
     problem: Problem
+    number: int | None = None
 
 
 class _Answer(Record):
@@ -165,19 +166,19 @@ def _read(model: type[Asked]) -> Asked:
     return request
 
 
-def requests() -> Iterator[Request | ValidationError]:
+def requests(model: type[Asked]) -> Iterator[Asked | ValidationError]:
     """In a child that answers many requests: one after the other, or why a line is none.
 
     From the call on the child ends as soon as its standard input closes.
     """
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_end_with_parent, args=(lines.put,), daemon=True).start()
-    return (_request(lines.get()) for _ in itertools.count())
+    return (_request(model, lines.get()) for _ in itertools.count())
 
 
-def _request(line: bytes) -> Request | ValidationError:
+def _request(model: type[Asked], line: bytes) -> Asked | ValidationError:
     try:
-        return Request.model_validate_json(line)
+        return model.model_validate_json(line)
     except ValidationError as error:
         return error
 

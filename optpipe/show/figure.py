@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,27 @@ def figure(schedule: Scheduled, before: Scheduled | None = None, lower_bound_ms:
     lower_bound_ms
         What no schedule of the problem can be shorter than, in ms, if that is known.
     """
-    drawn = [schedule] if before is None else [before, schedule]
+    if before is None:
+        return _document([schedule], [None], lower_bound_ms)
+    return _document([before, schedule], [changes(before, schedule), changes(schedule, before)], lower_bound_ms)
+
+
+def side_by_side(schedules: Sequence[Scheduled]) -> dict[str, Any]:
+    """The document of several schedules, of which a page shows one or two at a time; without what changed."""
+    return _document(schedules, [None] * len(schedules), None)
+
+
+def _document(
+    drawn: Sequence[Scheduled], changed: Sequence[NDArray[Any] | None], lower_bound_ms: float | None
+) -> dict[str, Any]:
+    last = drawn[-1]
     return {
-        "title": schedule.problem.name or schedule.method or "schedule",
+        "title": last.problem.name or last.method or "schedule",
         "lower_bound_ms": lower_bound_ms,
-        "gap": gap(schedule.makespan_ms, lower_bound_ms),
+        "gap": gap(last.makespan_ms, lower_bound_ms),
         "kinds": [_kind(kind) for kind in COLOURS if any(kind in kinds_in(each) for each in drawn)],
         "letters": [kind.name for kind in Kind],
-        "schedules": [
-            _schedule(each, changes(each, other) if other else None)
-            for each, other in zip(drawn, reversed(drawn) if before else [None], strict=True)
-        ],
+        "schedules": [_schedule(each, marks) for each, marks in zip(drawn, changed, strict=True)],
     }
 
 

@@ -23,7 +23,8 @@ from optpipe.show.lanes import Scheduled
 from optpipe.show.svg import gantt
 
 WEB = Path(__file__).parent / "web"
-MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "main")  # as they build on another
+# As they build on another.
+MODULES = ("data", "words", "theme", "layout", "shapes", "draw", "panel", "pointer", "picture", "main")
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 MOST_STILL = 5000  # ops in a picture that is drawn without being asked for
 FRAME_HEIGHT = 900  # of the picture in a notebook, in pixels
@@ -57,13 +58,13 @@ def plot(
     title = f"{document['title']} · {schedule.method}".rstrip(" ·")
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     style = (WEB / "page.css").read_text(encoding="utf-8")
-    scripts = [_plotly(), _code()]
+    scripts = [plotly().replace("</script", "<\\/script"), _code()]
     policy = f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data:"
     return Picture(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(title)}</title><style>{style}</style></head><body><div id="picture"></div>{below}'
+        f'<title>{escape(title)}</title><style>{style}</style></head><body><main id="picture"></main>{below}'
         f'<script type="application/json" id="document">{data}</script>'
         f'<script>{scripts[0]}</script><script type="module">{scripts[1]}</script></body></html>\n'
     )
@@ -79,12 +80,12 @@ def still(schedule: Scheduled) -> str:
 
 
 @cache
-def _plotly() -> str:
+def plotly() -> str:
+    """Plotly's code. Raises InputError if it is not installed."""
     found = find_spec("plotly")
     if found is None or not found.submodule_search_locations:
         raise InputError("plotly is not installed: pip install plotly")
-    code = (Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    return code.replace("</script", "<\\/script")
+    return (Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import structlog
@@ -25,7 +26,7 @@ from optpipe_server.database import InitialResult
 from optpipe_server.database.tables import Source
 from optpipe_server.first_schedule_process import Answer, FirstScheduleProcess
 from optpipe_server.metrics import CACHE, REJECTED
-from optpipe_server.settings import Settings
+from optpipe_server.settings import LOCAL, Settings
 from optpipe_server.tenant_caches import TenantCaches
 
 log = structlog.get_logger("optpipe.server")
@@ -50,7 +51,8 @@ class FirstSchedules:
             self._idle.put(process)
         self._one_large = threading.Lock()  # held while a large problem is handled
         self._large_slots = threading.Semaphore(MOST_LARGE)  # for the one that is handled and those that wait
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards the three fields below
+        self._large_of: Counter[str] = Counter()  # tenants: their part of the slots
         self._large: FirstScheduleProcess | None = None
         self._closed = False
         _warm_up()
@@ -97,7 +99,7 @@ class FirstSchedules:
                 initial = _better(initial, InitialResult(Result.of(retimed, options), source))
         asked = {**options.arguments(), "threads": 1, "time_limit_s": PUBLISHED_S}
         request = Request.model_validate({"problem": problem, "warm_start": to_repair, **asked})
-        return _better(initial, InitialResult(self._made(request, deadline), "heuristic"))
+        return _better(initial, InitialResult(self._made(tenant, request, deadline), "heuristic"))
 
     def _cached(self, tenant: str, problem: Problem, options: SolveOptions) -> Result:
         """What the cache has; a method that is asked for by name makes its own schedules."""
@@ -116,10 +118,10 @@ class FirstSchedules:
         bound_ms = hit.lower_bound_ms if options.placements == "keep" else None  # other stages may be faster
         return Result.of(hit.schedule, options, bound_ms)
 
-    def _made(self, request: Request, deadline: float) -> Result:
+    def _made(self, tenant: str, request: Request, deadline: float) -> Result:
         """What a process finds; `unknown` if none is free in time."""
         if size(request.problem) > LARGE:
-            return self._made_for_large(request, deadline)
+            return self._made_for_large(tenant, request, deadline)
         try:
             process = self._idle.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -131,16 +133,23 @@ class FirstSchedules:
             self._idle.put(process)
         return _verified(request, answer)
 
-    def _made_for_large(self, request: Request, deadline: float) -> Result:
+    def _made_for_large(self, tenant: str, request: Request, deadline: float) -> Result:
         """Use a process of its own, one at a time: each takes this process seconds to verify, and much memory.
 
-        A few may wait. More would take the threads of submissions with small problems.
+        A few may wait, of each tenant at most half of them. More would take the threads of submissions with small
+        problems.
         """
-        if not self._large_slots.acquire(blocking=False):
-            return _verified(request, Answer())
+        with self._lock:
+            free = tenant == LOCAL or self._large_of[tenant] < max(1, MOST_LARGE // 2)
+            if not free or not self._large_slots.acquire(blocking=False):
+                return _verified(request, Answer())
+            self._large_of[tenant] += 1
         try:
             return self._made_alone(request, deadline)
         finally:
+            with self._lock:
+                self._large_of[tenant] -= 1
+                self._large_of += Counter()  # without those that have none
             self._large_slots.release()
 
     def _made_alone(self, request: Request, deadline: float) -> Result:

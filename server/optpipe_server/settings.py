@@ -9,7 +9,7 @@ from pathlib import Path
 from optpipe_cache import default_path
 from optpipe_server.database.leases import LEASE_S
 
-LOCAL = "local"  # the tenant of a service without keys
+LOCAL = "(no key)"  # the tenant of a service without keys; no key can be for it
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def test_an_incumbent_that_comes_with_the_end_is_sent_before_it() -> None:
     """A thread updates a topic while the loop reads it."""
     topic, sent = Topic(), b""
     topic.events = Interrupted(topic, SimpleNamespace(state="done"))
-    stream = EventStream(JobUpdates(None, 1), "", 0, 0, 0.01)  # type: ignore[arg-type]
+    stream = EventStream(JobUpdates(None, 1), "a", "", 0, 0, 0.01)  # type: ignore[arg-type]
 
     async def send(message: Any) -> None:
         nonlocal sent

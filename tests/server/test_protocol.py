@@ -74,7 +74,7 @@ def test_pages_of_the_list(client: httpx.Client) -> None:
 
 def test_the_longest_page_names_the_next(client: httpx.Client, shared: tuple[str, Server]) -> None:
     service = shared[1].service
-    caller = service.keys.check(client.headers["Authorization"].removeprefix("Bearer "))
+    caller = service.keys.read().check(client.headers["Authorization"].removeprefix("Bearer "))
     assert caller is not None
     jobs = [
         service.jobs.add(caller.tenant, NewJob(chain()), InitialResult(Result("infeasible")), queue=0)[0]

@@ -6,14 +6,14 @@ import time
 
 from pydantic import ValidationError
 
-from optpipe.process.protocol import End, Incumbent, Infeasible, Programs, Refused, requests, write_frame
+from optpipe.process.protocol import End, Incumbent, Infeasible, Programs, Refused, Request, requests, write_frame
 from support.chain import one_by_one
 
 FINDS_NONE = ("silent", "crash", "invalid", "later")
 
 
 def main() -> None:
-    for request in requests():
+    for request in requests(Request):
         assert not isinstance(request, ValidationError)
         if request.method == "none":
             write_frame(Refused(reason="method = 'none': the methods are others"), request.number)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from optpipe.model.problem import Problem
 from optpipe.process import protocol
-from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Programs, Refused, requests
+from optpipe.process.protocol import Bound, End, Frame, Incumbent, Infeasible, Programs, Refused, Request, requests
 from optpipe.schedule import Schedule
 from support.chain import chain, gpipe, one_by_one
 
@@ -26,7 +26,7 @@ def write_frame(frame: Frame) -> None:
 def main() -> None:
     global asked
     late: tuple[Frame, ...] = ()  # of the request before
-    for request in requests():
+    for request in requests(Request):
         assert not isinstance(request, ValidationError)
         for frame in late:
             write_frame(frame)

@@ -11,6 +11,7 @@ import httpx
 from fastapi import FastAPI
 
 from optpipe.schedule import ScheduleFile
+from optpipe_server.http.examples import ESTIMATE
 from support.chain import chain, gpipe
 
 PROBLEM = chain().to_dict()
@@ -54,6 +55,11 @@ CALLS = [
     Call("GET", "/readyz", None, 200),
     Call("GET", "/metrics", "admin", 200),
     Call("GET", "/openapi.json", "read", 200),
+    Call("GET", "/", None, 200),
+    Call("GET", "/page/{name:path}", None, 404),
+    Call("GET", "/v1/queue", "read", 200),
+    Call("GET", "/v1/presets", "read", 200),
+    Call("POST", "/v1/estimate", "read", 200, ESTIMATE),
     Call("GET", "/v1/jobs", "read", 200),
     Call("POST", "/v1/jobs", "submit", 201, {"problem": PROBLEM, "method": "prove"}),
     Call("GET", "/v1/jobs/{job_id}", "read", 200),
@@ -64,6 +70,7 @@ CALLS = [
     Call("GET", "/v1/jobs/{job_id}/log", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/trace", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/timeline", "read", 200),
+    Call("GET", "/v1/jobs/{job_id}/figure", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/export", "read", 200),
     Call("GET", "/v1/jobs/{job_id}/adoptions", "read", 200),
     Call("PUT", "/v1/jobs/{job_id}/adoptions/{seq}", "submit", 200, {"step": 5, "measured_iteration_ms": 9.5}),
@@ -72,6 +79,8 @@ CALLS = [
     Call("POST", "/v1/jobs/{job_id}/problem", "submit", 200, {"problem": DRIFTED}),
     Call("POST", "/v1/check", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
     Call("POST", "/v1/simulate", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
+    Call("POST", "/v1/figure", "read", 200, {"problem": PROBLEM, "schedule": SCHEDULE}),
+    Call("POST", "/v1/workbench", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"]}),
     Call("POST", "/v1/compare", "read", 200, {"problem": PROBLEM, "methods": ["gpipe"], "time_limit_s": 1.0}),
     Call("POST", "/v1/cache/lookup", "read", 200, {"problem": PROBLEM}),
     Call("DELETE", "/v1/jobs/{job_id}", "submit", 204),

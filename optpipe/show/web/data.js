@@ -38,11 +38,27 @@ export function read(json) {
     schedule.lanes = laneRows(schedule);
     schedule.followers = followersOf(schedule.ops);
   });
-  const beside = [1, 2, 3].filter((lane) =>
-    found.schedules.some((/** @type {Schedule} */ { lanes }) => lanes.some((own) => own[lane].length)),
-  );
-  for (const schedule of found.schedules) schedule.beside = beside; // the same in all, so that they can be compared
+  setBeside(found.schedules);
   return found;
+}
+
+/** The document of some of its schedules, in this order.
+ * @param {Document} found
+ * @param {number[]} indices
+ * @returns {Document} */
+export function pick(found, indices) {
+  const schedules = indices.map((i, index) => ({ ...found.schedules[i], index }));
+  setBeside(schedules);
+  const used = (/** @type {Kind} */ { letter }) =>
+    schedules.some(({ ops }) => ops.kind.includes(found.letters.indexOf(letter)));
+  return { ...found, kinds: found.kinds.filter(used), schedules };
+}
+
+/** Which lanes are drawn beside compute: the same in all, so that they can be compared.
+ * @param {Schedule[]} schedules */
+function setBeside(schedules) {
+  const beside = [1, 2, 3].filter((lane) => schedules.some(({ lanes }) => lanes.some((own) => own[lane].length)));
+  for (const schedule of schedules) schedule.beside = beside;
 }
 
 /** @param {{type: keyof typeof ARRAYS, base64: string}} packed */

@@ -48,7 +48,7 @@ export function latestEnd(schedules) {
  * @param {View} view
  * @returns {Promise<Frame>} */
 export async function draw(element, schedules, view) {
-  const frame = frameOf(schedules, Math.max(360, element.clientWidth));
+  const frame = frameOf(schedules, Math.max(280, element.clientWidth));
   const colours = theme();
   const fine = schedules.map((schedule) => countVisible(schedule, view.range) * schedules.length <= MOST_DRAWN);
   const grid = fine.every(Boolean); // plotly draws it over images
@@ -110,7 +110,7 @@ export async function draw(element, schedules, view) {
  * @param {number} i
  * @param {Schedule[]} schedules */
 function headline(schedule, i, schedules) {
-  const role = schedules.length > 1 ? (i ? "After: " : "Before: ") : "";
+  const role = schedules.length > 1 && schedule.ops.changed ? (i ? "After: " : "Before: ") : "";
   return `${role}${schedule.method || "schedule"} · ${ms(schedule.makespan_ms)} · bubble ${percent(schedule.bubble)}`;
 }
 
@@ -280,7 +280,7 @@ function memoryNotes(schedules, { device }, frame, colours) {
   const whose = frame.width > 800 ? `Activation memory of device ${device}` : `Device ${device}`;
   const title = `${whose} · ${certified} · limit ${bytes(limit)}`;
   const dashed = limit <= 3 * peak ? " (dashed)" : "";
-  const before = schedules.length > 1 ? " · before in grey" : "";
+  const before = schedules.length > 1 ? (after.ops.changed ? " · before in grey" : " · the other in grey") : "";
   return [note(`${title}${dashed}${before}`, frame.memory.top, frame, colours)];
 }
 

@@ -107,7 +107,7 @@ export function legend({ kinds, schedules }) {
   const several = schedules.some(({ stages, devices }) => stages.length > devices.length);
   if (several) entries.push(element("li", "", "later stages of a device are darker"));
   entries.push(entry("", "waits", "", "", "wait"), entry("", "waits for a transfer", "", "", "wait hatched"));
-  if (schedules.length > 1)
+  if (schedules.some(({ ops }) => ops.changed))
     entries.push(entry("", "moved", "", "", "moved"), entry("", "only in this schedule", "", "", "only"));
   return element("ul", "legend", ...entries);
 }

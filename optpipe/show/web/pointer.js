@@ -65,26 +65,30 @@ export function hints(schedule, { gap, row }) {
   ];
 }
 
-/** Listens on the picture.
+/** Listens on the picture until a signal; returns what finds the place of an event in it.
  * @param {HTMLElement} plot
- * @param {Schedule[]} schedules
- * @param {{frame: () => Frame, range: () => [number, number], chosen: () => Chosen | null,
- *   choose: (chosen: Chosen | null) => void, zoom: (range: [number, number] | null) => void}} picture */
-export function listen(plot, schedules, picture) {
+ * @param {{schedules: () => Schedule[], frame: () => Frame, range: () => [number, number], chosen: () => Chosen | null,
+ *   choose: (chosen: Chosen | null) => void, zoom: (range: [number, number] | null) => void}} picture
+ * @param {AbortSignal} signal */
+export function listen(plot, picture, signal) {
   const tip = element("div", "tip");
   tip.hidden = true;
   document.body.append(tip);
-  const under = (/** @type {MouseEvent} */ event) => {
+  signal.addEventListener("abort", () => tip.remove());
+  const placeOf = (/** @type {MouseEvent} */ event) => {
     const box = plot.getBoundingClientRect();
-    const place = placeAt(picture.frame(), picture.range(), event.clientX - box.left, event.clientY - box.top);
-    return place && hit(schedules[place.panel], place);
+    return placeAt(picture.frame(), picture.range(), event.clientX - box.left, event.clientY - box.top);
+  };
+  const under = (/** @type {MouseEvent} */ event) => {
+    const place = placeOf(event);
+    return place && hit(picture.schedules()[place.panel], place);
   };
   plot.addEventListener("pointermove", (event) => {
     const found = event.buttons ? null : under(event);
     plot.classList.toggle("over", found !== null);
     tip.hidden = found === null;
     if (!found) return;
-    tip.replaceChildren(...hints(schedules[found.schedule], found).map((line) => element("div", "", line)));
+    tip.replaceChildren(...hints(picture.schedules()[found.schedule], found).map((line) => element("div", "", line)));
     const room = document.documentElement;
     const right = plot.getBoundingClientRect().right;
     tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, right - tip.offsetWidth))}px`;
@@ -108,7 +112,7 @@ export function listen(plot, schedules, picture) {
         picture.choose(pressed.at);
       pressed = null;
     },
-    true,
+    { capture: true, signal },
   );
   plot.addEventListener("dblclick", () => picture.zoom(null));
   plot.addEventListener(
@@ -130,7 +134,8 @@ export function listen(plot, schedules, picture) {
     { passive: false },
   );
   plot.addEventListener("keydown", (event) => {
-    const next = moved(schedules, picture.chosen(), event.key);
+    const schedules = picture.schedules();
+    const next = event.altKey ? null : moved(schedules, picture.chosen(), event.key);
     if (event.key === "Escape") picture.choose(null);
     else if (event.key === "+" || event.key === "-")
       picture.zoom(scaled(picture.range(), event.key === "+" ? 0.5 : 2, timeOf(schedules, picture.chosen())));
@@ -138,6 +143,7 @@ export function listen(plot, schedules, picture) {
     else return;
     event.preventDefault();
   });
+  return placeOf;
 }
 
 /** A time shorter or longer by a factor, around a moment where that is in it.

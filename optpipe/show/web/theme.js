@@ -15,7 +15,8 @@ export function theme() {
 }
 
 /** Calls back when the reader's preference between light and dark changes.
- * @param {() => void} changed */
-export function onThemeChange(changed) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+ * @param {() => void} changed
+ * @param {AbortSignal} signal ends it */
+export function onThemeChange(changed, signal) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed, { signal });
 }

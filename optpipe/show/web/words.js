@@ -1,6 +1,6 @@
 // @ts-check
 // What the picture says: names of ops, times, sizes, and why something waits.
-import { NOWHERE, OUTWARD } from "./data.js";
+import { LOWER, NOWHERE, OUTWARD } from "./data.js";
 
 /** @typedef {import("./data.js").Schedule} Schedule */
 
@@ -41,6 +41,21 @@ export function percent(share) {
 export function opName({ ops, letters }, row) {
   const part = ops.part[row] ? `.${ops.part[row]}` : "";
   return `${ops.stage[row]}${letters[ops.kind[row]]}${ops.microbatch[row]}${part}`;
+}
+
+/** Each device's program as texts; a pair is one of them.
+ * @param {Schedule} schedule
+ * @returns {string[][]} */
+export function programsOf(schedule) {
+  const { ops, devices } = schedule;
+  /** @type {string[][]} */
+  const programs = devices.map(() => []);
+  for (let row = 0; row < ops.kind.length; row++) {
+    const own = programs[ops.device[row]];
+    if (ops.lane[row] === LOWER) own.push(`${own.pop()}+${opName(schedule, row)}`);
+    else own.push(opName(schedule, row));
+  }
+  return programs;
 }
 
 /** @param {Schedule} schedule

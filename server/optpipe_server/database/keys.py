@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,22 @@ class Caller:
 
     tenant: str
     scopes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """Keys as they were read: by id, the hash of the secret, and whose it is."""
+
+    callers: Mapping[str, tuple[str, Caller]]
+
+    def check(self, text: str) -> Caller | None:
+        """Return whose key this is; None if it is unknown or wrong, after the same work in each case."""
+        parts = _KEY.fullmatch(text)
+        if parts is None:
+            return None
+        key_id, secret = parts.groups()
+        secret_sha256, caller = self.callers.get(key_id, (_NOBODY, None))
+        return caller if hmac.compare_digest(_sha256(secret), secret_sha256) else None
 
 
 class Keys:
@@ -58,20 +74,12 @@ class Keys:
             )
         return f"op_{key_id}_{secret}"
 
-    def check(self, text: str) -> Caller | None:
-        """Return whose key this is; None if it is unknown, wrong or revoked, after the same work in each case."""
-        parts = _KEY.fullmatch(text)
-        if parts is None:
-            return None
-        key_id, secret = parts.groups()
+    def read(self) -> KnownKeys:
+        """Return all keys that are not revoked, to check texts against."""
         with self._database.read() as db:
-            known = db.execute(select(keys).where(keys.c.id == key_id)).one_or_none()
-        right = hmac.compare_digest(_sha256(secret), known.secret_sha256 if known else _NOBODY)
-        return (
-            Caller(known.tenant, frozenset(known.scopes.split()))
-            if known and right and known.revoked_at is None
-            else None
-        )
+            rows = db.execute(select(keys).where(keys.c.revoked_at.is_(None))).all()
+        callers = ((row.id, (row.secret_sha256, Caller(row.tenant, frozenset(row.scopes.split())))) for row in rows)
+        return KnownKeys(dict(callers))
 
     def any(self) -> bool:
         """Return whether there ever was a key. Revoked ones count: a service does not open when its last key is
@@ -96,6 +104,11 @@ class Keys:
                 raise InputError(f"id = {key_id!r}: no key has this id; `optpipe keys list` shows them")
             if known.revoked_at is None:
                 db.execute(update(keys).where(keys.c.id == key_id).values(revoked_at=now()))
+
+
+def is_key(text: str) -> bool:
+    """Return whether a text has the form of a key."""
+    return _KEY.fullmatch(text) is not None
 
 
 def _sha256(secret: str) -> str:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import optpipe
-from optpipe_server.http import auth, health, openapi, replies, results, routes, tools
+from optpipe_server.http import auth, estimates, health, openapi, page, replies, results, routes, tools, workbench
 from optpipe_server.http.compare_processes import CompareProcesses
 from optpipe_server.http.service import Service
 from optpipe_server.settings import Settings
@@ -40,7 +40,15 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service, app.state.compare_processes = service, CompareProcesses(service.settings)
-    for router in (routes.router, results.router, tools.router, health.router):
+    for router in (
+        routes.router,
+        results.router,
+        tools.router,
+        estimates.router,
+        workbench.router,
+        health.router,
+        page.router,
+    ):
         app.include_router(router)
     replies.install(app)
     openapi.install(app)

@@ -5,12 +5,12 @@ A route that is not in the table `ROUTES` is not served.
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import ipaddress
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 import anyio.to_thread
@@ -20,18 +20,21 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from optpipe_server.database.keys import SCOPES, Caller, Keys
+from optpipe_server.database.keys import SCOPES, Caller, Keys, KnownKeys, is_key
 from optpipe_server.http.limits import BodyLimits
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.settings import LOCAL
 
-T = TypeVar("T")
-
-WITHOUT_KEY = ("/healthz", "/readyz")
+WITHOUT_KEY = ("/healthz", "/readyz", "/", "/page/{name:path}")
 READ, SUBMIT, ADMIN = {"GET": "read"}, {"POST": "submit"}, {"GET": "admin"}
 ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the first match counts
     "/metrics": ADMIN,
     "/openapi.json": READ,
+    "/v1/queue": READ,
+    "/v1/presets": READ,
+    "/v1/estimate": {"POST": "read"},
+    "/v1/figure": {"POST": "read"},
+    "/v1/workbench": {"POST": "read"},
     "/v1/jobs": READ | SUBMIT,
     "/v1/jobs/{job_id}": READ | {"PATCH": "submit", "DELETE": "submit"},
     "/v1/jobs/{job_id}/cancel": SUBMIT,
@@ -45,6 +48,7 @@ ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the firs
     "/v1/jobs/{job_id}/log": READ,
     "/v1/jobs/{job_id}/trace": READ,
     "/v1/jobs/{job_id}/timeline": READ,
+    "/v1/jobs/{job_id}/figure": READ,
     "/v1/jobs/{job_id}/export": READ,
     "/v1/check": {"POST": "read"},
     "/v1/simulate": {"POST": "read"},
@@ -52,11 +56,11 @@ ROUTES: Mapping[str, Mapping[str, str]] = {  # path -> method -> scope; the firs
     "/v1/cache/lookup": {"POST": "read"},
 }
 
-REMEMBERED_S = 2.0  # how long a checked key is remembered, and a revoked one still works
-MOST_REMEMBERED = 1000
-LOOKUPS_AT_ONCE = 4  # of keys: made-up ones must not take all of the database's connections
+REMEMBERED_S = 2.0  # how long keys are remembered, and a revoked one still works
+REREAD_S = 0.1  # between two queries of them, however many unknown ones come
 
 _PATHS = [(compile_path(path)[0], methods) for path, methods in ROUTES.items()]
+_OPEN = [compile_path(path)[0] for path in WITHOUT_KEY]
 _BEARER = re.compile(r"bearer +([!-~]{1,200})", re.IGNORECASE)
 
 
@@ -82,7 +86,7 @@ class AuthMiddleware:
         self._app, self._callers = app, _Callers(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"], scope["path"]) not in (("GET", path) for path in WITHOUT_KEY):
+        if scope["type"] == "http" and not (scope["method"] == "GET" and _is_open(scope["path"])):
             caller = await self._caller(scope)
             wanted = _wanted(scope["method"], scope["path"])
             if wanted not in caller.scopes:
@@ -113,39 +117,44 @@ class AuthMiddleware:
 
 
 class _Callers:
-    """Looks keys up in the database and remembers them for seconds, by their hashes, so that memory holds fewer
-    secrets."""
+    """Keeps all keys, by their hashes, for seconds. One that is not among them is looked for in the database; all who
+    wait for that wait for one query, so that made-up keys keep it no busier than `REREAD_S` says, and nobody who has a
+    key waits for them."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._known: dict[bytes, tuple[Caller, float]] = {}
+        self._known, self._read_at = KnownKeys({}), -math.inf
         self._expected, self._look_again = False, 0.0
-        self._limiter = anyio.CapacityLimiter(LOOKUPS_AT_ONCE)
+        self._reading = asyncio.Lock()
+        self._limiter = anyio.CapacityLimiter(1)  # a thread of its own
 
     async def of(self, key: str) -> Caller | None:
-        digest = hashlib.sha256(key.encode()).digest()
-        caller, until = self._known.get(digest, (None, 0.0))
-        if caller is None or time.monotonic() >= until:
-            until = time.monotonic() + REMEMBERED_S
-            caller = await self._ask(lambda: self._keys.check(key))
-            self._known.pop(digest, None)
-            if caller is not None:
-                self._known[digest] = caller, until
-            if len(self._known) > MOST_REMEMBERED:
-                del self._known[next(iter(self._known))]
+        asked = time.monotonic()
+        if asked >= self._read_at + REMEMBERED_S:
+            await self._read(asked)
+        caller = self._known.check(key)
+        if caller is None and self._read_at < asked and is_key(key):
+            await self._read(asked)
+            caller = self._known.check(key)
         return caller
 
     async def expected(self) -> bool:
         """Return whether there are keys. Once there are, this process asks for one for ever."""
         if not self._expected and time.monotonic() >= self._look_again:
             until = time.monotonic() + REMEMBERED_S
-            there_are = await self._ask(self._keys.any)
+            there_are = await anyio.to_thread.run_sync(self._keys.any, limiter=self._limiter)
             # Set after the query, so that requests in the meantime wait, too.
             self._expected, self._look_again = self._expected or there_are, until
         return self._expected
 
-    async def _ask(self, question: Callable[[], T]) -> T:
-        return await anyio.to_thread.run_sync(question, limiter=self._limiter)
+    async def _read(self, asked: float) -> None:
+        """Read all keys, unless somebody has since `asked`."""
+        async with self._reading:
+            if self._read_at < asked:
+                await asyncio.sleep(self._read_at + REREAD_S - time.monotonic())
+                begun = time.monotonic()
+                self._known = await anyio.to_thread.run_sync(self._keys.read, limiter=self._limiter)
+                self._read_at = begun
 
 
 def _wanted(method: str, path: str) -> str:
@@ -155,9 +164,14 @@ def _wanted(method: str, path: str) -> str:
             if method not in methods:
                 raise _other_method(methods)
             return methods[method]
-    if path in WITHOUT_KEY:
+    if _is_open(path):
         raise _other_method(("GET",))
     raise ReplyError(404, "There is no such route; GET /openapi.json describes all routes.")
+
+
+def _is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return any(pattern.fullmatch(path) for pattern in _OPEN)
 
 
 def _other_method(methods: Iterable[str]) -> ReplyError:

@@ -19,12 +19,14 @@ from optpipe.process import process_tree
 from optpipe.process.protocol import CompareRequest
 from optpipe_server.http.context import disconnected
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.shares import Shares
 from optpipe_server.settings import Settings, within
 
 log = structlog.get_logger("optpipe.server")
 
 MODULE = "optpipe_server.compare_process"
 AT_ONCE = 2
+OF_A_TENANT = 1
 EXTRA_S = 30.0  # for methods that need no search, and for processes to start and end
 
 
@@ -33,8 +35,9 @@ class CompareProcesses:
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._running = settings, 0
+        self._shares = Shares(OF_A_TENANT, "comparison running")
 
-    async def run(self, request: Request, compare: CompareRequest) -> str:
+    async def run(self, tenant: str, request: Request, compare: CompareRequest) -> str:
         """Return the JSON of `optpipe compare --json`; the process ends if the client disconnects.
 
         A search gets no more threads and memory than the service has for one.
@@ -42,21 +45,23 @@ class CompareProcesses:
         Raises
         ------
         ReplyError
-            422 if a method is unknown; 503 if too many comparisons run, or the process failed or took too long.
+            422 if a method is unknown; 429 if the tenant has one running; 503 if too many run, or the process failed or
+            took too long.
         """
         if self._running >= AT_ONCE:
             wait_s = round(compare.time_limit_s) + 1
             raise ReplyError(503, f"{AT_ONCE} comparisons run already.", {"Retry-After": str(wait_s)})
-        self._running += 1
-        try:
-            limits = {
-                "threads": within(compare.threads, self._settings.threads_per_solve),
-                "memory_mib": within(compare.memory_mib, self._settings.memory_mib),
-            }
-            limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
-            return await _run_process(request, compare.model_copy(update=limits), limit_s)
-        finally:
-            self._running -= 1
+        with self._shares.one(tenant):
+            self._running += 1
+            try:
+                limits = {
+                    "threads": within(compare.threads, self._settings.threads_per_solve),
+                    "memory_mib": within(compare.memory_mib, self._settings.memory_mib),
+                }
+                limit_s = len(searches(compare)) * compare.time_limit_s + EXTRA_S
+                return await _run_process(request, compare.model_copy(update=limits), limit_s)
+            finally:
+                self._running -= 1
 
 
 async def _run_process(request: Request, compare: CompareRequest, limit_s: float) -> str:

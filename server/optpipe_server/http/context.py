@@ -41,10 +41,13 @@ class RequestContext:
             await disconnected(self._request.receive)
             group.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as group:
-            group.start_soon(wait_and_cancel)
-            yield
-            group.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait_and_cancel)
+                yield
+                group.cancel_scope.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the block's own: nothing else raises one
 
     def job(self, job_id: str) -> Job:
         """Return the tenant's job without its problem. Raises `ReplyError` (404) if the tenant has no such job."""

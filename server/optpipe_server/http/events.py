@@ -19,13 +19,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, updates: JobUpdates, job_id: str, version: int, after: int, ping_s: float) -> None:
+    def __init__(self, updates: JobUpdates, tenant: str, job_id: str, version: int, after: int, ping_s: float) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._updates, self._job_id, self._version, self._after, self._ping_s = updates, job_id, version, after, ping_s
+        self._subscribed = updates.subscribe(tenant, job_id, version)
+        self._after, self._ping_s = after, ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._updates.subscribe(self._job_id, self._version) as topic, anyio.create_task_group() as group:
+        async with self._subscribed as topic, anyio.create_task_group() as group:
 
             async def until_disconnected() -> None:
                 await disconnected(receive)

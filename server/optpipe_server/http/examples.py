@@ -109,3 +109,34 @@ EVENTS = (
     f'id: 1\nevent: incumbent\ndata: {{"seq":1,"makespan_ms":9.0,"url":"{URL}/incumbents/1"}}\n\n'
     'id: 1\nevent: end\ndata: {"state":"done"}\n\n'
 )
+_ARRAY = {"type": "u1", "base64": ""}
+FIGURE = {
+    "title": "1f1b",
+    "lower_bound_ms": None,
+    "gap": None,
+    "kinds": [{"letter": "F", "name": "forward", "colour": "#0072b2", "text": "#ffffff"}],
+    "letters": ["F"],
+    "schedules": [{"method": "1f1b", "makespan_ms": 9.0, "ops": {"kind": _ARRAY}}],
+}
+QUEUE = {
+    "waiting": 1,
+    "ahead": 0,
+    "most_waiting": 100,
+    "running": 1,
+    "solves": 1,
+    "workers": [{"worker": "host-1", "jobs": [ID]}],
+}
+ESTIMATE = {"model": "llama-3-8b", "gpu": "H100", "parallelism": {"pp": 4, "tp": 2}, "run": {"microbatches": 8}}
+ESTIMATED = {
+    "problem": PROBLEM,
+    "parameters": 8030000000,
+    "state_bytes": [30000000000],
+    "workspace_bytes": [1000000000],
+    "reserved_bytes": [4294967296],
+}
+WORKBENCH = {
+    "rows": [
+        {"method": "1f1b", "fits": True, "reason": None, "drawn": 0, "placement": None, "lower_bound_ms": 8.0},
+    ],
+    "figure": FIGURE,
+}

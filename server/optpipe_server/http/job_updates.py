@@ -18,6 +18,7 @@ from sqlalchemy import Row
 
 from optpipe_server.database import Jobs
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.shares import Shares
 from optpipe_server.http.views import end_event, event, incumbent_view, over
 
 log = structlog.get_logger("optpipe.updates")
@@ -87,6 +88,7 @@ class JobUpdates:
 
     def __init__(self, jobs: Jobs, most: int) -> None:
         self._jobs, self._most = jobs, most
+        self._shares = Shares(max(1, most // 2), "clients that follow jobs")
         self._topics: dict[str, Topic] = {}
         self._subscribers = 0
         self._subscribed = asyncio.Event()  # set when there is a new subscriber
@@ -102,30 +104,31 @@ class JobUpdates:
             topic.tell()
 
     @asynccontextmanager
-    async def subscribe(self, job_id: str, version: int) -> AsyncIterator[Topic]:
+    async def subscribe(self, tenant: str, job_id: str, version: int) -> AsyncIterator[Topic]:
         """Yield the job's topic, at least as new as `version`.
 
-        Raises `ReplyError` (503) if there are too many subscribers, the database is away, or the service is about to
-        end.
+        Raises `ReplyError`: 503 if there are too many subscribers, the database is away, or the service is about to
+        end; 429 if half of all that may be are the tenant's.
         """
         if self.closing:
             raise ReplyError(503, "The service is about to end.", {"Retry-After": "5"})
         if self._subscribers >= self._most:
             raise ReplyError(503, f"{self._most} clients follow jobs already.", {"Retry-After": "5"})
-        topic = self._topics.setdefault(job_id, Topic())
-        topic.subscribers += 1
-        self._subscribers += 1
-        try:
-            if topic.version < version:
-                self._subscribed.set()
-                if not await topic.until(lambda topic: topic.gone or topic.version >= version, FIRST_READ_S):
-                    raise ReplyError(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
-            yield topic
-        finally:
-            self._subscribers -= 1
-            topic.subscribers -= 1
-            if topic.subscribers == 0:
-                self._topics.pop(job_id, None)
+        with self._shares.one(tenant):
+            topic = self._topics.setdefault(job_id, Topic())
+            topic.subscribers += 1
+            self._subscribers += 1
+            try:
+                if topic.version < version:
+                    self._subscribed.set()
+                    if not await topic.until(lambda topic: topic.gone or topic.version >= version, FIRST_READ_S):
+                        raise ReplyError(503, "The database cannot be used at the moment.", {"Retry-After": "5"})
+                yield topic
+            finally:
+                self._subscribers -= 1
+                topic.subscribers -= 1
+                if topic.subscribers == 0:
+                    self._topics.pop(job_id, None)
 
     async def run(self) -> None:
         """Poll while there are subscribers, until `close`."""

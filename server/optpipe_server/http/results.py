@@ -13,6 +13,7 @@ from optpipe.formats.convert import export_schedule
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Programs
 from optpipe.schedule import Schedule, certify, timed_ops
+from optpipe.show.figure import figure
 from optpipe.show.trace import trace
 from optpipe_server.http import examples, schemas
 from optpipe_server.http.bodies import AdoptionBody
@@ -140,14 +141,36 @@ async def show_log(
 async def show_trace(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """A schedule as a trace for Perfetto."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
-    return json_reply(await context.service.pictures.run(lambda: trace(_schedule(incumbent))))
+    return json_reply(await context.service.pictures.run(context.tenant, lambda: trace(_schedule(incumbent))))
 
 
 @router.get("/timeline", responses=responses(200, schemas.Timeline, examples.TIMELINE, 404, 409, 422))
 async def show_timeline(job_id: JobId, context: Context, seq: WhichSeq = None) -> Response:
     """When every op of a schedule runs, and the most memory that each device holds."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
-    return json_reply(await context.service.pictures.run(lambda: _timeline(incumbent)))
+    return json_reply(await context.service.pictures.run(context.tenant, lambda: _timeline(incumbent)))
+
+
+@router.get("/figure", responses=responses(200, schemas.Figure, examples.FIGURE, 404, 409, 422))
+async def show_figure(
+    job_id: JobId,
+    context: Context,
+    seq: WhichSeq = None,
+    before: Annotated[int | None, Query(ge=1, le=LARGEST, description="An incumbent to show beside it.")] = None,
+) -> Response:
+    """What the interactive picture draws of a schedule, or of two on one time axis with what changed."""
+
+    def both(job: Job) -> tuple[Row[Any], Row[Any] | None, float | None]:
+        after = _found(context, job, seq)
+        bound = job.lower_bound_ms if after.problem_version == job.problem_version else None
+        return after, _found(context, job, before) if before is not None else None, bound
+
+    found, other, bound_ms = await context.query_job(job_id, both)
+    return json_reply(
+        await context.service.pictures.run(
+            context.tenant, lambda: text(figure(_schedule(found), _schedule(other) if other else None, bound_ms))
+        )
+    )
 
 
 def _timeline(incumbent: Row[Any]) -> str:
@@ -184,7 +207,9 @@ async def export(
 ) -> Response:
     """A schedule as rows that PyTorch's pipelining reads."""
     incumbent = await context.query_job(job_id, lambda job: _found(context, job, seq))
-    rows = await context.service.pictures.run(lambda: export_schedule(_schedule(incumbent), to, without_offload))
+    rows = await context.service.pictures.run(
+        context.tenant, lambda: export_schedule(_schedule(incumbent), to, without_offload)
+    )
     return Response(rows, media_type="text/csv")
 
 

@@ -19,7 +19,7 @@ from optpipe_server.http.openapi import body, responses
 from optpipe_server.http.replies import ReplyError
 from optpipe_server.http.views import cursor, etag, from_cursor, job_url, job_view, over, text
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = APIRouter(prefix="/v1", tags=["jobs"])
 
 LONGEST_WAIT_S = 60
 LastEventId = Annotated[str | None, Header(description="Number of an incumbent.")]
@@ -27,7 +27,7 @@ IfMatch = Annotated[str | None, Header(description="The job's ETag.")]
 
 
 @router.post(
-    "",
+    "/jobs",
     status_code=201,
     openapi_extra=body(Submission, examples.SUBMISSION),
     responses={
@@ -48,13 +48,13 @@ async def submit(
     if idempotency_key is not None:
         job_id = await context.service.submitted(context.tenant, idempotency_key, sent)
     if job_id is None:
-        job_id, new = await context.service.submit(
-            context.tenant, await context.service.read(Submission, sent, "job"), idempotency_key, sent
-        )
+        async with context.service.turns.one(context.tenant):
+            submission = await context.service.read(Submission, sent, "job")
+            job_id, new = await context.service.submit(context.tenant, submission, idempotency_key, sent)
     return await context.job_reply(job_id, 201 if new else 200, {"Location": job_url(job_id)})
 
 
-@router.get("", responses=responses(200, schemas.JobList, examples.JOBS, 422))
+@router.get("/jobs", responses=responses(200, schemas.JobList, examples.JOBS, 422))
 async def list_jobs(
     context: Context,
     state: State | None = None,
@@ -81,7 +81,29 @@ def _page(context: Context, state: State | None, limit: int, before: int | None)
     return Response(text(listed), media_type="application/json")
 
 
-@router.get("/{job_id}", responses=responses(200, schemas.Job, examples.JOB, 404, 422, _304="Not changed"))
+@router.get("/queue", responses=responses(200, schemas.Queue, examples.QUEUE))
+async def show_queue(context: Context) -> Response:
+    """The tenant's jobs that wait or run, and the workers that have them."""
+    return await context.service.query(lambda: _queue(context))
+
+
+def _queue(context: Context) -> Response:
+    running, waiting, ahead = context.service.jobs.queue(context.tenant)
+    workers: dict[str, list[str]] = {}
+    for job_id, worker in running:
+        workers.setdefault(worker or "", []).append(job_id)
+    shown = {
+        "waiting": waiting,
+        "ahead": ahead,
+        "most_waiting": context.service.settings.queue,
+        "running": len(running),
+        "solves": context.service.settings.solves,
+        "workers": [{"worker": worker, "jobs": ids} for worker, ids in sorted(workers.items())],
+    }
+    return Response(text(shown), media_type="application/json")
+
+
+@router.get("/jobs/{job_id}", responses=responses(200, schemas.Job, examples.JOB, 404, 422, _304="Not changed"))
 async def show_job(
     job_id: JobId,
     context: Context,
@@ -96,7 +118,7 @@ async def show_job(
         job = await context.query_job(job_id, lambda job: job)
         if not over(job) if if_none_match is None else matches_etag(if_none_match, job.version):
             async with (
-                context.service.job_updates.subscribe(job.id, job.version) as topic,
+                context.service.job_updates.subscribe(context.tenant, job.id, job.version) as topic,
                 context.cancelled_on_disconnect(),
             ):
                 await topic.until(
@@ -110,7 +132,7 @@ async def show_job(
 
 
 @router.get(
-    "/{job_id}/events",
+    "/jobs/{job_id}/events",
     status_code=200,
     response_class=EventStream,
     responses={
@@ -128,10 +150,12 @@ async def follow(job_id: JobId, context: Context, last_event_id: LastEventId = N
     job, after = await context.query_job(job_id, lambda job: job), int(last_event_id or 0)
     if last_event_id and over(job) and job.last_seq <= after:
         return Response(status_code=204)
-    return EventStream(context.service.job_updates, job.id, job.version, after, context.service.settings.ping_s)
+    return EventStream(
+        context.service.job_updates, context.tenant, job.id, job.version, after, context.service.settings.ping_s
+    )
 
 
-@router.post("/{job_id}/cancel", status_code=202, responses=responses(202, schemas.Job, examples.JOB, 404))
+@router.post("/jobs/{job_id}/cancel", status_code=202, responses=responses(202, schemas.Job, examples.JOB, 404))
 async def cancel(job_id: JobId, context: Context) -> Response:
     """End a job with the best schedule that it has. A job that is over stays as it is."""
     await context.query_job(job_id, lambda job: context.service.jobs.cancel(context.tenant, job.id))
@@ -140,7 +164,7 @@ async def cancel(job_id: JobId, context: Context) -> Response:
 
 
 @router.patch(
-    "/{job_id}",
+    "/jobs/{job_id}",
     openapi_extra=body(ExtensionBody, {"time_limit_s": 600.0}),
     responses=responses(200, schemas.Job, examples.JOB, 404, 409, 412, 422),
 )
@@ -164,7 +188,7 @@ def _extend(context: Context, job: Job, time_limit_s: float, if_match: str | Non
 
 
 @router.post(
-    "/{job_id}/problem",
+    "/jobs/{job_id}/problem",
     openapi_extra=body(ProblemBody, {"problem": examples.PROBLEM}),
     responses=responses(200, schemas.Job, examples.JOB, 404, 409, 422, 429),
 )
@@ -173,16 +197,18 @@ async def change_problem(job_id: JobId, request: Request, context: Context) -> R
 
     The job goes on from its best schedule, and its whole time limit counts anew.
     """
-    changed = await context.service.read(ProblemBody, await request.body(), "job")
-    await context.query_job(job_id, lambda job: None)
+    sent = await request.body()
     try:
-        await context.service.change_problem(context.tenant, job_id, changed.problem)
+        async with context.service.turns.one(context.tenant):
+            changed = await context.service.read(ProblemBody, sent, "job")
+            await context.query_job(job_id, lambda job: None)
+            await context.service.change_problem(context.tenant, job_id, changed.problem)
     except LookupError:
         raise ReplyError(404, "There is no such job.") from None
     return await context.job_reply(job_id)
 
 
-@router.delete("/{job_id}", status_code=204, response_class=Response, responses=responses(204, None, None, 404))
+@router.delete("/jobs/{job_id}", status_code=204, response_class=Response, responses=responses(204, None, None, 404))
 async def purge(job_id: JobId, context: Context) -> Response:
     """Delete the job with its schedules and its log; a running search ends."""
     await context.query_job(job_id, lambda job: context.service.jobs.purge(context.tenant, job.id))

@@ -162,6 +162,34 @@ class Trace(Record):
     displayTimeUnit: Literal["ms"]  # noqa: N815
 
 
+class Figure(Record):
+    """What the interactive picture draws, as `optpipe.show.figure` writes it. Arrays are typed ones, in base64."""
+
+    title: str
+    lower_bound_ms: float | None
+    gap: float | None
+    kinds: list[dict[str, Any]]
+    letters: list[str]
+    schedules: list[dict[str, Any]]  # two if another one is shown beside it: that one first
+
+
+class WorkerJobs(Record):
+    worker: str
+    jobs: list[JobId]
+
+
+class Queue(Record):
+    """A tenant's jobs that wait or run. `ahead` are jobs of others that will run before the first of those that wait;
+    `solves` is the number of searches that this process runs at a time."""
+
+    waiting: int
+    ahead: int
+    most_waiting: int
+    running: int
+    solves: int
+    workers: list[WorkerJobs]
+
+
 class Health(Record):
     status: Literal["ok"]
     version: str

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from sqlalchemy import Row
 
+from optpipe.comparison import GENERATOR
 from optpipe.errors import InputError
 from optpipe.model.problem import Problem
 from optpipe.options import SolveOptions
@@ -33,15 +34,18 @@ from optpipe_server.http.bodies import Model, Submission, parse
 from optpipe_server.http.compute_queue import ComputeQueue
 from optpipe_server.http.job_updates import JobUpdates
 from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.shares import Turns
 from optpipe_server.metrics import FIRST, INCUMBENTS, SUBMITTED
 from optpipe_server.settings import Settings
 from optpipe_server.tenant_caches import TenantCaches
+from optpipe_server.warm_process import WarmProcess
 from optpipe_server.work import Reaper, Supervisor, default_worker_name
 
 T = TypeVar("T")
 
 QUERIES_AT_ONCE = 16
 FIRST_SCHEDULES_AT_ONCE = 32
+OF_A_TENANT = 8  # of these; a tenant's others wait, and hold up only each other
 SMALL_BODY = 2**15  # bytes; one that large is read in a millisecond
 TRIES = 5  # to change a problem while incumbents come in
 ABORT_S = 5.0  # how long the end of the service waits for a database that hangs
@@ -65,7 +69,9 @@ class Service:
             anyio.CapacityLimiter(FIRST_SCHEDULES_AT_ONCE),
         )
         self._read_limiter = anyio.CapacityLimiter(1)
+        self.turns = Turns(OF_A_TENANT)  # of tenants, to submit
         self.checks, self.pictures = ComputeQueue(), ComputeQueue()
+        self.sketches, self.generator = ComputeQueue(), WarmProcess(GENERATOR)  # started when it is first needed
         self.first_schedules = FirstSchedules(self.settings, self.caches)
         self.supervisor = Supervisor(self.settings, self.database, self.caches, default_worker_name())
         self.reaper = Reaper(self.database, self.supervisor.held)
@@ -78,7 +84,7 @@ class Service:
         if not self.job_updates.closing:
             self.job_updates.close()
             # In threads of their own: none waits for another, nor for a free query thread.
-            ends = (self.first_schedules.close, self.supervisor.stop, self.reaper.stop)
+            ends = (self.first_schedules.close, self.generator.close, self.supervisor.stop, self.reaper.stop)
             self._ended = asyncio.gather(self._feeding, *map(anyio.to_thread.run_sync, ends))
             asyncio.get_running_loop().call_later(ABORT_S, self.database.abort_connections)
 
@@ -133,7 +139,7 @@ class Service:
             if initial.best.status == "unknown":  # the search may find one in the same time
                 left_s = began + self.settings.first_schedule_s - time.monotonic()
                 with suppress(ReplyError):  # the job is stored even if too many clients follow jobs
-                    async with self.job_updates.subscribe(job_id, 1) as topic:
+                    async with self.job_updates.subscribe(tenant, job_id, 1) as topic:
                         await topic.until(lambda topic: topic.over or bool(topic.events), max(0.0, left_s))
             FIRST.observe(time.monotonic() - began)
         return job_id, new

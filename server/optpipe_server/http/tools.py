@@ -176,7 +176,9 @@ _KNOWN = {
 async def check_schedule(request: Request, context: Context) -> Response:
     """Whether a schedule is valid: its ops can run in their order, and no device needs more memory than it has."""
     sent = await request.body()
-    return _json(await context.service.checks.run(lambda: text(_checked(parse(ScheduleBody, sent, "check")))))
+    return _json(
+        await context.service.checks.run(context.tenant, lambda: text(_checked(parse(ScheduleBody, sent, "check"))))
+    )
 
 
 def _checked(sent: ScheduleBody) -> dict[str, Any]:
@@ -195,7 +197,11 @@ def _checked(sent: ScheduleBody) -> dict[str, Any]:
 async def simulate_schedule(request: Request, context: Context) -> Response:
     """When each op runs, by nominal times, and the most memory that each device holds."""
     sent = await request.body()
-    return _json(await context.service.checks.run(lambda: text(_simulated(parse(ScheduleBody, sent, "simulate")))))
+    return _json(
+        await context.service.checks.run(
+            context.tenant, lambda: text(_simulated(parse(ScheduleBody, sent, "simulate")))
+        )
+    )
 
 
 def _simulated(sent: ScheduleBody) -> dict[str, Any]:
@@ -227,8 +233,8 @@ async def compare_methods(
     It takes up to the time limit for each search and some seconds, and ends if the client disconnects.
     """
     sent = await request.body()
-    compare = await context.service.checks.run(lambda: _comparable(parse(CompareBody, sent, "compare")))
-    return _json(await processes.run(request, CompareRequest.model_validate(dict(compare))))
+    compare = await context.service.checks.run(context.tenant, lambda: _comparable(parse(CompareBody, sent, "compare")))
+    return _json(await processes.run(context.tenant, request, CompareRequest.model_validate(dict(compare))))
 
 
 def _comparable(compare: CompareBody) -> CompareBody:
@@ -247,7 +253,9 @@ def _comparable(compare: CompareBody) -> CompareBody:
 async def look_up(request: Request, context: Context) -> Response:
     """The cached schedule of this problem, or of the most similar one whose schedule is valid for it."""
     sent = await request.body()
-    return _json(await context.service.checks.run(lambda: _looked_up(context, parse(LookupBody, sent, "lookup"))))
+    return _json(
+        await context.service.checks.run(context.tenant, lambda: _looked_up(context, parse(LookupBody, sent, "lookup")))
+    )
 
 
 def _looked_up(context: Context, lookup: LookupBody) -> str:

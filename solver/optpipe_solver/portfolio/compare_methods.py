@@ -1,15 +1,18 @@
 """Comparison: the schedule of every published system and every heuristic, whether it fits or not.
 
-Reads one request. For each method that is asked for it writes the bound for its stages and its schedule or, if it does
-not apply to the problem, a note that says why.
+Answers one request after the other. For each method that is asked for it writes the bound for its stages and its
+schedule or, if it does not apply to the problem, a note that says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from optpipe.errors import InputError, OptPipeError
+from pydantic import ValidationError
+
+from optpipe.errors import InputError, OptPipeError, input_error
 from optpipe.process.protocol import (
     Bound,
     CompareRequest,
@@ -19,7 +22,7 @@ from optpipe.process.protocol import (
     Note,
     Programs,
     Refused,
-    read_compare_request,
+    requests,
     write_frame,
 )
 from optpipe.schedule import Schedule
@@ -33,17 +36,25 @@ EVERY = tuple(dict.fromkeys((*HEURISTICS, *systems.SYSTEMS)))
 
 
 def main() -> None:
-    request = read_compare_request()
+    for request in requests(CompareRequest):
+        if isinstance(request, ValidationError):
+            write_frame(Refused(reason=str(input_error(request, "the request"))))
+        else:
+            answer(request, partial(write_frame, request=request.number))
+
+
+def answer(request: CompareRequest, emit: Callable[[Frame], None]) -> None:
+    """Emit the frames of one answer."""
     try:
         names = named(request.methods)
     except InputError as error:
-        write_frame(Refused(reason=str(error)))
+        emit(Refused(reason=str(error)))
         return
     bounds_ms: dict[str, float] = {}
     for name in names:
         for frame in frames_of(name, request, bounds_ms):
-            write_frame(frame)
-    write_frame(End())
+            emit(frame)
+    emit(End())
 
 
 def named(methods: Sequence[str] | None) -> Sequence[str]:

@@ -25,7 +25,7 @@ from optpipe_solver.portfolio.search_state import Emit
 
 
 def main() -> None:
-    asked = requests()
+    asked = requests(Request)
     resource.setrlimit(resource.RLIMIT_DATA, (plan.FIRST_MAX_BYTES, plan.FIRST_MAX_BYTES))
     compile_at_once()
     answer(Request(problem=_small()), lambda _: None)  # so that nobody waits for imports and compiled code

@@ -22,8 +22,8 @@ def test_a_key_gives_its_tenant_and_scopes(database: Database) -> None:
     assert not keys.any()
     one, two = keys.create("a", ["read", "submit"]), keys.create("b", {"admin"})
     assert keys.any()
-    assert keys.check(one) == Caller("a", frozenset({"read", "submit"}))
-    assert keys.check(two) == Caller("b", frozenset({"admin"}))
+    assert keys.read().check(one) == Caller("a", frozenset({"read", "submit"}))
+    assert keys.read().check(two) == Caller("b", frozenset({"admin"}))
     # A set, because the order is open if both were made in the same millisecond.
     listed = {(row.tenant, row.scopes, row.revoked_at) for row in keys.list()}
     assert listed == {("a", "submit read", None), ("b", "admin", None)}
@@ -48,8 +48,8 @@ def test_a_wrong_key_is_rejected(database: Database) -> None:
         f"op_{key_id}_{'٠' * 48}",
         "x" * 10**6,
     ]
-    assert [keys.check(text) for text in wrong] == [None] * len(wrong)
-    assert keys.check(key)
+    assert [keys.read().check(text) for text in wrong] == [None] * len(wrong)
+    assert keys.read().check(key)
 
 
 def test_the_key_itself_is_not_stored(database: Database) -> None:
@@ -66,7 +66,7 @@ def test_a_revoked_key_is_rejected_and_keys_are_still_required(database: Databas
     key = keys.create("a", ["read"])
     key_id = key.split("_")[1]
     keys.revoke(key_id)
-    assert keys.check(key) is None
+    assert keys.read().check(key) is None
     before = keys.list()
     keys.revoke(key_id)
     assert keys.list() == before
@@ -93,7 +93,7 @@ def test_keys_are_compared_in_constant_time_even_if_unknown(
     monkeypatch.setattr(hmac, "compare_digest", compare)
     assert module.hmac is hmac
     for text in (key, key[:-1] + "x", f"op_{'0' * 16}_{'0' * 48}"):
-        keys.check(text)
+        keys.read().check(text)
     assert compared == [(64, 64)] * 2, "known or not, but not for what is no key at all"
 
 
@@ -127,13 +127,13 @@ def test_the_commands_work_beside_a_running_service(
 
     code, key, _ = optpipe("create", "--tenant", "a", "--scope", "submit", "--scope", "read")
     assert code == 0
-    assert Keys(database).check(key.strip()) == Caller("a", frozenset({"submit", "read"}))
+    assert Keys(database).read().check(key.strip()) == Caller("a", frozenset({"submit", "read"}))
     key_id = key.split("_")[1]
     assert key_id in optpipe("list")[1]
     [shown] = json.loads(optpipe("list", "--json")[1])
     assert (shown["id"], shown["scopes"]) == (key_id, ["submit", "read"])
     assert optpipe("revoke", key_id)[:2] == (0, f"{key_id} is revoked\n")
-    assert Keys(database).check(key.strip()) is None
+    assert Keys(database).read().check(key.strip()) is None
     code, out, error = optpipe("revoke", "nobody")
     assert (code, out) == (2, "")
     assert error == "error: id = 'nobody': no key has this id; `optpipe keys list` shows them\n"

@@ -251,7 +251,7 @@ def test_computations_run_one_at_a_time_and_too_many_are_refused(monkeypatch: py
 
     async def all_at_once() -> list[Any]:
         waiting = compute_queue.ComputeQueue()
-        asked = [asyncio.create_task(waiting.run(thought)) for _ in range(5)]
+        asked = [asyncio.create_task(waiting.run(f"tenant {i}", thought)) for i in range(5)]
         await asyncio.sleep(0.2)
         go_on.set()
         return await asyncio.gather(*asked, return_exceptions=True)

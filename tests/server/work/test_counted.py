@@ -14,6 +14,7 @@ import optpipe_server.work.reaper
 from optpipe_server.database import Leases, reap
 from optpipe_server.database.tables import jobs
 from optpipe_server.metrics import REGISTRY
+from optpipe_server.settings import LOCAL
 from optpipe_server.work import Reaper
 
 
@@ -32,7 +33,7 @@ def test_ended_jobs_and_their_gaps_are_counted(work: Work) -> None:
             work.ended(work.submit(method))
         cancelled = work.submit("hang")
         work.found(cancelled)
-        work.jobs.cancel("local", cancelled)
+        work.jobs.cancel(LOCAL, cancelled)
         work.ended(cancelled)
     assert {state: counted("solve_seconds_count", state=state) - was for state, was in before.items()} == dict.fromkeys(
         before, 1.0

@@ -1,0 +1,166 @@
+// @ts-check
+// The picture in a page: legend, chart, what is chosen, and below it where the time goes. It can be shown another
+// document; the time, the device and what is chosen stay where the new one has them.
+import { draw, latestEnd } from "./draw.js";
+import { aboutOp, button, deviceTable, element, legend, listOfWaits, shares, toggle, whyGap } from "./panel.js";
+import { listen } from "./pointer.js";
+import { onThemeChange } from "./theme.js";
+
+/**
+ * @typedef {import("./data.js").Document} Document
+ * @typedef {import("./draw.js").Chosen} Chosen
+ * @typedef {import("./draw.js").View} View
+ * @typedef {{update: (found: Document) => Promise<void>, close: () => void, chosen: () => Chosen | null,
+ *   choose: (chosen: Chosen | null) => void, plot: HTMLElement, tools: HTMLElement, placeOf: (event: MouseEvent) => Place | null}} Shown
+ * @typedef {NonNullable<ReturnType<typeof import("./layout.js").placeAt>>} Place
+ */
+
+/** Shows a document in an element.
+ * @param {HTMLElement} place
+ * @param {Document} found
+ * @param {(chosen: Chosen | null) => void} [chose] is told what is chosen
+ * @returns {Promise<Shown>} */
+export async function show(place, found, chose = () => {}) {
+  let { schedules } = found;
+  let latest = latestEnd(schedules);
+  /** @type {View} */
+  const view = { range: [0, latest], chosen: null, critical: false, changes: true, device: fullest(found) };
+  const plot = element("div", "plot");
+  plot.tabIndex = 0;
+  plot.setAttribute("role", "application");
+  plot.setAttribute("aria-label", "Gantt chart. Arrow keys go from op to op, plus and minus zoom, Escape clears.");
+  const details = element("aside", "");
+  details.setAttribute("aria-live", "polite");
+  details.setAttribute("aria-label", "What is chosen");
+  details.tabIndex = 0; // it scrolls
+
+  /** @type {import("./layout.js").Frame} */
+  let frame;
+  /** @type {Promise<void> | null} */
+  let waiting = null;
+  const redraw = () => {
+    waiting ??= new Promise(requestAnimationFrame).then(async () => {
+      waiting = null;
+      if (plot.isConnected) frame = await draw(plot, schedules, view);
+    });
+    return waiting;
+  };
+  const choose = (/** @type {Chosen | null} */ chosen) => {
+    view.chosen = chosen;
+    if (chosen) {
+      const { ops, gaps } = schedules[chosen.schedule];
+      view.device = chosen.gap >= 0 ? gaps.device[chosen.gap] : ops.device[chosen.row];
+      const [begin, end] =
+        chosen.gap >= 0
+          ? [gaps.begin[chosen.gap], gaps.end[chosen.gap]]
+          : [ops.start[chosen.row], ops.end[chosen.row]];
+      if (end < view.range[0] || begin > view.range[1])
+        zoom([begin - (view.range[1] - view.range[0]) / 2, begin + (view.range[1] - view.range[0]) / 2]);
+    }
+    tell();
+    redraw();
+    chose(chosen);
+  };
+  const zoom = (/** @type {[number, number] | null} */ range) => {
+    const [from, to] = range ?? [0, latest];
+    const width = Math.min(latest, Math.max(to - from, latest * 1e-7));
+    const left = Math.max(0, Math.min(latest - width, from));
+    view.range = [left, left + width];
+    redraw();
+  };
+  const tell = () => {
+    const { chosen } = view;
+    if (!chosen) {
+      const hint =
+        "Click a gap to see why the device waits there, or an op. Drag to zoom, double-click to see all. " +
+        "Ctrl and the wheel zoom, Shift and the wheel move.";
+      details.replaceChildren(listOfWaits(schedules[schedules.length - 1], choose), element("p", "hint", hint));
+      return;
+    }
+    const schedule = schedules[chosen.schedule];
+    const told = chosen.gap >= 0 ? whyGap(schedule, chosen.gap, choose) : aboutOp(schedule, chosen.row, choose);
+    details.replaceChildren(
+      told,
+      button("back", () => choose(null), "back"),
+    );
+  };
+
+  const showDevice = (/** @type {number} */ device) => {
+    view.device = device;
+    redraw();
+  };
+  const critical = toggle("Critical path", view.critical, (on) => {
+    view.critical = on;
+    redraw();
+  });
+  const changes = toggle("Changes", view.changes, (on) => {
+    view.changes = on;
+    redraw();
+  });
+  const tools = element("div", "tools", critical, changes, button("Show all", () => zoom(null)));
+  const above = element("div", "over-plot");
+  const below = element("div", "below");
+  const around = () => {
+    const several = schedules.length > 1;
+    changes.hidden = !schedules.some(({ ops }) => ops.changed);
+    above.replaceChildren(legend(found), tools);
+    below.replaceChildren(
+      ...schedules.map((schedule) => shares(found, schedule, several)),
+      deviceTable(found, showDevice),
+    );
+    tell();
+  };
+  around();
+  place.replaceChildren(above, element("div", "drawing", plot, details), below);
+  frame = await draw(plot, schedules, view);
+  const listening = new AbortController();
+  const picture = {
+    schedules: () => schedules,
+    frame: () => frame,
+    range: () => view.range,
+    chosen: () => view.chosen,
+    choose,
+    zoom,
+  };
+  const placeOf = listen(plot, picture, listening.signal);
+  // @ts-ignore plotly adds `on` to what it draws in
+  plot.on("plotly_relayout", (/** @type {Record<string, number>} */ changed) => {
+    const [from, to] = [changed["xaxis.range[0]"], changed["xaxis.range[1]"]];
+    if (from !== undefined && to !== undefined) zoom([from, to]);
+  });
+  onThemeChange(redraw, listening.signal);
+  const resized = new ResizeObserver(redraw);
+  resized.observe(plot);
+  return {
+    plot,
+    tools,
+    placeOf,
+    choose,
+    chosen: () => view.chosen,
+    async update(next) {
+      const [from, to] = view.range;
+      const all = from === 0 && to === latest;
+      const sameDevices = next.schedules[0].devices.length === schedules[0].devices.length;
+      found = next;
+      schedules = next.schedules;
+      latest = latestEnd(schedules);
+      view.range = all || from >= latest ? [0, latest] : [from, Math.min(to, latest)];
+      view.chosen = null;
+      if (!sameDevices) view.device = fullest(found);
+      around();
+      await redraw();
+    },
+    close() {
+      listening.abort();
+      resized.disconnect();
+      place.replaceChildren();
+    },
+  };
+}
+
+/** The device with the largest share of its memory in use.
+ * @param {Document} found */
+function fullest({ schedules }) {
+  const share = schedules[schedules.length - 1].devices.map(({ peak, limit }) => peak / Math.max(1, limit));
+  return share.indexOf(Math.max(...share));
+}

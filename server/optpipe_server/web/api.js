@@ -1,0 +1,158 @@
+// @ts-check
+// Requests to the service: with the reader's key, and again while it does not answer.
+
+/**
+ * @typedef {{seq: number, source: string, method: string, makespan_ms: number, span_ms: number, value_ms: number,
+ *   problem_version: number, found_at: string, url: string,
+ *   adoption: {step: number, measured_iteration_ms: number | null, adopted_at: string} | null}} Incumbent
+ * @typedef {{id: string, version: number, state: string, reason: string | null, problem_name: string,
+ *   problem_version: number, options: Record<string, any>, priority: number, status: string,
+ *   lower_bound_ms: number | null, gap: number | null, attempt: number, created_at: string,
+ *   started_at: string | null, ended_at: string | null, spent_s: number | null, url: string, best: any}} Job
+ */
+
+const STORED = "optpipe-key"; // in the tab's storage, so that it is gone with the tab
+const AGAIN_MS = 1000;
+
+/** A request that was answered by an error. */
+export class Refused extends Error {
+  /** @param {number} status
+   * @param {string} detail */
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+/** Nobody answers. */
+export class Away extends Error {}
+
+/** @type {(away: boolean) => void} */
+let connection = () => {};
+
+/** Tells whether the service answers, whenever a request has shown it.
+ * @param {(away: boolean) => void} told */
+export function onConnection(told) {
+  connection = told;
+}
+
+/** @param {string} key */
+export function setKey(key) {
+  if (key) sessionStorage.setItem(STORED, key);
+  else sessionStorage.removeItem(STORED);
+}
+
+export function hasKey() {
+  return sessionStorage.getItem(STORED) !== null;
+}
+
+/** The reply to a request. Throws `Refused` for one that is an error, `Away` if there is none.
+ * @param {string} method
+ * @param {string} path
+ * @param {{body?: unknown, text?: string, headers?: Record<string, string>, signal?: AbortSignal}} [more]
+ * @returns {Promise<Response>} */
+export async function ask(method, path, { body, text, headers = {}, signal } = {}) {
+  const key = sessionStorage.getItem(STORED);
+  const content = text ?? (body === undefined ? undefined : JSON.stringify(body));
+  let reply;
+  try {
+    reply = await fetch(path, {
+      method,
+      signal,
+      body: content,
+      headers: {
+        ...(content === undefined ? {} : { "Content-Type": "application/json" }),
+        ...(key ? { Authorization: `Bearer ${key}` } : {}),
+        ...headers,
+      },
+    });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    connection(true);
+    throw new Away("The service does not answer.");
+  }
+  connection(reply.status === 503);
+  if (reply.ok || reply.status === 304) return reply;
+  throw new Refused(reply.status, await sentence(reply));
+}
+
+/** @param {Response} reply */
+async function sentence(reply) {
+  try {
+    return (await reply.json()).detail ?? reply.statusText;
+  } catch {
+    return reply.statusText || `status ${reply.status}`;
+  }
+}
+
+/** @param {string} path
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>} */
+export async function get(path, signal) {
+  return (await ask("GET", path, { signal })).json();
+}
+
+/** @param {string} path
+ * @param {unknown} body
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>} */
+export async function post(path, body, signal) {
+  return (await ask("POST", path, { body, signal })).json();
+}
+
+/** Resolves after a time, or when the signal comes.
+ * @param {number} ms
+ * @param {AbortSignal} signal
+ * @returns {Promise<void>} */
+export function pause(ms, signal) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener("abort", () => (clearTimeout(timer), resolve()), { once: true });
+  });
+}
+
+/** Resolves once the tab is seen: a hidden one keeps no connection.
+ * @param {AbortSignal} signal
+ * @returns {Promise<void>} */
+export async function seen(signal) {
+  while (document.hidden && !signal.aborted)
+    await new Promise((resolve) => {
+      const once = { once: true, signal };
+      document.addEventListener("visibilitychange", resolve, once);
+      signal.addEventListener("abort", resolve, { once: true });
+    });
+}
+
+/** Runs a step again and again until the signal comes or it returns true. While the service is away or about to end it
+ * is tried every second.
+ * @param {AbortSignal} signal
+ * @param {() => Promise<boolean | void>} step */
+export async function repeat(signal, step) {
+  while (!signal.aborted) {
+    try {
+      await seen(signal);
+      if (signal.aborted || (await step())) return;
+    } catch (error) {
+      if (signal.aborted) return;
+      if (!(error instanceof Away || (error instanceof Refused && error.status === 503))) throw error;
+      await pause(AGAIN_MS, signal);
+    }
+  }
+}
+
+/** Follows a job: calls back with it at once and after each change, until it is over, and on if it is opened again.
+ * What was missed while the service was away comes with the next change.
+ * @param {string} url
+ * @param {AbortSignal} signal
+ * @param {(job: Job) => Promise<void>} changed */
+export async function follow(url, signal, changed) {
+  let etag = "";
+  await repeat(signal, async () => {
+    const headers = etag ? { "If-None-Match": etag } : undefined;
+    const reply = await ask("GET", etag ? `${url}?wait=50` : url, { headers, signal });
+    if (reply.status === 304) return;
+    const job = await reply.json();
+    await changed(job);
+    etag = reply.headers.get("ETag") ?? ""; // once it is shown, so that nothing is left out
+  });
+}

@@ -1,0 +1,90 @@
+// @ts-check
+// The page: which part of it the address names, whether the service answers, and the reader's key.
+import { button, element } from "/page/picture/panel.js";
+import { Refused, hasKey, onConnection, setKey } from "./api.js";
+import { showJob } from "./job.js";
+import { showJobs } from "./jobs.js";
+import { empty, field, link } from "./parts.js";
+import { showSubmit } from "./submit.js";
+import { showWorkbench } from "./workbench.js";
+
+const content = /** @type {HTMLElement} */ (document.getElementById("content"));
+const offline = /** @type {HTMLElement} */ (document.getElementById("offline"));
+const status = /** @type {HTMLElement} */ (document.getElementById("connection"));
+
+onConnection((away) => {
+  if (document.body.dataset.connection === (away ? "away" : "there")) return;
+  offline.hidden = !away;
+  offline.textContent = away
+    ? "The service does not answer. What you see is the last that it told; it is asked again every second."
+    : "";
+  status.className = away ? "away" : "";
+  status.textContent = away ? "offline" : "connected";
+  document.body.dataset.connection = away ? "away" : "there";
+});
+
+/** @type {AbortController | null} */
+let shown = null;
+
+async function route() {
+  const [path, query = ""] = location.hash.replace(/^#/, "").split("?");
+  if (path === "content") return; // the link that skips to it
+  shown?.abort();
+  shown = new AbortController();
+  const { signal } = shown;
+  const place = element("div", "page");
+  content.replaceChildren(place);
+  const job = /^\/jobs\/([0-9a-f]{32})$/.exec(path);
+  const names = { "": "Jobs", "/": "Jobs", "/workbench": "Workbench", "/submit": "Submit a problem" };
+  document.title = `${job ? "Job" : (names[/** @type {never} */ (path)] ?? "Not found")} · OptPipe`;
+  for (const each of document.querySelectorAll("nav a")) {
+    const here = (each.getAttribute("href") ?? "").slice(1) === (job ? "/" : path || "/");
+    if (here) each.setAttribute("aria-current", "page");
+    else each.removeAttribute("aria-current");
+  }
+  try {
+    if (job) await showJob(place, job[1], signal);
+    else if (path === "" || path === "/") await showJobs(place, signal);
+    else if (path === "/submit") await showSubmit(place, signal);
+    else if (path === "/workbench") await showWorkbench(place, new URLSearchParams(query), signal);
+    else place.replaceChildren(empty("There is no such page", "The address names none.", link("#/", "All jobs", "button")));
+  } catch (error) {
+    if (!signal.aborted) place.replaceChildren(failed(/** @type {Error} */ (error)));
+  }
+}
+
+/** What is shown in place of a page that cannot be shown.
+ * @param {Error} error */
+function failed(error) {
+  if (error instanceof Refused && error.status === 401) return askForKey();
+  if (error instanceof Refused && error.status === 404)
+    return empty("There is no such job", "It was deleted, or it is another tenant's.", link("#/", "All jobs", "button"));
+  return empty("This cannot be shown", error.message, button("Try again", route, "primary"));
+}
+
+function askForKey() {
+  const input = document.createElement("input");
+  input.type = "password";
+  input.autocomplete = "off";
+  input.spellcheck = false;
+  const form = document.createElement("form");
+  const go = element("button", "primary", "Go on");
+  form.append(field("Key", input), go);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    setKey(input.value.trim());
+    route();
+  });
+  const title = hasKey() ? "This key is not valid" : "This service needs a key";
+  const how = "On the service's machine, optpipe keys create makes one. It stays in this tab, and is gone when you close it.";
+  const made = empty(title, how, form);
+  made.classList.add("key");
+  return made;
+}
+
+addEventListener("hashchange", () => {
+  route();
+  content.focus({ preventScroll: true });
+  scrollTo(0, 0);
+});
+route();

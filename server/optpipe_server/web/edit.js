@@ -1,0 +1,145 @@
+// @ts-check
+// Moving an op to another place of its device's program: with the mouse, or Alt and an arrow key. What it breaks is
+// asked of the service while the op is still held.
+import { OUTWARD } from "/page/picture/data.js";
+import { element } from "/page/picture/panel.js";
+import { hit } from "/page/picture/pointer.js";
+import { opName } from "/page/picture/words.js";
+
+/**
+ * @typedef {import("/page/picture/data.js").Schedule} Schedule
+ * @typedef {{device: number, from: number, to: number}} Move
+ */
+
+const HELD = 5; // pixels from which on a press is a drag
+
+/** Programs after a move.
+ * @param {string[][]} programs
+ * @param {Move} move */
+export function after(programs, { device, from, to }) {
+  const changed = programs.slice();
+  changed[device] = programs[device].slice();
+  changed[device].splice(to, 0, ...changed[device].splice(from, 1));
+  return changed;
+}
+
+/** The place of an op in a program, also of one of a pair.
+ * @param {string[]} program
+ * @param {string} name */
+export function placeIn(program, name) {
+  return program.findIndex((text) => text.split("+").includes(name));
+}
+
+/** Where an op comes to stand if it is let go at a time: before the first op on the same stream whose middle is later.
+ * @param {Schedule} schedule what is drawn
+ * @param {string[]} program of the op's device
+ * @param {number} row the op
+ * @param {number} time
+ * @returns {Move} */
+export function target(schedule, program, row, time) {
+  const { ops } = schedule;
+  const device = ops.device[row];
+  const stream = (/** @type {number} */ each) => (ops.lane[each] < OUTWARD ? 0 : ops.lane[each]);
+  const from = placeIn(program, opName(schedule, row));
+  const rest = program.filter((_, i) => i !== from);
+  let last = -1;
+  /** @type {Map<string, number>} */
+  const rows = new Map();
+  for (let each = 0; each < ops.kind.length; each++)
+    if (ops.device[each] === device) rows.set(opName(schedule, each), each);
+  for (let i = 0; i < rest.length; i++) {
+    const other = rows.get(rest[i].split("+")[0]);
+    if (other === undefined || stream(other) !== stream(row)) continue;
+    if ((ops.start[other] + ops.end[other]) / 2 > time) return { device, from, to: i };
+    last = i;
+  }
+  return { device, from, to: last + 1 };
+}
+
+/** Listens for moves in a picture of one schedule, until the signal.
+ * @param {import("/page/picture/picture.js").Shown} shown
+ * @param {{schedule: () => Schedule, programs: () => string[][], hold: (move: Move) => void,
+ *   drop: (move: Move, name: string) => void, cancel: () => void}} edited
+ * @param {AbortSignal} signal */
+export function edit(shown, edited, signal) {
+  const { plot } = shown;
+  /** @type {{row: number, x: number, y: number, ghost: HTMLElement | null, move: Move | null} | null} */
+  let dragged = null;
+  const found = (/** @type {MouseEvent} */ event) => {
+    const place = shown.placeOf(event);
+    const at = place && hit(edited.schedule(), place);
+    return at && at.gap < 0 ? at.row : -1;
+  };
+  const let_go = () => {
+    dragged?.ghost?.remove();
+    dragged = null;
+  };
+  plot.addEventListener(
+    "pointerdown",
+    (event) => {
+      const row = event.button ? -1 : found(event);
+      if (row >= 0) dragged = { row, x: event.clientX, y: event.clientY, ghost: null, move: null };
+    },
+    { capture: true, signal },
+  );
+  for (const name of ["mousedown", "touchstart"]) // by which plotly begins a zoom
+    plot.addEventListener(name, (event) => dragged && event.stopPropagation(), { capture: true, signal });
+  window.addEventListener(
+    "pointermove",
+    (event) => {
+      if (!dragged) return;
+      if (!dragged.ghost && Math.abs(event.clientX - dragged.x) < HELD) return;
+      dragged.ghost ??= document.body.appendChild(element("div", "dragged", opName(edited.schedule(), dragged.row)));
+      dragged.ghost.style.left = `${event.clientX + 12}px`;
+      dragged.ghost.style.top = `${event.clientY + 12}px`;
+      const place = shown.placeOf(new MouseEvent("x", { clientX: event.clientX, clientY: dragged.y }));
+      if (!place) return;
+      const { device } = edited.schedule().ops;
+      const move = target(edited.schedule(), edited.programs()[device[dragged.row]], dragged.row, place.time);
+      if (move.to === dragged.move?.to) return;
+      dragged.move = move;
+      edited.hold(move);
+    },
+    { signal },
+  );
+  window.addEventListener(
+    "pointerup",
+    () => {
+      const held = dragged;
+      let_go();
+      if (!held?.move) return;
+      if (held.move.to === held.move.from) edited.cancel();
+      else edited.drop(held.move, opName(edited.schedule(), held.row));
+    },
+    { signal },
+  );
+  window.addEventListener(
+    "keydown",
+    (event) => {
+      if (event.key === "Escape" && dragged) {
+        let_go();
+        edited.cancel();
+      }
+    },
+    { signal },
+  );
+  plot.addEventListener(
+    "keydown",
+    (event) => {
+      const chosen = shown.chosen();
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!event.altKey || !step || !chosen || chosen.gap >= 0) return;
+      event.preventDefault();
+      const schedule = edited.schedule();
+      const device = schedule.ops.device[chosen.row];
+      const program = edited.programs()[device];
+      const name = opName(schedule, chosen.row);
+      const from = placeIn(program, name);
+      const to = from + step;
+      if (to >= 0 && to < program.length) edited.drop({ device, from, to }, name);
+    },
+    { signal },
+  );
+  signal.addEventListener("abort", let_go);
+}
+

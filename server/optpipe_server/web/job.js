@@ -1,0 +1,358 @@
+// @ts-check
+// One job, as it goes on: its best schedule and memory, convergence, incumbents side by side, what the training has
+// adopted, and its log.
+import { read } from "/page/picture/data.js";
+import { button, element } from "/page/picture/panel.js";
+import { show } from "/page/picture/picture.js";
+import { onThemeChange } from "/page/picture/theme.js";
+import { ms, percent } from "/page/picture/words.js";
+import { ask, follow, get } from "./api.js";
+import { drawConvergence } from "./convergence.js";
+import {
+  age,
+  badge,
+  card,
+  choice,
+  dialog,
+  download,
+  duration,
+  field,
+  fill,
+  link,
+  nameOf,
+  notice,
+  number,
+  trying,
+} from "./parts.js";
+
+/**
+ * @typedef {import("./api.js").Job} Job
+ * @typedef {import("./api.js").Incumbent} Incumbent
+ */
+
+const OPEN = ["queued", "running"];
+const LINES = 1000; // of a log in one reply
+const BEST = "best";
+
+/** @param {HTMLElement} place
+ * @param {string} id
+ * @param {AbortSignal} signal */
+export async function showJob(place, id, signal) {
+  const url = `/v1/jobs/${id}`;
+  const head = element("div", "title");
+  const said = element("div", "");
+  const figures = element("div", "tiles");
+  const curve = element("div", "curve");
+  const found = element("div", "scrolls");
+  const drawing = element("div", "drawing-place");
+  const adopted = element("div", "");
+  const lines = element("ol", "");
+  const log = element("div", "log", lines);
+  const failed = element("div", "");
+  /** @type {{job: Job | null, incumbents: Incumbent[], bounds: {at: number, value: number}[], version: number,
+   *   drawn: string, lastLine: number, shown: import("/page/picture/picture.js").Shown | null}} */
+  const state = { job: null, incumbents: [], bounds: [], version: 0, drawn: "nothing", lastLine: 0, shown: null };
+
+  const which = choice([[BEST, "the best"]], BEST, () => draw());
+  const beside = choice([["", "nothing"]], "", () => draw());
+  const schedule = card(
+    "Schedule",
+    element("div", "controls", field("Incumbent", which), field("beside", beside)),
+    failed,
+    drawing,
+  );
+  schedule.classList.add("wide");
+  log.tabIndex = 0;
+  log.setAttribute("role", "log");
+  log.setAttribute("aria-label", "Log");
+  found.tabIndex = 0;
+  found.setAttribute("role", "region");
+  found.setAttribute("aria-label", "Incumbents");
+  place.replaceChildren(
+    head,
+    said,
+    figures,
+    element("div", "cards", card("Convergence", curve), card("Incumbents", found)),
+    schedule,
+    element("div", "cards", card("In training", adopted), card("Log", log)),
+  );
+  signal.addEventListener("abort", () => state.shown?.close());
+
+  /** Draws what is chosen, unless it is drawn. */
+  async function draw() {
+    const { job, incumbents } = state;
+    if (!job) return;
+    const best = job.best?.seq ?? null;
+    const seq = which.value === BEST ? best : Number(which.value);
+    const other = beside.value && Number(beside.value) !== seq ? `&before=${beside.value}` : "";
+    const address = seq === null ? "" : `${url}/figure?seq=${seq}${other}`;
+    if (address === state.drawn) return;
+    state.drawn = address;
+    if (!address) {
+      drawing.replaceChildren(element("p", "quiet", OPEN.includes(job.state) ? "No schedule has been found yet." : "No schedule was found."));
+      return;
+    }
+    await trying(failed, async () => {
+      const reply = await ask("GET", address, { signal });
+      const document = read(await reply.text());
+      if (state.drawn !== address || signal.aborted) return;
+      if (state.shown) await state.shown.update(document);
+      else state.shown = await show(drawing, document);
+      const bubble = document.schedules[document.schedules.length - 1].bubble;
+      const last = document.schedules[document.schedules.length - 1];
+      const full = Math.max(...last.devices.map(({ peak, limit }) => peak / Math.max(1, limit)));
+      place.dataset.bubble = percent(bubble);
+      place.dataset.memory = percent(full);
+      if (state.job) fillFigures(state.job, incumbents);
+      place.dataset.seq = String(seq);
+      place.dataset.before = other ? beside.value : "";
+    });
+  }
+
+  /** @param {Job} job
+   * @param {Incumbent[]} incumbents */
+  function fillFigures(job, incumbents) {
+    const own = incumbents.filter(({ problem_version }) => problem_version === job.problem_version);
+    const first = own.length ? own[0].value_ms : null;
+    const best = job.best;
+    const less = best && first ? 1 - best.value_ms / first : 0;
+    const running = job.state === "running" && job.started_at;
+    const tiles = [
+      tile("Best", best ? ms(best.value_ms) : "–", less > 5e-4 ? `${percent(less)} less than the first` : (best?.method ?? "none yet")),
+      tile("Bound", job.lower_bound_ms === null ? "–" : ms(job.lower_bound_ms), "no schedule is shorter"),
+      tile("Gap", job.gap === null ? "–" : job.gap ? percent(job.gap) : "none", job.gap === 0 ? "proven optimal" : "at most to be gained"),
+      tile("Bubble", place.dataset.bubble ?? "–", "of the devices' time"),
+      tile("Memory", place.dataset.memory ?? "–", "of the limit, fullest device"),
+      running
+        ? tile("Searching", age(/** @type {string} */ (job.started_at), ""), `of ${duration(job.options.time_limit_s)}`)
+        : tile("Searched", job.spent_s === null ? "–" : duration(job.spent_s), `of ${duration(job.options.time_limit_s)}`),
+    ];
+    figures.replaceChildren(...tiles);
+  }
+
+  const redrawCurve = async () => {
+    const { job, incumbents, bounds } = state;
+    if (!job || !curve.isConnected) return;
+    if (!incumbents.length && !bounds.length) {
+      curve.replaceChildren(element("p", "quiet", "Neither a schedule nor a bound is known."));
+      return;
+    }
+    const own = incumbents.filter(({ problem_version }) => problem_version === job.problem_version);
+    const since = sinceOf(job);
+    const until = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - since) / 1000;
+    const seq = which.value === BEST ? (job.best?.seq ?? null) : Number(which.value);
+    await drawConvergence(curve, own, bounds, until, since, seq);
+  };
+  onThemeChange(redrawCurve, signal);
+  new ResizeObserver(redrawCurve).observe(curve);
+
+  /** @param {Job} job */
+  const changed = async (job) => {
+    const [{ incumbents }, told] = await Promise.all([
+      get(`${url}/incumbents?after=0`, signal),
+      get(`${url}/log?after=${state.lastLine}&limit=${LINES}`, signal),
+    ]);
+    if (job.problem_version !== state.version) {
+      state.bounds = [];
+      state.version = job.problem_version;
+    }
+    const bound = job.lower_bound_ms;
+    if (bound !== null && state.bounds[state.bounds.length - 1]?.value !== bound) {
+      const now = ((job.ended_at ? Date.parse(job.ended_at) : Date.now()) - sinceOf(job)) / 1000;
+      state.bounds.push({ at: state.bounds.length ? now : 0, value: bound });
+    }
+    state.job = job;
+    state.incumbents = incumbents;
+    place.dataset.state = job.state;
+    place.dataset.known = String(incumbents.length);
+    document.title = `${nameOf(job)} · OptPipe`;
+    fillHead(job);
+    fillFigures(job, incumbents);
+    fillIncumbents(job, incumbents);
+    fillAdoptions(incumbents);
+    for (const line of told.lines) {
+      if (line.number <= state.lastLine) continue;
+      state.lastLine = line.number;
+      const atEnd = log.scrollTop + log.clientHeight > log.scrollHeight - 30;
+      const time = element("time", "", new Date(line.at).toLocaleTimeString());
+      lines.append(element("li", line.level, time, element("span", "", line.text)));
+      if (atEnd) log.scrollTop = log.scrollHeight;
+    }
+    redrawCurve();
+    await draw();
+  };
+
+  /** @param {Job} job */
+  function fillHead(job) {
+    const open = OPEN.includes(job.state);
+    const told = element("div", "");
+    const act = (/** @type {string} */ method, /** @type {string} */ path) => () =>
+      trying(told, async () => {
+        await ask(method, url + path, {});
+      });
+    const actions = element("div", "actions");
+    if (open) {
+      actions.append(
+        button("Give more time", () => extend(job), ""),
+        button("Cancel", act("POST", "/cancel"), ""),
+      );
+    }
+    actions.append(downloads(job, told), button("Delete", () => purge(job), "danger"));
+    const asked = job.options.objective === "span" ? "shortest span" : "shortest makespan";
+    const about = element(
+      "p",
+      "quiet",
+      badge(job),
+      ` ${job.options.method}, ${asked}, submitted `,
+      age(job.created_at),
+      job.attempt > 1 ? `, attempt ${job.attempt}` : "",
+      job.problem_version > 1 ? `, costs changed ${job.problem_version - 1} times` : "",
+    );
+    const names = element("div", "names", link("#/", "Jobs", "up"), element("h1", "", nameOf(job)), about);
+    const focused = /** @type {HTMLElement | null} */ (head.contains(document.activeElement) ? document.activeElement : null);
+    const text = focused?.textContent;
+    head.replaceChildren(names, actions);
+    if (text)
+      /** @type {HTMLElement | undefined} */ (
+        Array.from(head.querySelectorAll("button, summary")).find((each) => each.textContent === text)
+      )?.focus();
+    const kind = job.state === "infeasible" || job.state === "failed" ? "wrong" : "plain";
+    const ended = job.reason && !open ? [notice(kind, job.reason)] : [];
+    said.replaceChildren(told, ...ended);
+  }
+
+  /** @param {Job} job */
+  function extend(job) {
+    const seconds = number({ value: job.options.time_limit_s * 2, min: 1, max: 3600 });
+    dialog("Give the search more time", [field("Time limit in s", seconds, "at most 3600")], "Extend", async () => {
+      const headers = { "If-Match": `"${state.job?.version ?? job.version}"` };
+      await ask("PATCH", url, { body: { time_limit_s: Number(seconds.value) }, headers });
+    });
+  }
+
+  /** @param {Job} job */
+  function purge(job) {
+    const text = "Its schedules and its log are deleted, too. If it is searching, the search ends.";
+    dialog(`Delete ${nameOf(job)}?`, [element("p", "", text)], "Delete", async () => {
+      await ask("DELETE", url);
+      location.hash = "#/";
+    });
+  }
+
+  /** @param {Job} job
+   * @param {HTMLElement} told */
+  function downloads(job, told) {
+    const name = nameOf(job);
+    const file = (/** @type {string} */ text, /** @type {string} */ path, /** @type {string} */ end, pick = (/** @type {string} */ all) => all) =>
+      element(
+        "li",
+        "",
+        button(text, () =>
+          trying(told, async () => {
+            const seq = which.value === BEST ? "" : which.value;
+            const address = path.includes("incumbents") ? `${url}/incumbents/${seq || BEST}` : `${url}${path}${seq ? `${path.includes("?") ? "&" : "?"}seq=${seq}` : ""}`;
+            download(`${name}${seq ? `-${seq}` : ""}${end}`, pick(await (await ask("GET", address)).text()));
+          }),
+        ),
+      );
+    const menu = element(
+      "details",
+      "menu",
+      element("summary", "button", "Download"),
+      element(
+        "ul",
+        "",
+        file("Schedule, for OptPipe", "/incumbents", ".json", (all) => JSON.stringify(JSON.parse(all).schedule)),
+        file("Problem", "/incumbents", "-problem.json", (all) => JSON.stringify(JSON.parse(all).schedule.problem)),
+        file("Trace, for Perfetto", "/trace", "-trace.json"),
+        file("Rows, for PyTorch's pipelining", "/export?without_offload=true", ".csv"),
+      ),
+    );
+    menu.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") menu.removeAttribute("open");
+    });
+    return menu;
+  }
+
+  /** @param {Job} job
+   * @param {Incumbent[]} incumbents */
+  function fillIncumbents(job, incumbents) {
+    const newest = incumbents.slice().reverse();
+    const label = (/** @type {Incumbent} */ each) => `#${each.seq} · ${ms(each.value_ms)} · ${each.method}`;
+    const options = newest.map((each) => /** @type {[string, string]} */ ([String(each.seq), label(each)]));
+    fill(which, [[BEST, "the best, as it changes"], ...options], which.value);
+    fill(beside, [["", "nothing"], ...options], beside.value);
+    const since = sinceOf(job);
+    const body = element("tbody", "");
+    for (const each of newest) {
+      const go = button(`#${each.seq}`, () => {
+        which.value = String(each.seq);
+        draw();
+        redrawCurve();
+      }, "link");
+      const old = each.problem_version === job.problem_version ? "" : "old";
+      body.append(
+        element(
+          "tr",
+          old,
+          element("td", "", go),
+          element("td", "", ms(each.value_ms)),
+          element("td", "", each.method || each.source),
+          element("td", "", `${old ? "earlier costs" : `after ${duration((Date.parse(each.found_at) - since) / 1000)}`}`),
+        ),
+      );
+    }
+    const heads = ["", "time", "found by", ""].map((text) => element(text ? "th" : "td", "", text));
+    const table = element("table", "left", element("thead", "", element("tr", "", ...heads)), body);
+    found.replaceChildren(incumbents.length ? table : element("p", "quiet", "None."));
+  }
+
+  /** @param {Incumbent[]} incumbents */
+  function fillAdoptions(incumbents) {
+    const rows = incumbents.filter(({ adoption }) => adoption);
+    if (!rows.length) {
+      adopted.replaceChildren(
+        element("p", "quiet", "No training has reported that it runs one of these schedules."),
+      );
+      return;
+    }
+    const most = Math.max(...rows.map(({ makespan_ms, adoption }) => Math.max(makespan_ms, adoption?.measured_iteration_ms ?? 0)));
+    const list = rows.map(({ seq, makespan_ms, adoption }) => {
+      const measured = adoption?.measured_iteration_ms ?? null;
+      const off = measured === null ? "" : `${measured >= makespan_ms ? "+" : "−"}${percent(Math.abs(measured / makespan_ms - 1))}`;
+      return element(
+        "li",
+        "",
+        element("strong", "", `#${seq} since step ${adoption?.step}`),
+        bar("predicted", makespan_ms, most, ms(makespan_ms)),
+        bar("measured", measured ?? 0, most, measured === null ? "not yet" : `${ms(measured)} (${off})`),
+      );
+    });
+    adopted.replaceChildren(element("ol", "adoptions", ...list));
+  }
+
+  await follow(url, signal, changed);
+}
+
+/** Since when a job's present problem is searched, as far as it is known.
+ * @param {Job} job */
+function sinceOf(job) {
+  return Date.parse(job.created_at);
+}
+
+/** @param {string} name
+ * @param {string | Node} value
+ * @param {string} more */
+function tile(name, value, more) {
+  return element("div", "tile", element("span", "", name), element("strong", "", value), element("span", "", more));
+}
+
+/** @param {string} name
+ * @param {number} value
+ * @param {number} most
+ * @param {string} text */
+function bar(name, value, most, text) {
+  const inner = element("i", name);
+  inner.style.width = `${(100 * value) / (most || 1)}%`;
+  return element("div", "measure", element("span", "", name), element("span", "track", inner), element("span", "", text));
+}

@@ -1,0 +1,460 @@
+// @ts-check
+// A pipeline by sliders, without a job: what all published schedules make of it, side by side; one of them large, and
+// edited op by op. The address says all of it, so it can be shared.
+import { pick, read } from "/page/picture/data.js";
+import { button, element, toggle } from "/page/picture/panel.js";
+import { show } from "/page/picture/picture.js";
+import { onThemeChange } from "/page/picture/theme.js";
+import { ms, opName, percent, programsOf } from "/page/picture/words.js";
+import { ask, follow, pause, post } from "./api.js";
+import { after, edit } from "./edit.js";
+import { card, choice, dialog, download, field, fill, notice, trying } from "./parts.js";
+import { missing, sketches } from "./sketches.js";
+
+/**
+ * @typedef {import("./sketches.js").Row} Row
+ * @typedef {import("./edit.js").Move} Move
+ * @typedef {import("/page/picture/data.js").Document} Document
+ * @typedef {{key: string, name: string, min: number, max: number, step: number, value: number,
+ *   text: (value: number, all: Record<string, number>) => string}} Slider
+ */
+
+const AFTER_MS = 120; // without another movement of a slider
+const HELD_MS = 60; // of an op that is held
+const SEARCH_S = 10;
+const SEARCHED = "the search";
+const MOST_FORWARDS = 512; // stages times micro-batches
+const NO_LINK = 3;
+const ACTIVATION = 1e9; // bytes of one micro-batch on one device
+
+/** @type {Slider[]} */
+const SLIDERS = [
+  { key: "p", name: "Devices", min: 2, max: 16, step: 1, value: 4, text: String },
+  { key: "m", name: "Micro-batches", min: 2, max: 64, step: 1, value: 8, text: String },
+  { key: "v", name: "Chunks a device", min: 1, max: 4, step: 1, value: 1, text: String },
+  { key: "f", name: "F, forward", min: 1, max: 20, step: 0.5, value: 10, text: ms },
+  { key: "b", name: "B, input gradient", min: 1, max: 20, step: 0.5, value: 10, text: ms },
+  { key: "w", name: "W, weight gradient", min: 1, max: 20, step: 0.5, value: 8, text: ms },
+  { key: "mem", name: "Memory", min: 10, max: 150, step: 1, value: 75, text: (value) => `${value}% of what 1F1B needs` },
+  {
+    key: "k",
+    name: "Link",
+    min: 0.1,
+    max: NO_LINK,
+    step: 0.05,
+    value: 0.6,
+    text: (k) => (k >= NO_LINK ? "no offload" : `k = ${Number(k.toFixed(2))}`),
+  },
+  { key: "p2p", name: "Messages", min: 0, max: 5, step: 0.1, value: 1, text: ms },
+];
+
+/** The problem that the sliders say. Chunks divide a device's work, so that makespans can be compared.
+ * @param {Record<string, number>} of */
+export function problemOf({ p, m, v, f, b, w, mem, k, p2p }) {
+  const share = (/** @type {number} */ value) => value / v;
+  const moved = Math.round(ACTIVATION / v);
+  const link =
+    k >= NO_LINK
+      ? {}
+      : { offload_ms: share((k * (f + b + w)) / 2), reload_ms: share((k * (f + b + w)) / 2), offload_bytes: moved };
+  return {
+    format: "optpipe.problem/2",
+    name: `workbench-${p}x${m}`,
+    microbatches: m,
+    p2p_ms: p2p,
+    transfer_mode: "half_duplex",
+    devices: Array.from({ length: p }, () => ({ activation_budget_bytes: Math.round((mem / 100) * p * ACTIVATION) })),
+    stages: Array.from({ length: p * v }, (_, s) => ({
+      device: s % p,
+      forward_ms: share(f),
+      backward_input_ms: share(b),
+      backward_weight_ms: share(w),
+      activation_bytes: moved,
+      saved_for_weight_bytes: Math.round(moved / 2),
+      ...link,
+    })),
+  };
+}
+
+/** @param {HTMLElement} place
+ * @param {URLSearchParams} query
+ * @param {AbortSignal} signal */
+export async function showWorkbench(place, query, signal) {
+  /** @type {Record<string, number>} */
+  const values = {};
+  for (const { key, value, min, max } of SLIDERS) {
+    const asked = query.get(key);
+    const given = asked === null ? NaN : Number(asked);
+    values[key] = Number.isFinite(given) ? Math.min(max, Math.max(min, given)) : value;
+  }
+  let own = query.get("stages") !== "given"; // whether each schedule has the stages that it is for
+  let method = query.get("method") ?? "";
+  /** @type {Move[]} */
+  let moves = (query.get("moves") ?? "")
+    .split("_")
+    .filter((text) => /^\d+\.\d+\.\d+$/.test(text))
+    .map((text) => {
+      const [device, from, to] = text.split(".").map(Number);
+      return { device, from, to };
+    });
+  let editing = moves.length > 0;
+
+  /** @type {{rows: Row[], found: Document | null}} */
+  const all = { rows: [], found: null };
+  /** @type {{row: Row, found: Document} | null} */
+  let searched = null;
+  /** @type {import("/page/picture/picture.js").Shown | null} */
+  let shown = null;
+  /** @type {{schedule: import("/page/picture/data.js").Schedule, programs: string[][], base: string[][],
+   *   made: number, listening: AbortController} | null} */
+  let edited = null;
+
+  const overview = element("div", "overview");
+  overview.setAttribute("aria-live", "off");
+  const told = element("div", "");
+  told.setAttribute("role", "status");
+  const failed = element("div", "");
+  const verdict = element("div", "verdict");
+  verdict.setAttribute("aria-live", "assertive");
+  const drawing = element("div", "drawing-place");
+  const beside = choice([["", "nothing"]], query.get("beside") ?? "", () => drawLarge());
+  const which = choice([["", ""]], "", (value) => choose(value));
+  const editSwitch = toggle("Edit", editing, (on) => {
+    editing = on;
+    if (!on) moves = [];
+    drawLarge();
+  });
+  const undo = button("Undo", () => {
+    moves.pop();
+    startEdit();
+  });
+  const search = button(`Search ${SEARCH_S} s`, () => trying(failed, startSearch), "primary");
+  const controls = element(
+    "div",
+    "controls",
+    field("Schedule", which),
+    field("beside", beside),
+  );
+  const actions = element(
+    "div",
+    "actions",
+    editSwitch,
+    undo,
+    button("Copy link", () => copyLink()),
+    button("Save problem", () => download(`${problemOf(values).name}.json`, JSON.stringify(problemOf(values), null, 1))),
+  );
+  const large = card("Schedule", controls, actions, verdict, drawing);
+  large.classList.add("wide");
+  const schedules = card("All schedules", told, overview);
+  schedules.classList.add("wide");
+  place.replaceChildren(
+    element("div", "title", element("h1", "", "Workbench"), element("div", "actions", search)),
+    failed,
+    element("div", "bench", sliderCard(), element("div", "stacked", schedules, large)),
+  );
+  signal.addEventListener("abort", () => {
+    clearTimeout(timer);
+    asking?.abort();
+    edited?.listening.abort();
+    shown?.close();
+  });
+  onThemeChange(() => fillOverview(), signal);
+
+  function sliderCard() {
+    const made = card("Pipeline");
+    made.classList.add("sliders");
+    for (const { key, name, min, max, step, text } of SLIDERS) {
+      const input = document.createElement("input");
+      Object.assign(input, { type: "range", min, max, step });
+      input.value = String(values[key]);
+      const output = element("span", "value");
+      output.setAttribute("aria-hidden", "true"); // the slider says it
+      const tell = () => {
+        output.textContent = text(values[key], values);
+        input.setAttribute("aria-valuetext", output.textContent ?? "");
+      };
+      tell();
+      input.addEventListener("input", () => {
+        values[key] = Number(input.value);
+        tell();
+        changed();
+      });
+      made.append(element("label", "slider", element("span", "", name), output, input));
+    }
+    const box = document.createElement("input");
+    box.type = "checkbox";
+    box.checked = own;
+    box.addEventListener("change", () => {
+      own = box.checked;
+      changed();
+    });
+    made.append(element("label", "check", box, element("span", "", "Each schedule on stages that it is for")));
+    return made;
+  }
+
+  function address() {
+    const said = new URLSearchParams();
+    for (const { key, value } of SLIDERS) if (values[key] !== value) said.set(key, String(values[key]));
+    if (!own) said.set("stages", "given");
+    if (method && method !== SEARCHED) said.set("method", method);
+    if (beside.value && beside.value !== SEARCHED) said.set("beside", beside.value);
+    if (moves.length) said.set("moves", moves.map(({ device, from, to }) => `${device}.${from}.${to}`).join("_"));
+    const text = said.toString();
+    return `#/workbench${text ? `?${text}` : ""}`;
+  }
+
+  async function copyLink() {
+    const link = location.origin + location.pathname + address();
+    try {
+      await navigator.clipboard.writeText(link);
+      told.replaceChildren(notice("good", "The link is in the clipboard."));
+    } catch {
+      const text = document.createElement("input");
+      text.value = link;
+      text.readOnly = true;
+      dialog("Link to this workbench", [field("Address", text)], "Done", async () => {});
+    }
+  }
+
+  /** @type {AbortController | null} */
+  let asking = null;
+  let timer = 0;
+  /** The problem is another one. */
+  function changed() {
+    moves = [];
+    editing = false;
+    editSwitch.setAttribute("aria-pressed", "false");
+    searched = null;
+    clearTimeout(timer);
+    timer = window.setTimeout(refresh, AFTER_MS);
+  }
+
+  async function refresh() {
+    asking?.abort();
+    asking = new AbortController();
+    const { signal: current } = asking;
+    history.replaceState(null, "", address());
+    place.classList.add("pending");
+    if (values.p * values.v * values.m > MOST_FORWARDS) {
+      told.replaceChildren(
+        notice("plain", `${values.p * values.v} stages and ${values.m} micro-batches: up to ${MOST_FORWARDS} forwards are drawn here. A job may have more.`),
+      );
+      return;
+    }
+    try {
+      const body = { problem: problemOf(values), placements: own ? "all" : "keep" };
+      const text = await (await ask("POST", "/v1/workbench", { body, signal: current })).text();
+      const reply = JSON.parse(text);
+      all.rows = reply.rows;
+      all.found = reply.figure && read(JSON.stringify(reply.figure));
+      told.replaceChildren();
+    } catch (error) {
+      if (current.aborted) return;
+      told.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
+      if (!place.dataset.drawn) throw error;
+      await pause(1000, current);
+      if (!current.aborted) refresh(); // a service that was away comes back
+      return;
+    }
+    place.classList.remove("pending");
+    fillOverview();
+    await drawLarge();
+    place.dataset.drawn = String(Number(place.dataset.drawn ?? 0) + 1);
+  }
+
+  /** All rows and their document, with what a search has found. */
+  function everything() {
+    const { rows, found } = all;
+    if (!found || !searched) return { rows, found };
+    const drawn = found.schedules.length;
+    const both = { ...found, schedules: [...found.schedules, ...searched.found.schedules] };
+    const kinds = searched.found.kinds.filter(({ letter }) => !found.kinds.some((kind) => kind.letter === letter));
+    return { rows: [{ ...searched.row, drawn }, ...rows], found: { ...both, kinds: [...found.kinds, ...kinds] } };
+  }
+
+  function fillOverview() {
+    const { rows, found } = everything();
+    if (!found) {
+      overview.replaceChildren(...missing(rows));
+      return;
+    }
+    const drawn = rows.filter((row) => row.drawn !== null);
+    if (!drawn.some((row) => row.method === method)) method = drawn[0].method;
+    const names = drawn.map((row) => /** @type {[string, string]} */ ([row.method, row.fits ? row.method : `${row.method} (does not fit)`]));
+    const kept = drawn.some((row) => row.method === beside.value) ? beside.value : (query.get("beside") ?? "");
+    query.delete("beside");
+    fill(which, names, method);
+    fill(beside, [["", "nothing"], ...names], names.some(([name]) => name === kept) ? kept : "");
+    const focused = /** @type {HTMLElement | null} */ (document.activeElement)?.dataset?.method;
+    const scrolled = overview.querySelector(".sketches")?.scrollTop ?? 0;
+    const list = sketches(rows, found, method, choose);
+    overview.replaceChildren(list, ...missing(rows));
+    list.scrollTop = scrolled;
+    if (focused) /** @type {HTMLElement | null} */ (list.querySelector(`[data-method="${CSS.escape(focused)}"]`))?.focus();
+  }
+
+  /** @param {string} chosen */
+  function choose(chosen) {
+    method = chosen;
+    moves = [];
+    which.value = chosen;
+    for (const each of overview.querySelectorAll(".sketch"))
+      each.setAttribute("aria-pressed", String(/** @type {HTMLElement} */ (each).dataset.method === chosen));
+    drawLarge();
+  }
+
+  async function drawLarge() {
+    const { rows, found } = everything();
+    const row = rows.find((each) => each.method === method && each.drawn !== null);
+    edited?.listening.abort();
+    edited = null;
+    undo.hidden = true;
+    beside.disabled = editing;
+    place.classList.toggle("editing", editing);
+    history.replaceState(null, "", address());
+    if (!found || !row || row.drawn === null) return;
+    const other = editing ? undefined : rows.find((each) => each.method === beside.value && each.method !== method);
+    const indices = other && other.drawn !== null ? [other.drawn, row.drawn] : [row.drawn];
+    verdict.replaceChildren(...(row.reason && !row.fits ? [notice("wrong", row.reason)] : []));
+    const one = pick(found, indices);
+    if (shown) await shown.update(one);
+    else shown = await show(drawing, one);
+    place.dataset.method = method;
+    if (editing) await startEdit();
+  }
+
+  /** Begins with the schedule as it is made, and does the moves. */
+  async function startEdit() {
+    const { rows, found } = everything();
+    const row = rows.find((each) => each.method === method && each.drawn !== null);
+    if (!found || !row || row.drawn === null || !shown) return;
+    edited?.listening.abort();
+    const schedule = pick(found, [row.drawn]).schedules[0];
+    const base = programsOf(schedule);
+    const fine = moves.every(({ device, from, to }) => base[device] && Math.max(from, to) < base[device].length);
+    if (!fine) moves = [];
+    const listening = new AbortController();
+    edited = { schedule, base, programs: moves.reduce(after, base), made: schedule.makespan_ms, listening };
+    const current = edited;
+    edit(
+      shown,
+      {
+        schedule: () => current.schedule,
+        programs: () => current.programs,
+        hold: (move) => check(after(current.programs, move), false),
+        drop: (move, name) => {
+          current.programs = after(current.programs, move);
+          moves.push(move);
+          check(current.programs, true, name);
+        },
+        cancel: () => check(current.programs, false),
+      },
+      listening.signal,
+    );
+    undo.hidden = false;
+    await check(current.programs, true);
+  }
+
+  /** @type {AbortController | null} */
+  let checking = null;
+  /** Tells what is wrong with programs; draws them if they are to stay.
+   * @param {string[][]} programs
+   * @param {boolean} stay
+   * @param {string} [name] the op that was moved */
+  async function check(programs, stay, name) {
+    checking?.abort();
+    checking = new AbortController();
+    const { signal: own } = checking;
+    const current = edited;
+    const row = everything().rows.find((each) => each.method === method);
+    if (!current || !row || !shown) return;
+    undo.disabled = !moves.length;
+    if (stay) history.replaceState(null, "", address());
+    else await pause(HELD_MS, own);
+    if (own.aborted) return;
+    const problem = problemOf(values);
+    const schedule = {
+      problem,
+      devices: programs.map((program) => ({ program })),
+      method: `${method}, edited`.slice(0, 200),
+      ...(row.placement ? { placement: row.placement } : {}),
+    };
+    try {
+      const reply = await post("/v1/figure", { problem, schedule }, own);
+      if (own.aborted || edited !== current) return;
+      tellVerdict(reply, current.made, stay);
+      if (stay && reply.figure) {
+        const found = read(JSON.stringify(reply.figure));
+        current.schedule = found.schedules[0];
+        await shown.update(found);
+        if (name) {
+          const { ops } = current.schedule;
+          const again = Array.from(ops.kind.keys()).find((each) => opName(current.schedule, each) === name);
+          if (again !== undefined) shown.choose({ schedule: 0, gap: -1, row: again });
+        }
+      }
+      place.dataset.edits = String(moves.length);
+    } catch (error) {
+      if (!own.aborted) verdict.replaceChildren(notice("wrong", String(/** @type {Error} */ (error).message)));
+    }
+  }
+
+  /** @param {{wrong: string[], figure: any}} reply
+   * @param {number} made the makespan of the schedule as it was made
+   * @param {boolean} stay */
+  function tellVerdict({ wrong, figure }, made, stay) {
+    const takes = figure ? figure.schedules[0].makespan_ms : null;
+    const off = takes === null ? 0 : takes / made - 1;
+    const than = Math.abs(off) < 1e-9 ? "as long as it was" : `${percent(Math.abs(off))} ${off > 0 ? "longer" : "shorter"} than it was`;
+    const hint = moves.length || !stay ? "" : " Drag an op along its device, or choose one and press Alt and an arrow key.";
+    if (!wrong.length) {
+      verdict.replaceChildren(notice("good", `Valid: ${ms(takes)}, ${than}.${hint}`));
+      return;
+    }
+    const list = element("ul", "", ...wrong.slice(0, 4).map((text) => element("li", "", text.split("\n")[0])));
+    if (wrong.length > 4) list.append(element("li", "", `and ${wrong.length - 4} more`));
+    const title = takes === null ? "These programs cannot run" : `Not valid; ${ms(takes)}, ${than}`;
+    const made_ = element("div", "notice wrong", element("strong", "", title), list);
+    verdict.replaceChildren(made_);
+  }
+
+  /** A search is a job; what it finds stands beside the others as it comes. */
+  async function startSearch() {
+    const body = { problem: problemOf(values), time_limit_s: SEARCH_S, placements: own ? "all" : "keep" };
+    const problem = JSON.stringify(body.problem);
+    search.disabled = true;
+    search.textContent = "Searching";
+    const stop = new AbortController();
+    signal.addEventListener("abort", () => stop.abort());
+    let drawn = 0;
+    try {
+      const { url, id } = await post("/v1/jobs", body, signal);
+      await follow(url, stop.signal, async (job) => {
+        const over = job.state !== "queued" && job.state !== "running";
+        if (over || JSON.stringify(problemOf(values)) !== problem) stop.abort();
+        if (!job.best || job.best.seq === drawn || JSON.stringify(problemOf(values)) !== problem) return;
+        drawn = job.best.seq;
+        const text = await (await ask("GET", `${url}/figure?seq=${drawn}`, { signal })).text();
+        const found = read(text);
+        const placement = job.best.schedule.placement ?? null;
+        searched = {
+          found,
+          row: { method: SEARCHED, fits: true, reason: null, drawn: 0, placement, lower_bound_ms: job.lower_bound_ms },
+        };
+        const gap = job.gap === null ? "" : job.gap ? `, at most ${percent(job.gap)} from the shortest there is` : ", proven";
+        const to = element("a", "", "its job");
+        /** @type {HTMLAnchorElement} */ (to).href = `#/jobs/${id}`;
+        const said = notice("good", `The search has found ${ms(job.best.makespan_ms)}${gap}: `);
+        said.append(to);
+        told.replaceChildren(said);
+        fillOverview();
+        if (method === SEARCHED) drawLarge();
+      });
+    } finally {
+      search.disabled = false;
+      search.textContent = `Search ${SEARCH_S} s`;
+    }
+  }
+
+  await refresh();
+}

@@ -1,0 +1,312 @@
+"""The service's page in a real browser, against a real server in a process of its own, which is killed at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from support.browser import browser
+from support.chain import chain
+from support.ports import free_port
+from support.rest import submit, until_over
+from support.serve_process import serve_process
+
+from optpipe.model.ops import MARKS, Kind
+from optpipe.model.problem import Problem
+from optpipe_server.database import Database
+from optpipe_server.database.keys import Keys
+from optpipe_solver import systems
+
+__all__ = ["browser"]  # a fixture
+
+HOSTILE = "<img src=x onerror=alert(1)> \u202e& co"
+MISSING = "Failed to load resource"  # what the console says of a reply that is an error
+DRAWN = """() => {
+  const page = document.querySelector('.page'), plot = document.querySelector('.plot');
+  const boxes = plot.data.filter((trace) => trace.name && trace.name.startsWith('ops')).flatMap(({x, y}) =>
+    Array.from({length: x.length / 6}, (_, i) => [x[6 * i], x[6 * i + 1], Math.floor(-y[6 * i])]));
+  return {seq: page.dataset.seq, boxes};
+}"""
+
+
+class Service:
+    """A server on a port that it keeps when it is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.folder = free_port(), folder
+        self.database = f"sqlite:///{folder / 'jobs.sqlite'}"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        self._stack = ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        process = self._stack.enter_context(serve_process(self.database, self.port, self.folder))
+        assert process.stdout
+        assert process.stdout.readline()
+
+    def kill(self) -> None:
+        self._stack.close()
+
+
+class Visitor:
+    """A page of the service in a browser. `problems` are what its console says, and requests to others."""
+
+    def __init__(self, browser: Any, service: Service) -> None:
+        self.problems: list[str] = []
+        self.service = service
+        self.page = browser.new_page(viewport={"width": 1400, "height": 950})
+        self.page.set_default_timeout(100_000)  # ms; on a busy machine
+        self.page.on("console", lambda message: self.problems.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self._saw(request.url))
+
+    def _saw(self, url: str) -> None:
+        if not url.startswith((self.service.url, "data:", "blob:")):
+            self.problems.append(f"asked for {url}")
+
+    def go(self, path: str, drawn: str) -> Any:
+        """Open a part of the page; return it once something is there."""
+        self.page.goto(f"{self.service.url}/#{path}")
+        self.page.wait_for_selector(drawn)
+        return self.page
+
+    def text(self, selector: str) -> list[str]:
+        return list(self.page.locator(selector).all_inner_texts())
+
+    def expected(self, prefix: str) -> None:
+        """Forget what the console said of errors that were provoked."""
+        self.problems = [each for each in self.problems if prefix not in each]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("service"))
+    yield service
+    service.client.close()
+    service.kill()
+
+
+@pytest.fixture(scope="module")
+def page_of_module(browser: Any, service: Service) -> Iterator[Visitor]:
+    visitor = Visitor(browser, service)
+    yield visitor
+    visitor.page.close()
+
+
+@pytest.fixture
+def visitor(page_of_module: Visitor) -> Iterator[Visitor]:
+    yield page_of_module
+    assert page_of_module.problems == []
+
+
+def serious(page: Any) -> list[tuple[str, str]]:
+    """What axe finds that keeps people out."""
+    found = Axe().run(page).response["violations"]
+    return [
+        (each["id"], node["html"][:200])
+        for each in found
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
+
+def test_without_jobs_it_says_what_to_do(service: Service, visitor: Visitor) -> None:
+    page = visitor.go("/", ".empty")
+    assert visitor.text(".empty h2") == ["No jobs yet"]
+    assert serious(page) == []
+    reply = service.client.get("/")
+    assert "default-src 'none'; script-src 'self';" in reply.headers["content-security-policy"]
+    known = service.client.get("/", headers={"If-None-Match": reply.headers["etag"]})
+    assert known.status_code == 304
+
+
+def test_incumbents_are_painted_as_they_come_and_bars_are_the_apis(service: Service, visitor: Visitor) -> None:
+    job = submit(service.client, chain(memory=12, m=12), "steps")
+    page = visitor.go(f"/jobs/{job['id']}", "[data-seq]")
+    over = until_over(service.client, job)
+    last = over["best"]["seq"]
+    assert last > 3
+    page.wait_for_selector(f"[data-seq='{last}'][data-state='{over['state']}']")
+    drawn = page.evaluate(DRAWN)
+    timeline = service.client.get(f"{job['url']}/timeline", params={"seq": last}).json()
+    devices = [stage["device"] for stage in over["best"]["schedule"]["problem"]["stages"]]
+    assert drawn["seq"] == str(last)
+    assert sorted(map(tuple, drawn["boxes"])) == sorted(
+        (op["start_ms"], op["end_ms"], devices[op["stage"]]) for op in timeline["ops"] if Kind[op["kind"]] not in MARKS
+    )
+    listed = service.client.get(f"{job['url']}/incumbents").json()["incumbents"]
+    assert visitor.text(".cards td:first-child button") == [f"#{each['seq']}" for each in reversed(listed)]
+    lines = service.client.get(f"{job['url']}/log").json()["lines"]
+    assert visitor.text(".log li span") == [line["text"] for line in lines]
+    assert serious(page) == []
+    page.emulate_media(color_scheme="dark")
+    assert serious(page) == []
+    page.emulate_media(color_scheme="light")
+
+    page.select_option(".wide .controls select >> nth=1", "1")
+    page.wait_for_selector("[data-before='1']")
+    names = page.evaluate("() => document.querySelector('.plot').layout.annotations.map(({text}) => text)")
+    assert [name.split(" · ")[0].split(": ")[0] for name in names[:2]] == ["Before", "After"]
+
+    reply = service.client.put(f"{job['url']}/adoptions/2", json={"step": 7, "measured_iteration_ms": 100.0})
+    page.wait_for_selector(".adoptions li")
+    assert visitor.text(".adoptions strong") == ["#2 since step 7"]
+    told = visitor.text(".measure > span:last-child")
+    assert told[0] == f"{reply.json()['predicted_ms']:g} ms"
+    assert told[1].startswith("100 ms (+")
+
+
+def test_a_job_is_given_more_time_cancelled_and_deleted_and_its_name_stays_text(
+    service: Service, visitor: Visitor
+) -> None:
+    problem = {**chain().to_dict(), "name": HOSTILE}
+    job = service.client.post("/v1/jobs", json={"problem": problem, "method": "hang"}).json()
+    page = visitor.go("/", "table.jobs")
+    page.wait_for_function("(name) => document.querySelector('a.job')?.textContent === name", arg=HOSTILE)
+    assert serious(page) == []
+    page.locator("a.job").first.click()
+    page.wait_for_selector("[data-state=running][data-seq]")
+    assert page.locator("h1").text_content() == HOSTILE
+    page.get_by_role("button", name="Give more time").click()
+    page.get_by_label("Time limit").fill("77")
+    page.get_by_role("button", name="Extend").click()
+    page.wait_for_selector("dialog", state="detached")
+    assert service.client.get(job["url"]).json()["options"]["time_limit_s"] == 77
+    page.get_by_role("button", name="Cancel").click()
+    page.wait_for_selector("[data-state=cancelled]")
+    assert visitor.text(".notice") == ["the job was cancelled"]
+    with page.expect_download() as saved:
+        page.get_by_text("Download").click()
+        page.get_by_role("button", name="Problem", exact=True).click()
+    assert json.loads(Path(saved.value.path()).read_text())["name"] == HOSTILE
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    page.wait_for_selector("table.jobs")
+    assert service.client.get(job["url"]).status_code == 404
+    visitor.go(f"/jobs/{job['id']}", ".empty")
+    assert visitor.text(".empty h2") == ["There is no such job"]
+    visitor.expected(MISSING)
+
+
+def test_a_problem_is_submitted_from_a_file_or_by_formula(service: Service, visitor: Visitor, tmp_path: Path) -> None:
+    page = visitor.go("/submit", ".memory li")
+    assert serious(page) == []
+    wrong, right = tmp_path / "wrong.json", tmp_path / "right.json"
+    wrong.write_text('{"stages"')
+    right.write_text(json.dumps(chain().to_dict() | {"name": "from a file"}))
+    page.set_input_files("input[type=file]", str(wrong))
+    page.wait_for_selector(".notice.wrong")
+    assert visitor.text(".notice.wrong") == ["wrong.json is not JSON; expected a problem file."]
+    page.set_input_files("input[type=file]", str(right))
+    page.get_by_role("button", name="Submit the file").click()
+    page.wait_for_selector("[data-seq]")
+    assert visitor.text("h1") == ["from a file"]
+
+    page = visitor.go("/submit", ".memory li")
+    page.get_by_label("Pipeline stages").fill("2")
+    page.wait_for_function("() => document.querySelectorAll('.memory li').length === 2")
+    page.get_by_role("button", name="Submit the estimate").click()
+    page.wait_for_selector("[data-seq]")
+    assert visitor.text("h1") == ["llama-3-8b-2x16"]
+
+
+SMALL = "p=2&m=4&k=3&mem=100&p2p=0&stages=given"
+
+
+def test_the_workbench_shows_every_schedule_and_what_a_moved_op_breaks(service: Service, visitor: Visitor) -> None:
+    page = visitor.go(f"/workbench?{SMALL}&method=1f1b", ".sketch")
+    page.wait_for_selector("[data-method='1f1b'][data-drawn]")
+    problem = page.evaluate(
+        "async () => { const {problemOf} = await import('/page/workbench.js'); return problemOf("
+        "{p: 2, m: 4, v: 1, f: 10, b: 10, w: 8, mem: 100, k: 3, p2p: 0}); }"
+    )
+    asked = service.client.post("/v1/workbench", json={"problem": problem}).json()
+    sketched = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
+    drawn = {
+        row["method"]: asked["figure"]["schedules"][row["drawn"]] for row in asked["rows"] if row["drawn"] is not None
+    }
+    assert sketched == {method: f"{schedule['makespan_ms']:g} ms" for method, schedule in drawn.items()}
+    assert drawn["1f1b"]["makespan_ms"] == systems.generate("1f1b", Problem.from_dict(problem)).makespan_ms
+    assert serious(page) == []
+
+    # Device 0 runs F0 F1 BW0 ...: BW0 before F1 is longer, before F0 it waits for its own forward.
+    page.get_by_role("button", name="Edit").click()
+    page.wait_for_selector(".verdict .good")
+    box = page.locator(".plot").bounding_box()
+    begin, end = page.evaluate("""() => { const {data, layout} = document.querySelector('.plot');
+      return [layout.xaxis.range[1], layout.width]; }""")
+    scale = (end - 64 - 14) / begin
+    at = lambda time: (box["x"] + 64 + scale * time, box["y"] + 26 + 20)  # noqa: E731
+    bw0 = 38.0 + 5
+    page.mouse.move(*at(bw0))
+    page.mouse.down()
+    page.mouse.move(*at(12), steps=4)
+    page.wait_for_selector(".dragged")
+    page.mouse.move(*at(1), steps=4)
+    page.wait_for_selector(".verdict .wrong")  # while it is held
+    page.mouse.up()
+    page.wait_for_selector("[data-edits='1']")
+    told = visitor.text(".verdict li")
+    assert told
+    assert "moves=" in page.url
+
+    shared = visitor.page.context.browser.new_page()
+    shared.goto(page.url)
+    shared.wait_for_selector("[data-edits='1'] .verdict .wrong")
+    assert shared.locator(".verdict li").all_inner_texts() == told
+    shared.close()
+
+    page.get_by_role("button", name="Undo").click()
+    page.wait_for_selector("[data-edits='0'] .verdict .good")
+
+
+def test_a_slider_draws_anew(visitor: Visitor) -> None:
+    page = visitor.go(f"/workbench?{SMALL}&method=gpipe", ".sketch")
+    page.wait_for_selector("[data-drawn][data-method=gpipe]")
+    count = page.locator(".page").get_attribute("data-drawn")
+    before = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
+    page.get_by_label("F, forward").focus()
+    page.keyboard.press("End")
+    page.wait_for_function("(count) => Number(document.querySelector('.page').dataset.drawn) > count", arg=int(count))
+    now = dict(zip(visitor.text(".sketch strong"), visitor.text(".sketch b"), strict=True))
+    assert float(now["gpipe"].split()[0]) == pytest.approx(float(before["gpipe"].split()[0]) + 5 * 10)
+    assert "f=20" in page.url
+
+
+def test_killed_and_back_it_goes_on_without_a_gap_and_asks_for_a_key(service: Service, visitor: Visitor) -> None:
+    job = submit(service.client, chain(memory=200, m=200), "steps", time_limit_s=300.0)
+    page = visitor.go(f"/jobs/{job['id']}", "[data-seq]")
+    page.wait_for_function("() => Number(document.querySelector('.page').dataset.known) > 3")
+    service.kill()
+    page.wait_for_selector("body[data-connection=away] #offline")
+    assert page.locator(".plot").is_visible()
+    service.start()
+    page.wait_for_selector("body[data-connection=there]")
+    page.wait_for_function(
+        "(known) => Number(document.querySelector('.page').dataset.known) > known",
+        arg=int(page.locator(".page").get_attribute("data-known")),
+    )
+    service.client.post(f"{job['url']}/cancel")
+    page.wait_for_selector("[data-state=cancelled]")
+    listed = service.client.get(f"{job['url']}/incumbents").json()["incumbents"]
+    assert visitor.text(".cards td:first-child button") == [f"#{each['seq']}" for each in reversed(listed)]
+    assert visitor.text(".log li span") == [
+        line["text"] for line in service.client.get(f"{job['url']}/log").json()["lines"]
+    ]
+    database = Database(service.database, secondary=True)
+    key = Keys(database).create("somebody", ["read"])
+    database.close()
+    visitor.go("/", "form")
+    page.get_by_label("Key").fill(key)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".empty a")
+    assert visitor.text(".empty h2") == ["No jobs yet"]  # of somebody
+    visitor.expected(MISSING)

@@ -1,0 +1,116 @@
+"""What one tenant may have of what all share: streams, computations, comparisons, submissions, and jobs without a
+key."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import text
+from support.chain import chain
+from support.jobs import submit
+from support.requests import bearer
+from support.service import running, settings_in, use_fake_solver
+
+from optpipe_server.database import Database, Jobs
+from optpipe_server.database.keys import SCOPES, Keys
+from optpipe_server.http.compute_queue import OF_A_TENANT, ComputeQueue
+from optpipe_server.http.replies import ReplyError
+from optpipe_server.http.shares import Shares, Turns
+from optpipe_server.settings import LOCAL
+
+
+def test_a_tenant_has_its_share_and_another_one_too() -> None:
+    shares = Shares(2, "apples")
+    with ExitStack() as held:
+        for tenant in ("a", "a", "b"):
+            held.enter_context(shares.one(tenant))
+        with pytest.raises(ReplyError, match="Your tenant has 2 apples already") as refused, shares.one("a"):
+            pass
+        assert refused.value.status == 429
+        for tenant in ("b", LOCAL, LOCAL, LOCAL):
+            held.enter_context(shares.one(tenant))
+    with shares.one("a"), shares.one("a"):
+        pass
+
+
+def test_turns_of_a_tenant_hold_up_only_itself() -> None:
+    async def turns() -> list[str]:
+        free, said, go_on = Turns(1), list[str](), asyncio.Event()
+
+        async def have(tenant: str) -> None:
+            async with free.one(tenant):
+                said.append(tenant)
+                if tenant == "a":
+                    await go_on.wait()
+
+        greedy = [asyncio.create_task(have("a")) for _ in range(3)]
+        await asyncio.wait_for(asyncio.gather(have("b"), have(LOCAL)), 60)
+        seen = sorted(said)
+        go_on.set()
+        await asyncio.gather(*greedy)
+        assert len(said) == 5
+        return seen
+
+    assert asyncio.run(turns()) == [LOCAL, "a", "b"]
+
+
+def test_computations_of_a_tenant_leave_room_for_others() -> None:
+    async def ask() -> tuple[list[int], str]:
+        queue, go_on = ComputeQueue(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def held() -> str:
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60)
+            return "done"
+
+        greedy = [asyncio.create_task(queue.run("a", held)) for _ in range(OF_A_TENANT + 3)]
+        other = asyncio.create_task(queue.run("b", lambda: "done"))
+        await asyncio.sleep(0)
+        go_on.set()
+        answers = await asyncio.gather(*greedy, return_exceptions=True)
+        return [answer.status for answer in answers if isinstance(answer, ReplyError)], await other
+
+    assert asyncio.run(ask()) == ([429] * 3, "done")
+
+
+def test_a_tenant_has_half_of_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_solver(monkeypatch)
+    with running(replace(settings_in(tmp_path), streams=2)) as (url, server), ExitStack() as streams:
+        for tenant, expected in (("one", [200, 429]), ("other", [200])):
+            key = server.service.keys.create(tenant, SCOPES)
+            client = httpx.Client(base_url=url, timeout=120, trust_env=False, headers=bearer(key))
+            streams.enter_context(client)
+            job = client.post("/v1/jobs", json={"problem": chain().to_dict(), "method": "hang"}).json()
+            for status in expected:
+                assert streams.enter_context(client.stream("GET", f"{job['url']}/events")).status_code == status
+
+
+def test_a_key_for_local_does_not_share_the_jobs_without_a_key(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'jobs.sqlite'}"
+    database = Database(url)
+    jobs = Jobs(database)
+    own, keyed = submit(database, LOCAL), submit(database, "local")
+    assert jobs.job_without_problem("local", own) is None
+    Keys(database).create("local", ["read"])
+    assert [job.id for job in jobs.page("local", None, None, 9)] == [keyed]
+    database.close()
+
+
+@pytest.mark.parametrize(("keyed", "whose"), [(False, LOCAL), (True, "local")])
+def test_an_older_databases_jobs_without_a_key_go_to_no_keys_tenant(tmp_path: Path, keyed: bool, whose: str) -> None:
+    url = f"sqlite:///{tmp_path / 'jobs.sqlite'}"
+    database = Database(url)
+    job = submit(database, "local")
+    if keyed:
+        Keys(database).create("local", ["read"])
+    with database.write() as db:
+        db.execute(text("UPDATE alembic_version SET version_num = '0003'"))
+    database.close()
+    database = Database(url)
+    assert Jobs(database).job_without_problem(whose, job) is not None
+    database.close()
