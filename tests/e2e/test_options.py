@@ -283,7 +283,8 @@ def test_wrong_words_of_a_command_end_in_one_sentence(
     monkeypatch.setattr(sys, "argv", ["optpipe", *words.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {told}\n")
+    said = capsys.readouterr().err.replace("PROBLEM", "problem")  # as older releases of typer name an argument
+    assert (ended.value.code, said) == (2, f"error: {told}\n")
 
 
 def test_a_training_keeps_its_stages(tmp_path: Path) -> None:
