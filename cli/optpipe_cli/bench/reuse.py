@@ -39,7 +39,7 @@ def reuse(
     from optpipe_cache import Cache
 
     random, rows = np.random.default_rng(0), list[dict[str, Any]]()
-    short = {**options.arguments(), "time_limit_s": min(SHORT_S, options.time_limit_s)}
+    short = options.model_copy(update={"time_limit_s": min(SHORT_S, options.time_limit_s)}).arguments()
     if not json:
         typer.echo(f"{'problem':18}{'changed':22}{'distance':>9}{'lookup: ms':>11}{'loss':>8}{'after 5 s':>10}")
     for problem in map(Problem.load, problems):
