@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 
 from optpipe.evaluate.objective import Objective, length_ms
 from optpipe.model.problem import Problem
-from optpipe.reuse.microbatches import with_microbatches
+from optpipe.reuse.microbatches import recut, retimed
 from optpipe.reuse.repair import repair
 from optpipe.schedule import Schedule
 
-MOST_TRIED = 24  # periods of a steady state, and places where it is cut
-MOST_FOUND = 4
+MOST_CUT = 24  # periods of a steady state, and places where it is cut
+MOST_FOUND = 4  # of those that are valid
 
 
 def adapt(problem: Problem, schedule: Schedule, objective: Objective = "makespan") -> Schedule | None:
@@ -24,6 +24,6 @@ def adapt(problem: Problem, schedule: Schedule, objective: Objective = "makespan
     """
     if schedule.problem.microbatches == problem.microbatches:
         return repair(problem, schedule)
-    tried = islice(with_microbatches(problem, schedule), MOST_TRIED)
-    found = list(islice((repaired for each in tried if (repaired := repair(problem, each))), MOST_FOUND))
-    return min(found, key=lambda each: length_ms(each, objective), default=None)
+    cut = (found for each in islice(recut(problem, schedule), MOST_CUT) if (found := repair(problem, each)))
+    timed = (found for each in retimed(problem, schedule) if (found := repair(problem, each)))
+    return min(chain(islice(cut, MOST_FOUND), timed), key=lambda each: length_ms(each, objective), default=None)

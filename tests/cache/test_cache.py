@@ -12,7 +12,7 @@ import pytest
 from support.chain import chain, gpipe, one_by_one
 
 from optpipe import InputError, Problem, ScheduleError
-from optpipe.schedule import Schedule, check
+from optpipe.schedule import check
 from optpipe_cache import Cache, default_path, distance, features, storage, structure
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
@@ -116,15 +116,9 @@ def test_the_nearest_comes_first(cache: Cache) -> None:
     assert 0 < hit.distance < distance(features(chain(forward=2.6)), features(chain(forward=1.2)))
 
 
-def backwards(problem: Problem) -> Schedule:
-    """The last micro-batch first, so there is no next one."""
-    m = range(problem.microbatches)[::-1]
-    return Schedule.parse(problem, [[f"{s}F{j}" for j in m] + [f"{s}BW{j}" for j in m] for s in range(2)])
-
-
 def test_a_nearer_schedule_that_cannot_be_adapted_is_skipped(cache: Cache) -> None:
-    wanted = chain(memory=3, m=4)
-    others = backwards(chain(memory=3, m=3)), one_by_one(chain(memory=3, m=4, forward=1.25))
+    wanted = chain(memory=1, m=4)
+    others = one_by_one(chain(memory=1, m=1)), one_by_one(chain(memory=1, m=4, forward=1.25))
     for schedule in others:
         cache.add(schedule, "feasible")
     near, far = (distance(features(wanted), features(schedule.problem)) for schedule in others)

@@ -15,7 +15,7 @@ from support.strategies import problems_with_schedules
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.reuse.adapt import adapt
-from optpipe.reuse.microbatches import with_microbatches
+from optpipe.reuse.microbatches import recut
 from optpipe.schedule import Schedule, check
 
 
@@ -77,7 +77,7 @@ def test_what_is_adapted_is_valid(both: tuple[Problem, Schedule], after: int) ->
     if len(problem.all_routes) > 1:
         return
     wanted = problem.replace(microbatches=after)
-    for found in islice(with_microbatches(wanted, schedule), 3):
+    for found in islice(recut(wanted, schedule), 3):
         ops = Counter(op for program in found.programs for op in program.ops())
         assert max(ops.values()) == 1
         forwards = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.F}
@@ -86,8 +86,16 @@ def test_what_is_adapted_is_valid(both: tuple[Problem, Schedule], after: int) ->
     assert adapted is None or check(wanted, adapted) == []
 
 
-def test_what_does_not_repeat_is_refused() -> None:
+def test_an_order_that_does_not_repeat_is_made_longer_by_its_times() -> None:
     problem = pipeline(1, 3, 9, stage((1, 1, 1), (1, 1)))
     backwards = Schedule.parse(problem, [["0F2", "0F1", "0F0", "0BW2", "0BW1", "0BW0"]])
-    assert list(with_microbatches(problem.replace(microbatches=5), backwards)) == []
-    assert adapt(problem.replace(microbatches=5), backwards) is None
+    wanted = problem.replace(microbatches=5)
+    assert list(recut(wanted, backwards)) == []
+    found = adapt(wanted, backwards)
+    assert found is not None
+    assert check(wanted, found) == []
+
+
+def test_one_microbatch_says_nothing_of_more() -> None:
+    problem = pipeline(2, 1, 9, stage((1, 1, 1), (1, 1)))
+    assert adapt(problem.replace(microbatches=2), one_f_one_b(problem)) is None

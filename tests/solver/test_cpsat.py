@@ -15,6 +15,7 @@ from support.strategies import problems
 
 from optpipe import Kind, Problem, Schedule, Stage, check
 from optpipe.evaluate.objective import Objective
+from optpipe.lift import lift
 from optpipe.process.protocol import Bound, Frame, Incumbent, Programs, Request
 from optpipe_solver import cpsat
 from optpipe_solver.bounds import memory_bound, trivial_bound
@@ -27,7 +28,6 @@ from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.cpsat.whole_problem import FINE, number_by_entry
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lift import lift
 
 ALL = EXHAUSTIVE | RICHER
 OVERTAKING = problem_of(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
+from optpipe.lift import lift
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.model.records import Device, Stage
@@ -24,7 +25,6 @@ from optpipe_solver.cpsat.model import Starts, WindowModel
 from optpipe_solver.cpsat.variables import Window
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
-from optpipe_solver.lift import lift
 from optpipe_solver.lns.improve import improvements
 from optpipe_solver.prune import prune
 

@@ -36,7 +36,7 @@ from itertools import pairwise
 import numpy as np
 from support.effects import effects
 from optpipe import Problem, Schedule, check
-from optpipe_solver.lift import lift
+from optpipe.lift import lift
 from optpipe_solver.milp.backend import minimize
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.start import assignment

@@ -12,13 +12,13 @@ from support.problems import stage
 from support.strategies import problems
 
 from optpipe import Problem, check
+from optpipe.lift import lift_table
 from optpipe_solver import plan
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.heuristics.list_scheduling import ListScheduler
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.policy_schedules import schedule_by_policy
-from optpipe_solver.lift import lift_table
 
 
 def pipeline(devices: int, microbatches: int, memory: int, jitter: float = 0.0) -> Problem:

@@ -10,7 +10,7 @@ from support.examples import examples
 from support.strategies import AMPLE, problems, problems_with_schedules
 
 from optpipe import Device, Kind, Op, Pair, Problem, Schedule, Stage, certify, check
-from optpipe_solver.lift import grain, lift
+from optpipe.lift import grain, lift
 
 STAGE = {
     "forward_ms": 10.0,

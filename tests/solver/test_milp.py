@@ -17,9 +17,9 @@ from support.milp import Solver, solver_process
 
 from optpipe import Problem, Schedule, check
 from optpipe.evaluate.objective import Objective
+from optpipe.lift import lift
 from optpipe.process.protocol import Bound, End, Incumbent, Note, Programs
 from optpipe_solver import milp
-from optpipe_solver.lift import lift
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.start import assignment
 from optpipe_solver.milp.switches import PLAIN, Switches

@@ -18,11 +18,11 @@ from support.milp import Solver, solver_process
 
 from optpipe import Kind, Op, Problem, Schedule, check
 from optpipe.evaluate.objective import Objective
+from optpipe.lift import lift
 from optpipe.process.protocol import End, Incumbent, Note, Programs
 from optpipe_solver import milp
 from optpipe_solver.bounds import trivial_bound
 from optpipe_solver.heuristics import STREAMS
-from optpipe_solver.lift import lift
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.schedule_graph import ScheduleGraph, split_if_it_fits
 from optpipe_solver.milp.start import assignment
@@ -137,7 +137,7 @@ def test_what_was_dropped_before_the_end_of_a_window_still_is() -> None:
 SOLVE = """
 import json, sys, time
 from optpipe import Schedule, check
-from optpipe_solver.lift import lift
+from optpipe.lift import lift
 from optpipe_solver.milp.backend import minimize
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.schedule_graph import ScheduleGraph

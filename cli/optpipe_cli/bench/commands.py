@@ -11,10 +11,11 @@ from optpipe_cli.bench.gpu import gpu
 from optpipe_cli.bench.milp import milp
 from optpipe_cli.bench.pareto import pareto
 from optpipe_cli.bench.protocol import protocol
+from optpipe_cli.bench.reuse import reuse
 from optpipe_cli.bench.runtime import runtime
 from optpipe_cli.bench.service import service
 from optpipe_cli.bench.solver import jitter, solver
 from optpipe_cli.options import register
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-register(app, milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first, costs, cache)
+register(app, milp, protocol, solver, jitter, pareto, gpu, runtime, service, core, first, costs, cache, reuse)

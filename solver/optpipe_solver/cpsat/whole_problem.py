@@ -17,6 +17,7 @@ from math import ceil
 import numpy as np
 
 from optpipe.evaluate.objective import raises, reaches
+from optpipe.lift import lift
 from optpipe.model.ops import Kind
 from optpipe.model.program import KIND, MICROBATCH, STAGE, Program
 from optpipe.process.protocol import Bound, Frame, Request
@@ -28,7 +29,6 @@ from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cpsat.grid_schedule import place_on_grid
 from optpipe_solver.cpsat.model import Starts, WindowModel, order_is_free
 from optpipe_solver.cpsat.variables import Order, Window
-from optpipe_solver.lift import lift
 from optpipe_solver.prune import prune
 
 METHOD = "cpsat"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
+from optpipe.lift import lift_table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe.model.program import KIND
@@ -17,7 +18,6 @@ from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cyclic.pattern import Pattern, PatternModel, least_period, sequential_period
 from optpipe_solver.cyclic.unroll import unroll
 from optpipe_solver.heuristics.periods import lengthened
-from optpipe_solver.lift import lift_table
 from optpipe_solver.lns.improve import improvements
 from optpipe_solver.prune import prune
 

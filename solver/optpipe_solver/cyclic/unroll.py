@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from optpipe.lift import lift
 from optpipe.schedule import Schedule
 from optpipe_solver.cpsat.grid import Grid
 from optpipe_solver.cyclic.pattern import Pattern
-from optpipe_solver.lift import lift
 
 
 def unroll(grid: Grid, pattern: Pattern, method: str) -> Schedule:

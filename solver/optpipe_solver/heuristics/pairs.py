@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from optpipe.lift import TOLERANCE_MS
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import JOINED, Program
 from optpipe.schedule import Schedule, check
-from optpipe_solver.lift import TOLERANCE_MS
 
 
 def join_pairs(schedule: Schedule) -> Schedule | None:

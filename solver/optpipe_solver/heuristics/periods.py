@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optpipe.lift import TOLERANCE_MS
 from optpipe.model.arrays import Floats, Ints, Table
 from optpipe.model.ops import BACKWARD, Kind
 from optpipe.model.program import KIND, MICROBATCH, PART, STAGE
 from optpipe_solver import plan
-from optpipe_solver.lift import TOLERANCE_MS
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from math import ceil
 import numpy as np
 
 from optpipe.evaluate.objective import NEVER
+from optpipe.lift import lift_table
 from optpipe.model.arrays import Floats, Table
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
@@ -16,7 +17,6 @@ from optpipe_solver import plan
 from optpipe_solver.heuristics.list_scheduling import ListScheduler
 from optpipe_solver.heuristics.periods import lengthened
 from optpipe_solver.heuristics.policy import Policy
-from optpipe_solver.lift import lift_table
 
 
 def schedule_by_policy(problem: Problem, policy: Policy, method: str, deadline: float = NEVER) -> Schedule | None:

@@ -8,13 +8,13 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from optpipe.evaluate.effects import Effects
+from optpipe.lift import grain
 from optpipe.model.arrays import OFF_ROUTE
 from optpipe.model.ops import Kind
 from optpipe.model.problem import Problem
 from optpipe_solver.bounds.least_memory import Relief, reliefs
 from optpipe_solver.heuristics.policy import Policy
 from optpipe_solver.heuristics.reserve import Reserve
-from optpipe_solver.lift import grain
 
 # Codes of events. The end of an op is its kind; the arrival of its input is its kind and ARRIVAL.
 ARRIVAL = 100

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from optpipe.evaluate.objective import Objective
+from optpipe.lift import lift
 from optpipe.process.protocol import Frame, Request
 from optpipe.schedule import Schedule
 from optpipe_solver.budget import Budget
@@ -15,7 +16,6 @@ from optpipe_solver.cpsat.grid_incumbent import BestGridSchedule
 from optpipe_solver.cpsat.grid_schedule import place_on_grid
 from optpipe_solver.cpsat.model import WindowModel
 from optpipe_solver.cpsat.variables import Window
-from optpipe_solver.lift import lift
 from optpipe_solver.lns.choice import PATIENCE, WindowChoice
 from optpipe_solver.prune import prune
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from optpipe.evaluate.objective import TOLERANCE, Objective, reaches
+from optpipe.lift import lift
 from optpipe.model.arrays import Floats
 from optpipe.schedule import Schedule
-from optpipe_solver.lift import lift
 from optpipe_solver.milp.backend import minimize, most_rows, smallest_model
 from optpipe_solver.milp.model import Model
 from optpipe_solver.milp.schedule_graph import ScheduleGraph, split_if_it_fits

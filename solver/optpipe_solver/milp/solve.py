@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from optpipe.evaluate.objective import length_ms, reaches, shorter
+from optpipe.lift import lift
 from optpipe.model.arrays import Floats
 from optpipe.model.problem import Problem
 from optpipe.process.protocol import Bound, Frame, Note, Request
@@ -16,7 +17,6 @@ from optpipe.schedule import Schedule, check
 from optpipe_solver.bounds import memory_bound, trivial_bound
 from optpipe_solver.heuristics import STREAMS
 from optpipe_solver.incumbent import BestSchedule
-from optpipe_solver.lift import lift
 from optpipe_solver.milp.backend import is_licensed, minimize, most_rows, smallest_model
 from optpipe_solver.milp.lasting import Lasting
 from optpipe_solver.milp.model import Model, serial_ms

@@ -14,10 +14,10 @@ import numpy as np
 
 from optpipe.errors import InputError
 from optpipe.evaluate.objective import TOLERANCE
+from optpipe.lift import lift_table
 from optpipe.model.ops import Kind, Op
 from optpipe.model.problem import Problem
 from optpipe.schedule import Schedule
-from optpipe_solver.lift import lift_table
 from optpipe_solver.systems.block import Block, slots
 from optpipe_solver.systems.order import in_order, visits, warmed_up
 from optpipe_solver.systems.slots import Slots, fill, staggered
