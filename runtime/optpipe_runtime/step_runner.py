@@ -244,7 +244,7 @@ class StepRunner:
     def _memory_complaint(self, plan: Plan) -> str:
         """Why this rank lacks memory for a plan; empty if it does not."""
         try:
-            self.schedules.require_memory(plan)
+            self.schedules.reserve(plan)
         except OptPipeError as error:
             return self._rank.team.describe(error)
         return ""

@@ -19,9 +19,20 @@ from support.deployment import ROOT, SERVICES
 from support.pages import DOCS, table
 from support.ports import free_port
 
-from optpipe_server import Settings, create_app
+from optpipe_server import Settings, create_app, first_schedules
 from optpipe_server.database import jobs
-from optpipe_server.http import bodies, connections, limits, results, routes, tools
+from optpipe_server.http import (
+    bodies,
+    compare_processes,
+    compute_queue,
+    connections,
+    limits,
+    results,
+    routes,
+    service,
+    tools,
+    workbench,
+)
 from optpipe_server.metrics import REGISTRY
 
 PAGE = (DOCS / "service.md").read_text(encoding="utf-8")
@@ -151,7 +162,20 @@ def test_the_table_of_limits_matches_the_code() -> None:
             "what its worker has (`--threads`, `--memory-mib`), or for `/v1/compare` the API"
         ),
         "waiting jobs of a tenant": f"{settings.queue} (`--queue`)",
-        "event streams of one process": f"{settings.streams} (`--streams`)",
+        "event streams of one process": f"{settings.streams} (`--streams`), of one tenant half of them",
+        "comparisons at a time": f"2, of one tenant {compare_processes.OF_A_TENANT}",
+        (
+            "requests that wait for `/check`, `/simulate`, `/figure`, `/estimate`, `/cache/lookup`, for `/workbench`, "
+            "or for pictures of jobs"
+        ): f"{compute_queue.MOST_WAITING} each, of one tenant {compute_queue.OF_A_TENANT}",
+        "submissions of one tenant that are read and get a first schedule at a time": (
+            f"{service.OF_A_TENANT}; others of the tenant wait"
+        ),
+        "large problems that get a first schedule or wait for it": (
+            f"{first_schedules.MOST_LARGE}, of one tenant {first_schedules.MOST_LARGE // 2}; others start without one"
+        ),
+        "/workbench`: stages times micro-batches": f"{workbench.MOST_FORWARDS}",
+        "/figure`: ops of a schedule": f"{workbench.MOST_OPS:,}",
         "other connections": f"{connections.OTHERS}; a new one replaces an idle one",
         "jobs in one page of `GET /v1/jobs": f"{jobs.MOST_LISTED}",
         "wait": f"{routes.LONGEST_WAIT_S} s",

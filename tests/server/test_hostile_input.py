@@ -145,7 +145,7 @@ def test_other_content(client: httpx.Client, headers: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1/jobs/none", 404),
         ("GET", "/v1/jobs/%00%ff/events", 404),
         ("POST", "/v1/jobs/none/cancel", 404),

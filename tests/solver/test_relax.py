@@ -89,6 +89,7 @@ def tiny(draw: st.DrawFn) -> Problem:
     return problem_of(both, memory, 2, 1.0, transfer_mode=draw(st.sampled_from(("half_duplex", "full_duplex"))))
 
 
+@pytest.mark.soak  # minutes: all schedules of each problem
 @settings(max_examples=examples(10), deadline=None)
 @given(problem=tiny())
 def test_no_schedule_of_a_tiny_problem_is_shorter(problem):

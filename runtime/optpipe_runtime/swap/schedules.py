@@ -12,7 +12,6 @@ from optpipe.schedule import Schedule
 from optpipe_runtime.execute.batch import Batch
 from optpipe_runtime.execute.executor import Executor
 from optpipe_runtime.execute.learner import Learner
-from optpipe_runtime.execute.messages import messages_reserve
 from optpipe_runtime.execute.rank import Rank
 from optpipe_runtime.lowering.plan import Plan
 from optpipe_runtime.lowering.prepare import lower, prepare, require_valid
@@ -64,7 +63,7 @@ class Schedules:
         try:
             plan = self._prepare_shared(schedule, self._rank.cpu_group)
             if self._same_microbatches(plan):
-                self.require_memory(plan)
+                self.reserve(plan)
         except LostError:
             raise
         except OptPipeError as error:
@@ -120,26 +119,6 @@ class Schedules:
         }
         pool.reserve(plan.host_peak(lambda s, part: sizes[s][part]))
 
-    def require_memory(self, plan: Plan) -> None:
-        """Before a plan may run: reserves host memory, and raises `OptPipeError` if that or its messages are too much
-        for this rank."""
-        self._require_room_for_messages(plan)
-        self.reserve(plan)
-
-    def _require_room_for_messages(self, plan: Plan) -> None:
-        """What messages take above the bytes that are set aside for them counts as activations do."""
-        rank = self._rank
-        if self.problem is None or not self._learner.done:
-            return  # neither a budget nor the sizes of messages are known
-        messages, aside = plan.message_peak(rank.message_bytes), messages_reserve(rank.number, rank.layout, rank.io)
-        peak = plan.certificate.device[rank.number]
-        if messages > aside and peak.limit is not None and peak.bytes + messages - aside > peak.limit:
-            raise ScheduleError(
-                f"the schedule holds up to {messages} bytes of messages, and {aside} are set aside for them: "
-                f"{messages - aside} more and {peak.bytes} bytes of activations are above activation_budget_bytes = "
-                f"{peak.limit}"
-            )
-
     def close(self) -> None:
         self._offers.close()
 
@@ -180,14 +159,14 @@ class Schedules:
         plan = self._prepare_shared(schedule, self._beside)
         self.running.require_not_refused(plan)
         if self._same_microbatches(plan):
-            self.require_memory(plan)  # here, because locking tens of GB takes many seconds
+            self.reserve(plan)  # here, because locking tens of GB takes many seconds
         _ = plan.schedule.makespan_ms  # computed here and kept, for the log of the swap
         return plan
 
     def _accept(self, plan: Plan) -> None:
         """Raises `OptPipeError` if this rank cannot run the plan now, because of its memory or of this step's batch."""
         if self._same_microbatches(plan):
-            self.require_memory(plan)
+            self.reserve(plan)
             return
         m = plan.problem.microbatches
         if self._rank.takes_inputs:

@@ -23,9 +23,9 @@ def test_tenants_find_their_own_schedules_unless_they_share(database: Database, 
     assert (caches.of("b").lookup(chain(scale=2.0)) is not None) == shared
     assert caches.of("a").lookup(chain()) is not None
     assert caches.of(LOCAL).lookup(chain()) is None, "the user's own file"
-    caches.of(LOCAL).add(gpipe(chain(m=3, memory=3)), "feasible")
+    caches.of(LOCAL).add(gpipe(chain(offload=None)), "feasible")
     assert len(Cache(tmp_path / "mine").entries()) == 1
-    assert caches.of("a").lookup(chain(m=3, memory=3)) is None
+    assert caches.of("a").lookup(chain(offload=None)) is None
 
 
 def test_the_best_of_many_at_once_is_kept(database: Database, tmp_path: Path) -> None:
