@@ -92,7 +92,7 @@ def test_bench_jitter_compares_under_noise(monkeypatch, capsys):
     assert row["nominal_ms"] == 21.0
     assert row["nominal_percentile_ms"] > 21.0
     assert row["robust_percentile_ms"] < 1.02 * row["nominal_percentile_ms"]
-    assert re.search(r"figure4-4x6 +21 ", bench(monkeypatch, capsys, "jitter", path, "--time-limit", "1"))
+    assert re.search(r"figure4-4x6 +21 ", bench(monkeypatch, capsys, "jitter", path, "--time-limit", "3"))
 
 
 def test_the_picture_of_progress():
