@@ -73,7 +73,7 @@ def test_nothing_is_optimal_by_a_bound_on_nominal_times():
     assert nominal.status == "optimal"
     assert nominal.percentile_ms is None
     assert nominal.value_ms == nominal.makespan_ms
-    result = optpipe.solve(problem, time_limit_s=2.0, threads=2, jitter=0.05, seed=3)
+    result = optpipe.solve(problem, time_limit_s=120.0, gap=1e-9, threads=2, jitter=0.05, seed=3)
     assert result.status == "feasible"
     assert result.gap == 0.0  # by nominal times
     assert result.percentile_ms == result.value_ms == percentile_ms(result.schedule, 0.05, seed=3)

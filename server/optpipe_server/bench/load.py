@@ -114,7 +114,7 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
 
     Requests are sent when they are due, whether the former ones were answered or not, and measured from then on.
     """
-    load, known = LoadFigures(), list[tuple[str, str]]()
+    load, known, accepted = LoadFigures(), list[tuple[str, str]](), asyncio.Event()
     requests = HttpPool(deployment.address, deployment.keys[0])
     chance = random.Random(1)
 
@@ -125,12 +125,15 @@ async def submissions(deployment: Deployment, rate: float, seconds: float) -> Lo
         if reply.status == 201:
             job = reply.json()
             known.append((job["url"], key))
+            accepted.set()
             load.without_schedule += job["best"] is None
         if counts:
             load.statuses[reply.status] += 1
             load.post_ms.append((time.perf_counter() - due) * MS)
 
     async def get(_number: int, due: float, counts: bool) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(accepted.wait(), LONGEST_S)
         if not known:
             return
         path, key = chance.choice(known)
