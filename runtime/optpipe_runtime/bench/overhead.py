@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 WARM_UP = 3
 # Before, stages on one rank meet by messages in the first step, which gloo does not send.
-TORCHS_ON_ONE_RANK = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+TORCHS_ON_ONE_RANK = torch.__version__ >= "2.13"
 WIDTH, LAYERS = 32, 4
 COSTS = {  # of every stage; only their order counts
     **dict.fromkeys(("forward_ms", "backward_input_ms", "backward_weight_ms"), 1.0),
@@ -136,7 +136,7 @@ def beside(stages: int = 2, microbatches: int = 8, steps: int = 20) -> Beside:
             made = schedule(parts, microbatches, loss_fn=loss)  # type: ignore[arg-type]
             return lambda: made.step(inputs, target=targets, losses=[])
 
-        runs = {
+        runs: dict[str, Callable[[], object]] = {
             "plain": lambda: _plain(modules, inputs, targets, microbatches),
             "F BW": lambda: fused.step(inputs, targets),
             "F B W": lambda: split.step(inputs, targets),
