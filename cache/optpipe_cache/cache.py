@@ -32,6 +32,8 @@ RINGS = (6, 12, 18, 25, 35, round(REACH / STEP))  # steps within which a lookup 
 MOST_COMPARED = 4096  # similar entries of a ring whose features it reads
 MOST_ENTRIES = 100_000  # in a cache, if nothing else is said
 MOST_TRIED = 16  # similar entries that a lookup verifies before it gives up
+MOST_ADAPTED = 2  # of these, the nearest: to adapt one takes up to a second
+MOST_OPS = 10_000  # of a schedule that is adapted
 
 
 class Entry(Record):
@@ -174,7 +176,7 @@ class Cache:
         """Return the best known schedule, verified on this problem; None if there is none.
 
         It is the schedule of this very problem, else that of the most similar one in reach of the same structure whose
-        order can be adapted to this one.
+        order is valid for this one or, of the nearest two, can be adapted to it.
         """
         hit = self._exact(problem, objective) or self._nearest(problem, objective)
         if hit:
@@ -200,9 +202,10 @@ class Cache:
 
     def _nearest(self, problem: Problem, objective: Objective) -> Hit | None:
         wanted = features(problem)
-        for far, sha256 in islice(self.neighbours(problem, objective), MOST_TRIED):
+        for n, (far, sha256) in enumerate(islice(self.neighbours(problem, objective), MOST_TRIED)):
             entry = _read(self.storage.entry(sha256, objective))
-            if entry and (schedule := _adapted(entry, problem)):
+            schedule = entry and (_valid_schedule(entry, problem) or (n < MOST_ADAPTED and _adapted(entry, problem)))
+            if entry and schedule:
                 return Hit(schedule, far, False, "feasible", None, entry, wanted.terms(features(entry.problem)))
         return None
 
@@ -276,6 +279,7 @@ def _valid_schedule(entry: Entry, problem: Problem) -> Schedule | None:
 
 def _adapted(entry: Entry, problem: Problem) -> Schedule | None:
     try:
-        return adapt(problem, entry.schedule(), entry.objective)
+        schedule = entry.schedule()
     except InputError:
         return None
+    return adapt(problem, schedule, entry.objective) if sum(map(len, schedule.programs)) <= MOST_OPS else None

@@ -14,6 +14,7 @@ from support.chain import chain, gpipe, one_by_one
 from optpipe import InputError, Problem, ScheduleError
 from optpipe.schedule import check
 from optpipe_cache import Cache, default_path, distance, features, storage, structure
+from optpipe_cache import cache as cache_module
 from optpipe_server.database import Database
 from optpipe_server.database.cache_storage import TableStorage
 from optpipe_server.database.tables import schedules
@@ -135,6 +136,19 @@ def test_a_schedule_that_needs_more_memory_or_has_other_microbatches_is_adapted(
         assert hit is not None
         assert not hit.exact
         assert check(wanted, hit.schedule) == []
+
+
+def test_few_similar_schedules_are_adapted(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup is part of a submission, and each takes its time."""
+    for forward in (1.0, 1.05, 1.1, 1.15):
+        cache.add(one_by_one(chain(memory=1, m=1, forward=forward)), "feasible")
+    asked = []
+    monkeypatch.setattr(cache_module, "adapt", lambda *given: asked.append(given))
+    assert cache.lookup(chain(memory=1, m=4)) is None
+    assert len(asked) == 2
+    monkeypatch.setattr(cache_module, "MOST_OPS", 3)
+    assert cache.lookup(chain(memory=1, m=4)) is None
+    assert len(asked) == 2
 
 
 def test_without_a_valid_schedule_there_is_no_hit(cache: Cache) -> None:
