@@ -38,13 +38,15 @@ def reuse(
     from optpipe.model.problem import Problem
     from optpipe_cache import Cache
 
+    loaded = [Problem.load(path) for path in problems]
     random, rows = np.random.default_rng(0), list[dict[str, Any]]()
     short = options.model_copy(update={"time_limit_s": min(SHORT_S, options.time_limit_s)}).arguments()
     if not json:
         typer.echo(f"{'problem':18}{'changed':22}{'distance':>9}{'lookup: ms':>11}{'loss':>8}{'after 5 s':>10}")
-    for problem in map(Problem.load, problems):
+    for problem in loaded:
         known = solve(problem, **options.arguments())
         if known.schedule is None:
+            typer.echo(f"note: {problem.name}: left out, no schedule found", err=True)
             continue
         with TemporaryDirectory() as folder:
             cache = Cache(Path(folder) / "cache.sqlite")
@@ -55,6 +57,7 @@ def reuse(
                 lookup_ms = 1000 * (time.perf_counter() - began)
                 anew = solve(other, **options.arguments()).value_ms
                 if anew is None:
+                    typer.echo(f"note: {problem.name}, {changed}: left out, no schedule found", err=True)
                     continue
                 later = solve(other, warm_start=hit.schedule, **short).value_ms if hit else None
                 at_once = length_ms(hit.schedule, options.objective) if hit else None
