@@ -242,7 +242,7 @@ class StepRunner:
         self.schedules.swap(*self.schedules.running.give_up(complaint))
 
     def _memory_complaint(self, plan: Plan) -> str:
-        """Why this rank lacks memory for a plan; empty if it does not."""
+        """Why this rank lacks host memory for a plan; empty if it does not."""
         try:
             self.schedules.reserve(plan)
         except OptPipeError as error:

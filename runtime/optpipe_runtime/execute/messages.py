@@ -3,8 +3,8 @@
 Each ordered pair has a process group of its own, so that the two directions never wait for each other (one NCCL
 communicator has one stream for both). At most `UNDER_WAY` messages to one rank are under way: before another is sent,
 the host waits for the end of an earlier one, on CUDA the compute stream, and its tensors are let go. That waits for no
-op that comes later (`lowering.actions`). So what messages hold is known before the step (`Plan.message_peak`). Room for
-some is set aside beside the budget of activations (`messages_reserve`); a schedule with more takes it from that budget.
+op that comes later (`lowering.actions`). So what messages hold is known before the step (`Plan.message_peak`).
+The default budget of activations leaves room for some of them (`messages_reserve`).
 """
 
 from __future__ import annotations

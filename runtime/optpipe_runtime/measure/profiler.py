@@ -93,13 +93,12 @@ def profile(rank: Rank, batch: Batch, given_budget: int | None, parts: int, repe
         s: {r: Trial(stage, r, (inputs, targets, named[s]), parts, clock) for r in _routes(rank, s)}
         for s, stage in rank.stages.items()
     }
-    gradients: Sizes = {}
     with ExitStack() as stack:
         for stage in rank.stages.values():
             stack.enter_context(_unchanged(stage))
         everything = [trial for by_route in trials.values() for trial in by_route.values()]
         _try_compute(rank, everything, clock, repeats)
-        gradients |= _gradients(rank)
+        gradients = _gradients(rank)
         left_at_b = at_b(rank, everything, clock, repeats)
         _try_transfers(rank, everything, clock, repeats)
         _try_evictions(rank, trials, repeats)
